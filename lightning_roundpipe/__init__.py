@@ -1,0 +1,41 @@
+"""RoundPipe for PyTorch Lightning: ``Trainer(strategy="roundpipe")``.
+
+Importing this package makes the strategy's name known to Lightning and nothing else. It stays light on purpose: torch
+itself imports it at the end of ``import torch`` (see `lightning_roundpipe.registration`), where an import of torch or
+Lightning would be circular and an error would make torch unusable. So the public names are imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_roundpipe.registration import autoload
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.precision import RoundPipePrecision
+    from lightning_roundpipe.strategy import RoundPipeStrategy
+
+__version__ = "0.1.0"
+
+__all__ = ["RoundPipePrecision", "RoundPipeStrategy", "__version__"]
+
+_HOMES = {
+    "RoundPipePrecision": "lightning_roundpipe.precision",
+    "RoundPipeStrategy": "lightning_roundpipe.strategy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+autoload()

@@ -1,0 +1,133 @@
+"""The strategy's options: parsed, checked, and refused by name before anything is allocated.
+
+Everything a user can set is checked here once, so that no other module has to wonder whether a value makes sense. Each
+message names the setting and the remedy. This module imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+PRECISIONS = ("32-true", "bf16-mixed")
+"""The precision flags that are built, in Lightning's own spelling."""
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class RoundPipeError(RuntimeError):
+    """Something in the user's model or step that the engine cannot carry without changing its meaning."""
+
+
+def parse_bytes(value: float | str, name: str) -> int:
+    """``"20GiB"``, ``"512 MB"`` or a plain number of bytes, as bytes. ``name`` is the setting for the error."""
+    if isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not a size: give bytes (a number) or text such as '20GiB'.")
+    if isinstance(value, (int, float)):
+        size = float(value)
+    else:
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value)
+        if not match or match[2].upper() not in _UNITS or match[1].count(".") > 1:
+            raise ValueError(f"{name}={value!r} is not a size: write it like '20GiB', '512MB' or 1000000.")
+        size = float(match[1]) * _UNITS[match[2].upper()]
+    if size <= 0:
+        raise ValueError(f"{name}={value!r} must be more than 0 bytes.")
+    return int(size)
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """How emulated devices behave. Only ``accelerator="cpu"`` reads it.
+
+    Args:
+        memory: bytes (or ``"2GiB"``) that each device has; more raises out-of-memory. ``None``: no limit.
+        bandwidth: bytes per second of each direction of a device's link. ``None``: as fast as the host copies.
+        latency: seconds that each copy takes before its first byte arrives.
+        poison: fill freed device buffers with NaN, so that a read after free shows as a wrong number.
+        delay_seed: seed of random delays before copies and layers, which shake out missing waits. ``None``: no delays.
+    """
+
+    memory: int | str | None = None
+    bandwidth: float | str | None = None
+    latency: float = 0.0
+    poison: bool = False
+    delay_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_bytes(self.memory, "emulation.memory"))
+        if self.bandwidth is not None:
+            object.__setattr__(self, "bandwidth", float(parse_bytes(self.bandwidth, "emulation.bandwidth")))
+        if self.latency < 0:
+            raise ValueError(f"emulation.latency={self.latency!r} must be 0 or more seconds.")
+
+    @classmethod
+    def of(cls, value: Emulation | Mapping[str, Any] | None) -> Emulation:
+        """An ``Emulation`` from itself, a mapping of its fields (Hydra), or nothing."""
+        if isinstance(value, Emulation):
+            return value
+        known = {f.name for f in fields(cls)}
+        given = dict(value or {})
+        if unknown := sorted(set(given) - known):
+            raise ValueError(f"emulation has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}.")
+        return cls(**given)
+
+
+LossWeight = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``RoundPipeStrategy`` was asked for; see its docstring for the meaning of each field."""
+
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    round_microbatches: int | None = None
+    layers: Sequence[str | type] | None = None
+    plan: str | None = None
+    loss_weight: LossWeight | None = None
+    staleness: int = 0
+    memory_budget: int | float | str | None = None
+    pin_memory: Literal["auto", "on", "off"] | bool = "auto"
+    prefetch: int = 1
+    watchdog_timeout: float = 600.0
+    microbatch_scope: str = "step"
+    emulation: Emulation = field(default_factory=Emulation)
+
+    def __post_init__(self) -> None:
+        for name in ("num_microbatches", "microbatch_size", "round_microbatches"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        if self.num_microbatches is not None and self.microbatch_size is not None:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} are both set, "
+                "and each decides the other: set only one of them."
+            )
+        if isinstance(self.layers, str) or (self.layers is not None and not self.layers):
+            raise ValueError(f"layers={self.layers!r} must be a list of module classes, class names or module names.")
+        if self.plan is not None and not isinstance(self.plan, str):
+            raise ValueError(f"plan={self.plan!r} must be text, as RoundPipeStrategy.report()['plan'] prints it.")
+        if self.loss_weight is not None and not callable(self.loss_weight):
+            raise ValueError(f"loss_weight={self.loss_weight!r} must be a function of a microbatch, or None.")
+        if isinstance(self.memory_budget, float) and 0 < self.memory_budget <= 1:
+            pass  # a fraction of the device's memory
+        elif self.memory_budget is not None:
+            object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))
+        if self.watchdog_timeout <= 0:
+            raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be more than 0 seconds.")
+        pin = {True: "on", False: "off"}.get(self.pin_memory, self.pin_memory)  # type: ignore[call-overload]
+        if pin not in ("auto", "on", "off"):
+            raise ValueError(f"pin_memory={self.pin_memory!r} must be 'auto', 'on' or 'off'.")
+        object.__setattr__(self, "pin_memory", pin)
+        self._refuse_unbuilt()
+
+    def _refuse_unbuilt(self) -> None:
+        if self.staleness != 0:
+            raise ValueError(f"staleness={self.staleness!r} is not built yet: only staleness=0 (exact) works.")
+        if self.prefetch not in (0, 1) or isinstance(self.prefetch, bool):
+            raise ValueError(f"prefetch={self.prefetch!r} is not built yet: 0 and 1 (stages uploaded ahead) work.")
+        if self.microbatch_scope != "step":
+            raise ValueError(f"microbatch_scope={self.microbatch_scope!r} is not built yet: only 'step' works.")

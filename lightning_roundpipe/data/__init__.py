@@ -1,0 +1,9 @@
+"""Ordinary LightningDataModules that come with the package, from sources that need no download."""
+
+from __future__ import annotations
+
+from lightning_roundpipe.data.packed_text import PackedText
+from lightning_roundpipe.data.pydoc_topics import pydoc_topics
+from lightning_roundpipe.data.random_tokens import RandomTokens
+
+__all__ = ["PackedText", "RandomTokens", "pydoc_topics"]

@@ -1,0 +1,82 @@
+"""Named texts as sequences of one length: tokenised by the model's own tokenizer, joined, and cut without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_roundpipe.data.sequences import sequence_loader
+from lightning_roundpipe.data.split import split_texts
+
+
+class PackedText(LightningDataModule):
+    """Causal language modelling on named texts, divided into training and validation text by text.
+
+    Args:
+        texts: the texts by name.
+        tokenizer: the model's. Between texts stands its end-of-text token.
+        sequence_length: tokens of each sequence; what is left at the end is dropped.
+        batch_size: sequences of a batch.
+        validation_fraction: how much of the characters is held out; see ``split_texts``.
+        max_validation_sequences: validate on this many only, spread evenly over the held-out text. ``None``: on all.
+        seed: of the split and of the order in which training sequences come.
+        num_workers: processes that load data. The sequences are in memory: 0 is best.
+    """
+
+    def __init__(
+        self,
+        texts: Mapping[str, str],
+        tokenizer: PreTrainedTokenizerBase | None,
+        sequence_length: int,
+        batch_size: int,
+        validation_fraction: float = 0.1,
+        max_validation_sequences: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        if tokenizer is None:
+            raise ValueError(
+                "data=topics needs the model's tokenizer, and this model has none. Choose a pretrained model "
+                "(model=smollm2) or data=random_tokens."
+            )
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        training, validation = split_texts(texts, validation_fraction, seed)
+        self.training = pack([self._tokens(texts[name]) for name in training], sequence_length)
+        self.validation = pack([self._tokens(texts[name]) for name in validation], sequence_length)
+        if max_validation_sequences is not None and max_validation_sequences < len(self.validation):
+            chosen = torch.linspace(0, len(self.validation) - 1, max_validation_sequences).round().long()
+            self.validation = self.validation[chosen]
+        for name, sequences in (("training", self.training), ("validation", self.validation)):
+            if not len(sequences):
+                raise ValueError(f"data.sequence_length={sequence_length} is longer than all text for {name}.")
+
+    def _tokens(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        return tokens if end is None else [*tokens, end]
+
+    @override
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return sequence_loader(self.training, self.batch_size, shuffle_seed=self.seed, num_workers=self.num_workers)
+
+    @override
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return sequence_loader(self.validation, self.batch_size, num_workers=self.num_workers)
+
+
+def pack(texts: Sequence[Sequence[int]], length: int) -> Tensor:
+    """The texts' tokens one after another, cut into rows: shape (rows, ``length``)."""
+    if length < 2:
+        raise ValueError(f"data.sequence_length={length} is too short: the first token of a sequence is no target.")
+    joined = torch.tensor([token for text in texts for token in text], dtype=torch.long)
+    return joined[: len(joined) // length * length].view(-1, length)

@@ -1,0 +1,49 @@
+"""Sequences of random tokens: no text, no tokenizer, ready at once. For trying a configuration, and for tests."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_roundpipe.data.sequences import sequence_loader
+
+
+class RandomTokens(LightningDataModule):
+    """The same few random sequences again and again, so that a model's loss on them falls as it learns them by heart.
+
+    Args:
+        vocab_size: tokens are drawn from 0 to this, excluded.
+        sequence_length: tokens of each sequence.
+        batch_size: sequences of a batch.
+        sequences: how many there are. Validation takes the first ``batch_size`` of them: to be learnt, not held out.
+        seed: of the tokens and of their order.
+        num_workers: processes that load data. The sequences are in memory: 0 is best.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        sequence_length: int,
+        batch_size: int,
+        sequences: int = 16,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.training = torch.randint(vocab_size, (sequences, sequence_length), generator=generator)
+        self.validation = self.training[:batch_size]
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+
+    @override
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return sequence_loader(self.training, self.batch_size, shuffle_seed=self.seed, num_workers=self.num_workers)
+
+    @override
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return sequence_loader(self.validation, self.batch_size, num_workers=self.num_workers)

@@ -1,0 +1,66 @@
+"""Divide named texts into training and validation, so that nothing is in both.
+
+Texts are divided whole, never within: the end of a text that was trained on is no held-out text. That alone is not enough
+where texts quote each other, as Python's help topics do (whole sections of one stand in another), so texts that share a
+paragraph stay together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+
+SHARED_PARAGRAPH = 120
+"""Characters from which a paragraph that stands in two texts ties them; shorter ones are headings and phrases."""
+
+
+def split_texts(texts: Mapping[str, str], fraction: float, seed: int = 0) -> tuple[list[str], list[str]]:
+    """Names for training and for validation. Depends on the texts and ``seed`` only, not on any random state.
+
+    Args:
+        texts: the texts by name.
+        fraction: how much of all characters may go to validation; groups are taken while they fit.
+        seed: another seed is another split.
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"data.validation_fraction={fraction!r} must lie between 0 and 1.")
+    allowed = fraction * sum(map(len, texts.values()))
+    training: list[str] = []
+    validation: list[str] = []
+    used = 0
+    for group in sorted(related(texts), key=lambda names: hashlib.sha256(f"{seed} {names[0]}".encode()).digest()):
+        size = sum(len(texts[name]) for name in group)
+        if used + size <= allowed:
+            validation += group
+            used += size
+        else:
+            training += group
+    if not validation or not training:
+        raise ValueError(
+            f"data.validation_fraction={fraction!r} leaves no text for {'training' if validation else 'validation'}: "
+            f"there are {len(texts)} texts in groups that share paragraphs. Choose another fraction."
+        )
+    return training, validation
+
+
+def related(texts: Mapping[str, str]) -> list[list[str]]:
+    """The names in groups: texts that share a paragraph, directly or through others, are in one. Names are sorted."""
+    leader = {name: name for name in texts}
+
+    def find(name: str) -> str:
+        while leader[name] != name:
+            name = leader[name]
+        return name
+
+    first_with: dict[str, str] = {}
+    for name in sorted(texts):
+        for block in texts[name].split("\n\n"):
+            paragraph = " ".join(block.split())
+            if len(paragraph) >= SHARED_PARAGRAPH:
+                one, other = find(first_with.setdefault(paragraph, name)), find(name)
+                leader[max(one, other)] = min(one, other)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(texts):
+        groups[find(name)].append(name)
+    return list(groups.values())

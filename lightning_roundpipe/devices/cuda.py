@@ -1,0 +1,179 @@
+"""CUDA devices: the façade over real streams, events and memory.
+
+Small on purpose: whatever can be decided above the façade is tested on emulated devices. What is left here is what
+only a GPU needs: lifetimes (the allocator must not hand out memory that a copy on another stream still uses) and
+clocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.devices import pinned
+from lightning_roundpipe.devices.abort import AbortSwitch
+from lightning_roundpipe.devices.base import Device, Hold, Stream
+from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream
+from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
+
+_generator_locks: dict[int, threading.RLock] = {}
+
+
+class CudaDevice(Device):
+    """One worker on a GPU.
+
+    Args:
+        index: the worker's number.
+        torch_device: the GPU, with its number.
+        pin_memory: ``"auto"``, ``"on"`` or ``"off"``; see ``pinned.host_buffer``.
+        sharers: how many workers there are on this GPU.
+    """
+
+    def __init__(self, index: int, torch_device: torch.device, pin_memory: str, sharers: int) -> None:
+        self.index, self.torch_device = index, torch_device
+        self.generator = torch.cuda.default_generators[torch_device.index]
+        self.generator_lock = _generator_locks.setdefault(torch_device.index, threading.RLock())
+        self._pin_memory, self._sharers = pin_memory, sharers
+        self._switch = AbortSwitch(f"Device {index}")
+        self._arenas: dict[int, tuple[Tensor, str]] = {}
+        self._closed = False
+        self._clock = Clock(torch_device)
+        self.compute = self._stream("compute")
+        self.weights_up = self._stream("weights_up")
+        self.activations_up = self._stream("activations_up")
+        self.activations_down = self._stream("activations_down")
+        self.gradients_down = self._stream("gradients_down")
+
+    def _stream(self, name: str) -> CudaStream:
+        return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, self._clock, self._switch)
+
+    # -- memory
+
+    def allocate(self, nbytes: int, purpose: str) -> Tensor:
+        with self.compute.running(), self._explaining(nbytes, purpose), torch.inference_mode(False):
+            arena = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        # What `compute` did with this memory before may still be running; no other stream knows of it.
+        reusable = self.compute.record()
+        for stream in self.streams[1:]:
+            stream.wait(reusable)
+        self._arenas[id(arena)] = (arena, purpose)
+        return arena
+
+    def free(self, buffer: Tensor) -> None:
+        if self._arenas.pop(id(buffer), None) is None:
+            raise ValueError(
+                f"this tensor of {buffer.numel()} elements is no arena of device {self.index}, or not any more."
+            )
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        return pinned.host_buffer(nbytes, self._pin_memory)
+
+    def host_like(self, t: Tensor) -> Tensor:
+        return pinned.host_like(t, self._pin_memory)
+
+    def device_like(self, t: Tensor, filled_on: Stream) -> Tensor:
+        assert isinstance(filled_on, CudaStream) and isinstance(self.compute, CudaStream)
+        nbytes = t.numel() * t.element_size()
+        # From the pool of the stream that writes it first, so the allocator needs no wait before the write ...
+        with filled_on.running(), self._explaining(nbytes, "activations"), torch.inference_mode(False):
+            new = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=self.torch_device)
+        new.record_stream(self.compute.stream)  # ... and not back to it before `compute` has read it
+        return new
+
+    @contextmanager
+    def _explaining(self, nbytes: int, purpose: str) -> Iterator[None]:
+        try:
+            yield
+        except DeviceOutOfMemory:
+            raise
+        except torch.OutOfMemoryError as error:
+            name = f"CUDA device {self.torch_device.index} (worker {self.index})"
+            resident = self.resident_by_purpose()
+            raise out_of_memory(name, nbytes, purpose, resident, self.capacity(), emulated=False) from error
+
+    def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:
+        return Hold()
+
+    def saved_for_backward(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def resident_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.torch_device)
+
+    def resident_by_purpose(self) -> dict[str, int]:
+        sums = Counter[str]()
+        for arena, purpose in list(self._arenas.values()):
+            sums[purpose] += arena.numel()
+        sums["other tensors"] = self.resident_bytes() - sums.total()
+        return dict(sums)
+
+    def capacity(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return (free + torch.cuda.memory_reserved(self.torch_device)) // self._sharers
+
+    # -- computing
+
+    @contextmanager
+    def permit(self, sleeping: bool = False) -> Iterator[None]:
+        self._switch.check()
+        yield
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        with torch.cuda.device(self.torch_device), self.compute.running():
+            yield
+
+    # -- ending
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._switch.throw("aborted because another thread failed")
+
+    def reset(self) -> None:
+        assert not self._closed, f"device {self.index} is closed"
+        self._settle()
+        self._switch.clear()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._switch.throw("closed")
+            self._arenas.clear()
+            self._settle()
+
+    def _settle(self) -> None:
+        for stream in self.streams:
+            assert isinstance(stream, CudaStream)
+            stream.settle()
+
+
+def make_cuda(torch_devices: Sequence[torch.device], pin_memory: str) -> list[Device]:
+    """One device for each entry; a GPU listed twice makes two workers that share its memory and generator.
+
+    Raises:
+        ValueError: there is no such GPU.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    numbers = [d.index or 0 for d in torch_devices]
+    for number in numbers:
+        if number >= count:
+            raise ValueError(
+                f"devices: there is no GPU {number}, torch sees {count} CUDA device(s). List others, check the driver "
+                "and CUDA_VISIBLE_DEVICES, or set accelerator='cpu' to run on emulated devices."
+            )
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # or there are no default generators yet
+    return [
+        CudaDevice(index, torch.device("cuda", number), pin_memory, numbers.count(number))
+        for index, number in enumerate(numbers)
+    ]

@@ -1,0 +1,150 @@
+"""CUDA streams and events, with the two things that torch's own lack: a host clock, and the lifetime of host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.devices.abort import AbortSwitch
+from lightning_roundpipe.devices.base import Event, Stream, check_copy, check_fill
+
+CLOCK_PERIOD = 10.0
+"""Seconds after which a clock is set again: CUDA gives 32-bit floats of milliseconds, exact to 1 µs for 16 s."""
+
+
+def _new_event(*, timed: bool, blocking: bool = True) -> torch.cuda.Event:
+    # blocking: a thread that waits for it leaves its core to others
+    return torch.cuda.Event(enable_timing=timed, blocking=blocking)  # type: ignore[no-untyped-call]
+
+
+def _new_stream(torch_device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+
+
+def _passed(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+class Clock:
+    """Puts a GPU's events on the host's ``time.perf_counter``."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self._stream = _new_stream(torch_device)
+        self._lock = threading.Lock()
+        self._set()
+
+    def time(self, event: torch.cuda.Event) -> float:
+        """When a finished, timed event was reached, in seconds."""
+        with self._lock:
+            if time.perf_counter() - self._host > CLOCK_PERIOD:
+                self._set()
+            return self._host + float(self._reference.elapsed_time(event)) / 1e3
+
+    def _set(self) -> None:
+        """Reach an event on a stream that has nothing else to do, between two looks at the host's clock; best of 5."""
+        best = float("inf")
+        for _ in range(5):
+            event = _new_event(timed=True, blocking=False)  # spinning sees the moment best
+            before = time.perf_counter()
+            event.record(self._stream)
+            event.synchronize()
+            after = time.perf_counter()
+            if after - before < best:
+                best, self._reference, self._host = after - before, event, (before + after) / 2
+
+
+class CudaEvent(Event):
+    """A recorded CUDA event."""
+
+    def __init__(self, event: torch.cuda.Event, clock: Clock | None, switch: AbortSwitch) -> None:
+        self.event, self._clock, self._switch = event, clock, switch
+
+    def wait(self) -> None:
+        # A GPU never waits for the host here, so its work always comes to an end and the wait needs no waking.
+        self._switch.check()
+        self.event.synchronize()
+        self._switch.check()
+
+    def done(self) -> bool:
+        return self._switch.why is not None or _passed(self.event)
+
+    def time(self) -> float:
+        if self._clock is None:
+            raise RuntimeError("this event has no time: record it with timed=True.")
+        if not _passed(self.event):
+            raise RuntimeError("this event has no time yet: wait for it first.")
+        return self._clock.time(self.event)
+
+
+class CudaStream(Stream):
+    """A CUDA stream, and the host memory that its copies are not done with."""
+
+    def __init__(self, name: str, torch_device: torch.device, clock: Clock, switch: AbortSwitch) -> None:
+        self.name = name
+        self.stream = _new_stream(torch_device)
+        self._clock, self._switch = clock, switch
+        self._lock = threading.Lock()
+        self._flying: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+
+    def record(self, *, timed: bool = False) -> Event:
+        self._switch.check()
+        return CudaEvent(self._record(timed), self._clock if timed else None, self._switch)
+
+    def wait(self, event: Event) -> None:
+        self._switch.check()
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        self._switch.check()
+        to, of = check_copy(dst, src)
+        with self.running(), torch.inference_mode():  # in which both inference tensors and others may be written
+            to.copy_(of, non_blocking=True)
+        self._keep(to, of)
+
+    def fill(self, buffer: Tensor, byte: int) -> None:
+        self._switch.check()
+        flat = check_fill(buffer, byte)
+        with self.running(), torch.inference_mode():
+            flat.fill_(byte)
+        self._keep(flat)
+
+    def poison(self, buffer: Tensor) -> None:
+        pass  # a GPU runs what the emulation has checked
+
+    def running(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(self.stream)
+
+    def synchronize(self) -> None:
+        self.record().wait()
+        self._let_go()
+
+    def settle(self) -> None:
+        """Wait for all work, abort or not."""
+        self.stream.synchronize()
+        self._let_go()
+
+    def _record(self, timed: bool) -> torch.cuda.Event:
+        event = _new_event(timed=timed)
+        event.record(self.stream)
+        return event
+
+    def _keep(self, *tensors: Tensor) -> None:
+        """Let no tensor's memory be reused before this stream has passed this point."""
+        for t in tensors:
+            if t.device == self.stream.device:
+                t.record_stream(self.stream)
+        self._let_go()
+        if host := [t for t in tensors if not t.is_cuda]:  # torch watches its own pinned blocks only, not ours
+            with self._lock:
+                self._flying.append((self._record(timed=False), host))
+
+    def _let_go(self) -> None:
+        with self._lock:
+            while self._flying and _passed(self._flying[0][0]):
+                self._flying.popleft()

@@ -1,0 +1,161 @@
+"""Emulated devices: the same engine on a machine without a GPU.
+
+Everything is host memory; what makes it a device is the bookkeeping (a memory limit), the copy threads (asynchrony,
+bandwidth), and on request the nuisances that make missing waits show: random delays and poison.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import permit
+from lightning_roundpipe.devices.abort import AbortSwitch
+from lightning_roundpipe.devices.base import POISON, Device, Hold, Stream
+from lightning_roundpipe.devices.emulated_link import Delays, Link
+from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
+from lightning_roundpipe.devices.ledger import CountedHold, Ledger
+from lightning_roundpipe.devices.saved import saved_for_backward
+
+ALIGNMENT = 256
+"""Bytes: what a GPU's allocator gives at least, and what vectorised kernels ask for."""
+
+_generator_lock = threading.RLock()
+
+
+class EmulatedDevice(Device):
+    """One of several devices that this machine's cores and memory pretend to be."""
+
+    def __init__(self, index: int, torch_device: torch.device, emulation: Emulation) -> None:
+        self.index, self.torch_device = index, torch_device
+        self.generator, self.generator_lock = torch.default_generator, _generator_lock
+        self._emulation = emulation
+        self._switch = AbortSwitch(f"Device {index}")
+        self._closed = False
+        limit = emulation.memory
+        assert limit is None or isinstance(limit, int)  # Emulation has parsed it
+        self._ledger = Ledger(f"Device {index}", limit)
+        self._arenas: dict[int, tuple[Tensor, str]] = {}
+        self._permits = permit.semaphore()
+        self._permit_delays = self._delays("permit")
+        bandwidth = None if emulation.bandwidth is None else float(emulation.bandwidth)
+        self._up = Link(bandwidth, emulation.latency, self._switch)
+        self._down = Link(bandwidth, emulation.latency, self._switch)
+        self.compute = InlineStream(f"roundpipe-dev{index}-compute", self._switch, emulation.poison)
+        self.weights_up = self._copy_stream("weights_up", self._up)
+        self.activations_up = self._copy_stream("activations_up", self._up)
+        self.activations_down = self._copy_stream("activations_down", self._down)
+        self.gradients_down = self._copy_stream("gradients_down", self._down)
+
+    def _delays(self, name: str) -> Delays | None:
+        seed = self._emulation.delay_seed
+        return None if seed is None else Delays(seed, f"{self.index}/{name}")
+
+    def _copy_stream(self, name: str, link: Link) -> ThreadStream:
+        full = f"roundpipe-dev{self.index}-{name}"
+        return ThreadStream(full, link, self._switch, self._emulation.poison, self._delays(name))
+
+    # -- memory
+
+    def allocate(self, nbytes: int, purpose: str) -> Tensor:
+        with torch.inference_mode(False):  # an arena made during validation must serve training too
+            room = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=self.torch_device)
+            start = -room.data_ptr() % ALIGNMENT
+            arena = room[start : start + nbytes]
+        self._ledger.add(arena.untyped_storage()._cdata, nbytes, purpose)
+        self._arenas[id(arena)] = (arena, purpose)
+        self._poison(arena)  # so that a read before the first write shows as well
+        return arena
+
+    def free(self, buffer: Tensor) -> None:
+        arena, purpose = self._arenas.pop(id(buffer), (None, ""))
+        if arena is None:
+            raise ValueError(
+                f"this tensor of {buffer.numel()} elements is no arena of device {self.index}, or not any more."
+            )
+        self._poison(arena)
+        self._ledger.end(arena.untyped_storage()._cdata, purpose)
+
+    def _poison(self, arena: Tensor) -> None:
+        if self._emulation.poison:
+            arena.data.fill_(POISON)
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def host_like(self, t: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
+
+    def device_like(self, t: Tensor, filled_on: Stream) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=self.torch_device)
+
+    def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:
+        return CountedHold(self._ledger, tensors, purpose)
+
+    def saved_for_backward(self) -> AbstractContextManager[None]:
+        return saved_for_backward(self._ledger)
+
+    def peak_bytes(self) -> int:
+        return self._ledger.peak()
+
+    def reset_peak(self) -> None:
+        self._ledger.reset_peak()
+
+    def resident_bytes(self) -> int:
+        return self._ledger.resident()
+
+    def resident_by_purpose(self) -> dict[str, int]:
+        return self._ledger.by_purpose()
+
+    def capacity(self) -> int | None:
+        return self._ledger.limit
+
+    # -- computing
+
+    @contextmanager
+    def permit(self, sleeping: bool = False) -> Iterator[None]:
+        self._switch.sleep(0 if self._permit_delays is None else self._permit_delays.next())
+        with nullcontext() if sleeping else permit.holding(self._permits):
+            yield
+
+    def activate(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    # -- ending
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._switch.throw("aborted because another thread failed")
+
+    def reset(self) -> None:
+        assert not self._closed, f"device {self.index} is closed"
+        self._switch.throw("being reset")
+        for stream in self._threads():
+            stream.settle()
+        self._up.clear()
+        self._down.clear()
+        self._switch.clear()
+
+    def close(self) -> None:
+        self._closed = True
+        self._switch.throw("closed")
+        for stream in self._threads():
+            stream.join()
+        for arena, _ in list(self._arenas.values()):
+            self.free(arena)
+
+    def _threads(self) -> list[ThreadStream]:
+        return [stream for stream in self.streams if isinstance(stream, ThreadStream)]
+
+
+def make_emulated(torch_devices: Iterable[torch.device], emulation: Emulation) -> list[Device]:
+    """One device for each entry; they share cores, generator and memory."""
+    return [EmulatedDevice(index, torch_device, emulation) for index, torch_device in enumerate(torch_devices)]

@@ -1,0 +1,120 @@
+"""Host memory that a GPU can copy from and to while the host goes on.
+
+Torch's own pinned allocator rounds every block up to a power of two, which for the working copy of a 20 GB model is 12
+GB lost. So big buffers are our own mapping, registered with CUDA: exact to the page. It is a *shared* anonymous
+mapping, because pages that a forked data loader shares copy-on-write would be copied away from under the GPU by the
+first write after the fork.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU, not only for the current one
+_warned = False
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class RegistrationError(RuntimeError):
+    """CUDA refused to pin memory."""
+
+
+class _Registered(mmap.mmap):
+    """A mapping that unregisters itself before it is unmapped. (A weak reference's callback would come too late.)"""
+
+    _address = 0
+    _owner = 0
+
+    def register(self, address: int) -> None:
+        error = _cudart().cudaHostRegister(address, len(self), _PORTABLE)
+        if int(error) != 0:
+            _forget_last_error()
+            raise RegistrationError(f"cudaHostRegister of {len(self)} bytes failed: {error}")
+        self._address, self._owner = address, os.getpid()
+
+    def __del__(self) -> None:
+        # A forked child inherits the object but not the registration, and must not call CUDA at all.
+        if self._address and self._owner == os.getpid():
+            with suppress(Exception):  # at exit, torch may be gone already, and the registration with it
+                _cudart().cudaHostUnregister(self._address)
+
+
+def registered(nbytes: int) -> Tensor:
+    """Pinned memory of exactly the pages it needs: shape ``(nbytes,)``, uint8, zeros, unregistered with its last view.
+
+    Raises:
+        RegistrationError: CUDA does not pin it (a container's limits, no memory, WSL).
+    """
+    pages = -(-max(nbytes, 1) // mmap.PAGESIZE)
+    mapping = _Registered(-1, pages * mmap.PAGESIZE)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    mapping.register(whole.data_ptr())
+    return whole[:nbytes]
+
+
+def host_buffer(nbytes: int, pin_memory: str) -> Tensor:
+    """Host memory for asynchronous copies: shape ``(nbytes,)``, uint8.
+
+    Args:
+        nbytes: its size.
+        pin_memory: ``"on"``: pinned or an error; ``"auto"``: pageable, with one warning per process, if pinning fails;
+            ``"off"``: pageable.
+
+    Raises:
+        RegistrationError: it cannot be pinned, and ``pin_memory`` is ``"on"``.
+    """
+    with torch.inference_mode(False):  # memory that is made during validation must serve training too
+        if pin_memory == "off":
+            return torch.empty(nbytes, dtype=torch.uint8)
+        try:
+            return registered(nbytes)
+        except RegistrationError as error:
+            if pin_memory == "on":
+                raise RegistrationError(f"{error}. Set pin_memory='auto' to go on with pageable memory.") from None
+            warn_pageable(error)
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def host_like(t: Tensor, pin_memory: str) -> Tensor:
+    """A host tensor of ``t``'s shape, dtype and strides, from torch's caching allocator, as boundaries come and go."""
+    with torch.inference_mode(False):
+        if pin_memory != "off":
+            try:
+                return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, pin_memory=True)
+            except RuntimeError as error:
+                if pin_memory == "on":
+                    raise
+                warn_pageable(error)
+        return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
+
+
+def warn_pageable(error: Exception) -> None:
+    """Say once in a process that copies will not overlap."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"Host memory could not be pinned ({error}); going on with pageable memory, so copies wait for each other "
+            "and training is slower. Raise the limit of locked memory (ulimit -l), or set pin_memory='off' to silence "
+            "this.",
+            stacklevel=2,
+        )
+
+
+def _forget_last_error() -> None:
+    """CUDA keeps a failed call's code as the thread's last error, and the next kernel launch would be blamed for it.
+
+    Torch exposes no ``cudaGetLastError``, but its check after a launch clears the code as it raises.
+    """
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)

@@ -1,0 +1,70 @@
+"""Counting what autograd saves for backward, without changing what it does.
+
+Saved-tensor hooks see each tensor when the graph saves it, and the graph owns what the hook returns: when that dies,
+the graph (or the part of it that backward has used up) is gone. The price of hooks is that torch then leaves out its
+check that a saved tensor is still what it was, and a model with a wrong in-place operation would train on, silently
+wrong. So the check is done here, with torch's words.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.devices.ledger import Ledger
+
+PURPOSE = "saved for backward"
+
+
+class _Saved:
+    """One saved tensor in the graph's hands, counted while it lives."""
+
+    __slots__ = ("key", "ledger", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, key: int, ledger: Ledger) -> None:
+        # Detached, because an operation's own output holds its node, and the node would hold it: a cycle that only the
+        # garbage collector ends. A detached tensor still shares the version counter.
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.key, self.ledger = key, ledger
+
+    def __del__(self) -> None:
+        self.ledger.end(self.key, PURPOSE)
+
+
+class _Uncounted:
+    """The same for a tensor without storage of its own (sparse): checked, but not counted."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+
+def _unpack(saved: _Saved | _Uncounted) -> Tensor:
+    tensor = saved.tensor
+    if tensor._version != saved.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {saved.version} "
+            "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )
+    return tensor
+
+
+def saved_for_backward(ledger: Ledger) -> torch.autograd.graph.saved_tensors_hooks:
+    """A context in which ``ledger`` counts what autograd saves; hooks of an inner one (checkpointing) go before it.
+
+    ``torch.func`` transforms refuse to run inside any saved-tensor hooks, so they do inside this.
+    """
+
+    def pack(tensor: Tensor) -> _Saved | _Uncounted:
+        if tensor.layout is not torch.strided:
+            return _Uncounted(tensor)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        ledger.add(key, storage.nbytes(), PURPOSE)
+        return _Saved(tensor, key, ledger)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)

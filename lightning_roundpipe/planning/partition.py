@@ -1,0 +1,161 @@
+"""The paper's partitioner: cut the trace into stages of nearly equal time, within a worker's memory.
+
+A round-robin pipeline of equal stages takes ``M S + N (N - 1)`` stage times (M microbatches, S stages, N workers): the
+work, and the bubble that is left while workers fill and drain. With unequal stages the longest one sets the pace, so
+the objective is that count times ``t_max``. It falls with fewer stages and with a shorter longest stage, which pull
+against each other, and no closed form settles it. But ``t_max`` is always the time of some span of calls, of which
+there are only about L squared, and for each the fewest stages come from filling them greedily: so all are tried
+(arXiv 2604.27085, its partitioning algorithm; L cubed in all there, less here by bisection over prefix sums).
+
+Stages are filled from the last call down, first the fused one: that leaves the small remainders in the first forward
+and the last backward stage, where they shorten the fill and the drain.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import get_args
+
+from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.span import Span
+
+_TICKS_PER_S = 10**12
+"""Times are compared as whole picoseconds, so that equal sums are equal whatever order they were added in."""
+
+
+def greedy_partition(
+    costs: Costs,
+    workers: int,
+    microbatches: int,
+    round_microbatches: int | None = None,
+    stage_bytes: int | None = None,
+    slot_overhead_s: float = 0.0,
+) -> Plan:
+    """The plan that minimises ``(M S + N (N - 1)) t_max + M S slot_overhead_s``; ties go to fewer stages.
+
+    Args:
+        costs: what each call costs for one microbatch.
+        workers: N, the devices that take slots.
+        microbatches: M of one step.
+        round_microbatches: microbatches that pass all stages before the next ones start; by default all of them.
+        stage_bytes: what one stage may hold on its worker: the weights of its layers, their gradients (unless it is a
+            forward stage), and the activations of its worst call, or of all its calls in the fused stage, whose graph
+            is kept. ``None``: no limit.
+        slot_overhead_s: seconds that a slot loses per microbatch whatever it runs. More of it means fewer stages.
+
+    Raises:
+        ValueError: a call does not fit into ``stage_bytes`` on its own, or a number makes no sense.
+    """
+    for name, value in (("workers", workers), ("microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r} must be at least 1 to make a plan.")
+    if slot_overhead_s < 0:
+        raise ValueError(f"slot_overhead_s={slot_overhead_s!r} must be 0 or more seconds.")
+    if stage_bytes is not None:
+        _check_calls_fit(costs, stage_bytes)
+    phases = {phase: _PhaseLimits.of(costs, phase, stage_bytes) for phase in get_args(Phase)}
+    overhead = round(slot_overhead_s * _TICKS_PER_S)
+    best: tuple[int, int] | None = None
+    cuts: _Cuts = ([], Span(0, len(costs) - 1), [])
+    for t_max in _candidates(phases):
+        if best is not None and (microbatches + workers * (workers - 1)) * t_max > best[0]:
+            break  # candidates ascend: even a single stage would now take longer
+        packed = _pack(phases, t_max)
+        if packed is None:
+            continue
+        stages = len(packed[0]) + 1 + len(packed[2])
+        score = (microbatches * stages + workers * (workers - 1)) * t_max + microbatches * stages * overhead
+        if best is None or (score, stages) < best:
+            best, cuts = (score, stages), packed
+    assert best is not None, "the largest candidate holds every call"
+    return Plan(tuple(cuts[0]), cuts[1], tuple(cuts[2]), round_microbatches or microbatches)
+
+
+_Cuts = tuple[list[Span], Span, list[Span]]
+
+
+@dataclass(frozen=True)
+class _PhaseLimits:
+    """How far a stage of one phase may reach, by time (per candidate) and by memory (once for all)."""
+
+    elapsed: Sequence[int]
+    """Ticks of the calls before each call, and of all of them at the end."""
+    lowest: Sequence[int]
+    """Per call, the lowest first call of a stage that ends with it and still fits into memory."""
+
+    @classmethod
+    def of(cls, costs: Costs, phase: Phase, stage_bytes: int | None) -> _PhaseLimits:
+        ticks = (round(call.time_s(phase) * _TICKS_PER_S) for call in costs)
+        lowest = [_lowest_that_fits(costs, phase, last, stage_bytes) for last in range(len(costs))]
+        return cls(tuple(accumulate(ticks, initial=0)), lowest)
+
+    def ticks(self, first: int, last: int) -> int:
+        return self.elapsed[last + 1] - self.elapsed[first]
+
+    def first_call(self, last: int, t_max: int) -> int | None:
+        """The lowest first call of a stage that ends with ``last``; None if ``last`` alone exceeds ``t_max``."""
+        first = bisect_left(self.elapsed, self.elapsed[last + 1] - t_max, hi=last + 1)
+        return max(first, self.lowest[last]) if first <= last else None
+
+
+def _lowest_that_fits(costs: Costs, phase: Phase, last: int, stage_bytes: int | None) -> int:
+    if stage_bytes is None:
+        return 0
+    need = StageBytes(phase)
+    for first in range(last, -1, -1):
+        need.add(costs.calls[first])
+        if need.total > stage_bytes:
+            return first + 1
+    return 0
+
+
+def _check_calls_fit(costs: Costs, stage_bytes: int) -> None:
+    """Every call must fit into a stage of its own, forward and backward: no cut makes a stage smaller than that."""
+    for call in range(len(costs)):
+        need = max((costs.stage_bytes(call, call, p) for p in get_args(Phase)), key=lambda load: load.total)
+        if need.total > stage_bytes:
+            raise ValueError(
+                f"Layer {costs.calls[call].layer!r} (call {call}) needs {need.total:,} bytes on a worker "
+                f"({need.weights:,} of weights, {need.gradients:,} of gradients, {need.activations:,} of activations), "
+                f"but a stage may hold {stage_bytes:,}. Raise memory_budget, lower microbatch_size, or name smaller "
+                "modules in layers= so that the layer is split."
+            )
+
+
+def _candidates(phases: dict[Phase, _PhaseLimits]) -> list[int]:
+    """Every time that a longest stage can have, each once, ascending. A fused stage always ends with the last call."""
+    end = len(phases["fused"].elapsed) - 1
+    sums = {phases["fused"].ticks(first, end - 1) for first in range(end)}
+    for phase in ("forward", "backward"):
+        elapsed = phases[phase].elapsed
+        sums.update(elapsed[last] - elapsed[first] for last in range(1, end + 1) for first in range(last))
+    return sorted(sums)
+
+
+def _pack(phases: dict[Phase, _PhaseLimits], t_max: int) -> _Cuts | None:
+    """The fewest stages that take at most ``t_max`` each; None if some call alone takes longer."""
+    last = len(phases["fused"].lowest) - 1
+    first = phases["fused"].first_call(last, t_max)
+    if first is None:
+        return None
+    backward = _fill(phases["backward"], first - 1, t_max)
+    forward = _fill(phases["forward"], first - 1, t_max)
+    if backward is None or forward is None:
+        return None
+    return forward[::-1], Span(first, last), backward
+
+
+def _fill(limits: _PhaseLimits, last: int, t_max: int) -> list[Span] | None:
+    """Stages over calls 0 to ``last``, each as large as it may be, from the last call down."""
+    spans = []
+    while last >= 0:
+        first = limits.first_call(last, t_max)
+        if first is None:
+            return None
+        spans.append(Span(first, last))
+        last = first - 1
+    return spans

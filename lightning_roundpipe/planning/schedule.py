@@ -1,0 +1,182 @@
+"""The plan: which calls run together, as data that prints, parses and is checked on its own.
+
+The planner writes plans and the engine walks them, and neither needs the other. A plan that a user types by hand takes
+the same way as one that was computed, so everything that can be wrong with one is found here, before a weight moves.
+
+A plan's text names the calls of the trace by number::
+
+    forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4
+
+    plan     = "forward" spans ";" "fused" span ";" "backward" spans ";" "round" number
+    spans    = "none" | span { " " span }
+    span     = number | number "-" number            (first and last call, both included; 5 is short for 5-5)
+
+Stages stand in the order in which they run: forward stages from the first call up, then the fused stage, which always
+ends with the last call, then backward stages from the deepest call down. ``none`` is a pass without stages of its own,
+which happens when the fused stage holds the whole model. Semicolons are for the reader: parsing needs only white space
+(and Hydra's command line takes the text unquoted without them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_roundpipe.planning.costs import Costs, Phase
+from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.validate import check_plan
+
+TABLE_COLUMNS = ("stage", "phase", "layers", "weights MiB", "ms per microbatch")
+"""Headings of the rows that ``Plan.table`` returns."""
+
+_KEYWORDS = ("forward", "fused", "backward", "round")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One slot's work: calls ``first`` to ``last`` in one phase; ``position`` counts the slots of a round from 0."""
+
+    position: int
+    phase: Phase
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Forward stages, the fused stage, backward stages (deepest first), and the microbatches of a round."""
+
+    forward: tuple[Span, ...]
+    fused: Span
+    backward: tuple[Span, ...]
+    round_microbatches: int
+
+    def __post_init__(self) -> None:
+        if self.round_microbatches < 1:
+            raise ValueError(f"A plan with round {self.round_microbatches} would run no microbatch: use 1 or more.")
+
+    # -- text --------------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        def spans(stages: tuple[Span, ...]) -> str:
+            return " ".join(map(str, stages)) or "none"
+
+        return (
+            f"forward {spans(self.forward)}; fused {self.fused}; backward {spans(self.backward)}; "
+            f"round {self.round_microbatches}"
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The plan that ``text`` describes; ``ValueError`` says what is not understood and what is expected."""
+        parts = _split(text)
+        fused = _spans("fused", parts["fused"])
+        if len(fused) != 1:
+            raise ValueError(f"fused {_shown(parts['fused'])} must be exactly one span, like 'fused 8-11'.")
+        round_ = parts["round"]
+        if len(round_) != 1 or not round_[0].isdecimal():
+            raise ValueError(f"round {_shown(round_)} must be one number of microbatches, like 'round 4'.")
+        forward, backward = _spans("forward", parts["forward"]), _spans("backward", parts["backward"])
+        return cls(forward, fused[0], backward, int(round_[0]))
+
+    # -- made by rule ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def per_call(cls, n: int, round_microbatches: int = 1) -> Plan:
+        """A cut at every call of a trace of ``n``; the last call alone is fused."""
+        forward = tuple(Span(call, call) for call in range(n - 1))
+        return cls(forward, Span(n - 1, n - 1), forward[::-1], round_microbatches)
+
+    @classmethod
+    def single(cls, n: int, round_microbatches: int = 1) -> Plan:
+        """Everything in the fused stage: nothing is recomputed, and the whole model is resident."""
+        return cls((), Span(0, n - 1), (), round_microbatches)
+
+    # -- what the engine asks ----------------------------------------------------------------------------------------
+
+    def validate(self, calls: Sequence[str]) -> None:
+        """``ValueError`` unless the plan runs every call of the trace once forward and once backward, in order.
+
+        Args:
+            calls: the layer's name for each call of the trace.
+        """
+        check_plan(self.forward, self.fused, self.backward, calls)
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The slots of a round in their order: forward stages, the fused stage, backward stages."""
+        return self._stages
+
+    @cached_property
+    def _stages(self) -> tuple[Stage, ...]:
+        phases: list[tuple[Phase, Span]] = [("forward", span) for span in self.forward]
+        phases.append(("fused", self.fused))
+        phases.extend(("backward", span) for span in self.backward)
+        return tuple(Stage(position, phase, s.first, s.last) for position, (phase, s) in enumerate(phases))
+
+    @cached_property
+    def stage_of_forward(self) -> tuple[int, ...]:
+        """Per call, the position of the stage that runs its forward. Only for a plan that was validated."""
+        return self._positions("forward")
+
+    @cached_property
+    def stage_of_backward(self) -> tuple[int, ...]:
+        """Per call, the position of the stage that runs its backward. Only for a plan that was validated."""
+        return self._positions("backward")
+
+    def _positions(self, direction: Phase) -> tuple[int, ...]:
+        held = {
+            call: stage.position
+            for stage in self._stages
+            if stage.phase in (direction, "fused")
+            for call in range(stage.first, stage.last + 1)
+        }
+        return tuple(held[call] for call in range(self.fused.last + 1))
+
+    # -- what people read --------------------------------------------------------------------------------------------
+
+    def table(self, costs: Costs, layers: Sequence[str] | None = None) -> list[tuple[str, ...]]:
+        """One printable row a stage, under ``TABLE_COLUMNS``. ``layers`` names the calls, by default as costs do."""
+        names = costs.layers if layers is None else layers
+        return [_row(stage, costs, names) for stage in self._stages]
+
+
+def _row(stage: Stage, costs: Costs, names: Sequence[str]) -> tuple[str, ...]:
+    held = names[stage.first] if stage.first == stage.last else f"{names[stage.first]} … {names[stage.last]}"
+    weights = costs.stage_bytes(stage.first, stage.last, stage.phase).weights / 2**20
+    time = 1e3 * costs.stage_time_s(stage.first, stage.last, stage.phase)
+    return str(stage.position), stage.phase, held, f"{weights:,.1f}", f"{time:,.1f}"
+
+
+def _split(text: str) -> dict[str, list[str]]:
+    """The words after each keyword, every keyword exactly once."""
+    example = "expected text like 'forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4'"
+    parts: dict[str, list[str]] = {}
+    words: list[str] | None = None
+    for word in text.replace(";", " ").split():
+        if word in parts:
+            raise ValueError(f"The plan {text!r} says {word!r} twice: {example}.")
+        if word in _KEYWORDS:
+            words = parts[word] = []
+        elif words is None:
+            raise ValueError(f"The plan {text!r} starts with {word!r}: {example}.")
+        else:
+            words.append(word)
+    if missing := [keyword for keyword in _KEYWORDS if keyword not in parts]:
+        raise ValueError(f"The plan {text!r} lacks {missing[0]!r}: {example}.")
+    return parts
+
+
+def _spans(keyword: str, words: list[str]) -> tuple[Span, ...]:
+    if words == ["none"]:
+        return ()
+    if not words:
+        raise ValueError(f"Nothing follows {keyword!r} in the plan: name spans of calls, or write '{keyword} none'.")
+    try:
+        return tuple(Span.parse(word) for word in words)
+    except ValueError as error:
+        raise ValueError(f"In the plan's part {keyword!r}: {error}") from None
+
+
+def _shown(words: list[str]) -> str:
+    return repr(" ".join(words))

@@ -1,0 +1,59 @@
+"""The precision plugin: which number formats the layers and the glue compute in.
+
+Masters stay in fp32. ``bf16-mixed`` is torch's autocast, entered around the step on the calling thread, captured with
+each layer call and entered again wherever the layer runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from typing_extensions import override
+
+from lightning_roundpipe.config import PRECISIONS
+
+_ALIASES = {"32": "32-true", "bf16": "bf16-mixed"}
+
+
+class RoundPipePrecision(Precision):
+    """``32-true`` or ``bf16-mixed`` under ``RoundPipeStrategy``.
+
+    Args:
+        precision: Lightning's flag; the Trainer's ``precision=`` becomes this plugin by itself.
+
+    Raises:
+        ValueError: for a precision that is not built yet.
+    """
+
+    def __init__(self, precision: str = "32-true") -> None:
+        precision = _ALIASES.get(str(precision), str(precision))
+        if precision not in PRECISIONS:
+            raise ValueError(
+                f"precision={precision!r} is not supported by the roundpipe strategy; use one of {', '.join(PRECISIONS)}."
+            )
+        self.precision: Any = precision
+        self.device = "cpu"
+        """The device type that layers run on; the strategy sets it."""
+
+    @classmethod
+    def of(cls, plugin: Precision | None) -> RoundPipePrecision:
+        """The plugin that stands for whatever Lightning chose from the Trainer's flag."""
+        if isinstance(plugin, cls):
+            return plugin
+        return cls(str(plugin.precision)) if plugin is not None else cls()
+
+    @override
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        if self.precision != "bf16-mixed":
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            # Glue may compute on the host too; there it must see the same formats.
+            for device in sorted({"cpu", self.device}):
+                stack.enter_context(torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False))
+            yield

@@ -1,0 +1,94 @@
+"""Buffers of a layer's copy: loaded before a call, written back after it, and given back to a recomputation as they were.
+
+A running mean must see each microbatch once, in order, and a recomputation must see what its forward saw, yet change
+nothing. Most buffers never change, so a copy is made only of those that the first batch saw changing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.runtime.weights import HostLayer
+
+
+class Buffers:
+    """The buffers of one layer's copy on one worker."""
+
+    def __init__(self, layer: HostLayer, replica: Replica) -> None:
+        self._layer = layer
+        self._replica = replica
+        self.places = [
+            (original, copy, name)
+            for original, copy in zip(replica.originals, replica.modules, strict=True)
+            for name in original._buffers
+        ]
+        self._loaded: list[tuple[Tensor | None, int, Tensor | None, int] | None] = [None] * len(self.places)
+
+    def load(self, saved: dict[int, Tensor] | None = None) -> None:
+        """Bring the copy's buffers to what the layer's are now, or to ``saved`` where given."""
+        for index, (original, copy, name) in enumerate(self.places):
+            host = original._buffers.get(name)
+            if saved is not None and index in saved:
+                host = saved[index]
+            known = self._loaded[index]
+            if known is not None and known[0] is host and known[1] == _version(host):
+                continue
+            with torch.inference_mode(False):
+                here = None if host is None else host.detach().to(self._replica.device, copy=True)
+            copy._buffers[name] = here
+            self._loaded[index] = (host, _version(host), here, _version(here))
+
+    def snapshot(self, learning: bool) -> dict[int, Tensor]:
+        """Copies of the layer's buffers that a forward may change, for its recomputation."""
+        wanted = range(len(self.places)) if learning else self._layer.mutable_buffers
+        found = {}
+        for index in wanted:
+            original, _, name = self.places[index]
+            host = original._buffers.get(name)
+            if host is not None:
+                found[index] = host.detach().clone()
+        return found
+
+    def changed(self) -> list[int]:
+        """Which buffers the call has changed, by version or by replacing them."""
+        found = []
+        for index, (_, copy, name) in enumerate(self.places):
+            loaded = self._loaded[index]
+            now = copy._buffers.get(name)
+            if loaded is None or now is not loaded[2] or _version(now) != loaded[3]:
+                found.append(index)
+        return found
+
+    def write_back(self, saved: dict[int, Tensor] | None) -> None:
+        """Give the layer what a forward changed. ``saved`` is its snapshot, None where nothing is recomputed."""
+        for index in self.changed():
+            original, copy, name = self.places[index]
+            if saved is not None and index not in saved:
+                raise RoundPipeError(
+                    f"buffer {name!r} of {type(original).__name__} in layer {self._layer.name!r} changed during a "
+                    "forward pass, which it did not do in the first batch, so its recomputation cannot be exact."
+                )
+            self._layer.mutable_buffers.add(index)
+            _assign(original, name, copy._buffers.get(name))
+            self._loaded[index] = None
+
+    def discard(self) -> None:
+        """Forget what a recomputation changed."""
+        for index in self.changed():
+            self._loaded[index] = None
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _assign(module: nn.Module, name: str, value: Tensor | None) -> None:
+    host = module._buffers.get(name)
+    if host is not None and value is not None and host.shape == value.shape and host.dtype == value.dtype:
+        with torch.no_grad():
+            host.copy_(value)
+    else:
+        module._buffers[name] = None if value is None else value.detach().cpu()

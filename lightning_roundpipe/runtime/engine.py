@@ -1,0 +1,339 @@
+"""What outlives a step: layers, workers, the trace and the plan, and the counter of slots."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.model.layers import find_layers
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.partition import greedy_partition
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime import microbatch
+from lightning_roundpipe.runtime.calls import Runner
+from lightning_roundpipe.runtime.evaluation import Evaluation
+from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, Recorder, bubble_percent
+from lightning_roundpipe.runtime.interception import Interceptor, intercepted, without_caches
+from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
+from lightning_roundpipe.runtime.step import Step
+from lightning_roundpipe.runtime.threads import TaskThread
+from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
+from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
+from lightning_roundpipe.runtime.worker import Worker
+
+
+class Engine:
+    """Trains one LightningModule on a set of devices.
+
+    Args:
+        module: the user's LightningModule, with its weights on the CPU.
+        devices: one per worker.
+        options: checked options of the strategy.
+        inform: called with what the user should know once.
+    """
+
+    def __init__(
+        self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None]
+    ) -> None:
+        self.module = module
+        self.devices = devices
+        self.options = options
+        self.inform = inform
+        owned: set[int] = set()
+        self.layers = [
+            HostLayer(i, name, layer, devices[0], owned)
+            for i, (name, layer) in enumerate(find_layers(module, options.layers).items())
+        ]
+        self.master_ids = {id(p) for p in module.parameters()}
+        types = {d.torch_device.type for d in devices}
+        self.device_types = tuple(sorted({"cpu", *types}))
+        self.accelerator = next(iter(types - {"cpu"}), None)
+        self.workers = [Worker(d) for d in devices]
+        self.recorder = Recorder()
+        self.randomness = Randomness()
+        self.runners = [Runner(w, lambda: self.randomness) for w in self.workers]
+        self.trace: Trace | None = None
+        self.plan: Plan | None = None
+        self.costs: Costs | None = None
+        self.broken = False
+        self.weights_uploaded = 0
+        self._interceptors = [Interceptor(layer) for layer in self.layers]
+        self._threads: list[TaskThread] = []
+        self._sums: dict[tuple[int, int], HostGradients] = {}
+        self._slot_count = 0
+        self._trainable = self._trainable_now()
+        self._hinted: set[str] = set()
+        self._report: Callable[[], dict[str, Any]] | None = None
+        self._reserve()
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_batch(self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]) -> Any:
+        """Run ``function`` (training_step) on the microbatches of ``batch``, and their backward.
+
+        Args:
+            function: called with a microbatch and ``rest``.
+            batch: what the dataloader gave.
+            rest: the other arguments of training_step, given to every microbatch.
+            seed: numbers that identify the batch; all random states of the step derive from them.
+
+        Returns:
+            The merged output; the backward of its loss gives the masters their gradients.
+        """
+        self._begin()
+        sizes = self._sizes(batch)
+        parts = microbatch.split(batch, sizes)
+        step = Step(self, seed, sizes, self._given_weights(parts))
+        args = [(part, *rest) for part in parts]
+        started = time.perf_counter()
+        random_state = GlobalRandomState(self.devices)
+        with intercepted(self._interceptors), without_caches(self.module) as switched_off:
+            self._hint(switched_off)
+            random_state.park()
+            try:
+                self._run(step, function, args)
+            finally:
+                random_state.restore()
+        output = step.finish()
+        self._finish_report(step, time.perf_counter() - started)
+        if self.plan is None and len(sizes) > 1:
+            self._make_plan(step)
+        return output
+
+    def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
+        for layer in self.layers:
+            layer.adopt()
+        recorder, self.recorder = self.recorder, Recorder()
+        for worker in self.workers:
+            worker.recorder = self.recorder
+        try:
+            with intercepted(self._interceptors):
+                return Evaluation(self).run(function, args, kwargs)
+        finally:
+            self.weights_uploaded += sum(self.recorder.nbytes(("upload_weights",), len(self.workers)))
+            self.recorder = recorder
+
+    def _run(self, step: Step, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+        if self.plan is not None and self.trace is not None:
+            self.randomness.learning = False
+            step.run_planned(self.plan, self.trace, function, args)
+        else:
+            self.randomness.learning = True
+            step.run_one_by_one(function, args)
+
+    def _begin(self) -> None:
+        if self.broken:
+            raise RoundPipeError(
+                "a thread of an earlier step never came back, so this strategy cannot go on: build a new Trainer."
+            )
+        if (now := self._trainable_now()) != self._trainable:
+            self._trainable = now
+            self._forget_plan()
+        for layer in self.layers:
+            layer.adopt()
+        self._used: dict[int, HostGradients] = {}
+        self.recorder = Recorder()
+        for worker in self.workers:
+            worker.recorder = self.recorder
+            worker.device.reset_peak()
+
+    def _trainable_now(self) -> list[bool]:
+        return [p.requires_grad for layer in self.layers for p in layer.masters]
+
+    def _forget_plan(self) -> None:
+        """Other parameters are trained now: gradients flow elsewhere, so everything is learned again."""
+        self.trace, self.plan, self.costs = None, None, None
+        self.randomness = Randomness()
+        self._sums.clear()
+        for worker in self.workers:
+            worker.forget()
+        self._reserve()
+
+    def _sizes(self, batch: Any) -> list[int]:
+        count, size = self.options.num_microbatches, self.options.microbatch_size
+        if count == 1:
+            try:
+                return [microbatch.batch_size(batch)]
+            except ValueError:
+                return [1]
+        return microbatch.sizes_of(microbatch.batch_size(batch), count, size, len(self.workers))
+
+    def _given_weights(self, parts: Sequence[Any]) -> list[float] | None:
+        function = self.options.loss_weight or getattr(self.module, "loss_weight", None)
+        if not callable(function) or len(parts) == 1:
+            return None
+        weights = [float(function(part)) for part in parts]
+        if any(not w >= 0 for w in weights) or not sum(weights):
+            raise ValueError(f"loss_weight gave {weights} for the microbatches; weights must be at least 0, not all 0.")
+        return weights
+
+    def _hint(self, switched_off: list[str]) -> None:
+        for name in switched_off:
+            if name not in self._hinted:
+                self._hinted.add(name)
+                self.inform(f"training runs with {name}=False: the strategy recomputes layers itself.")
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def _make_plan(self, step: Step) -> None:
+        trace = max((run.trace for run in step.runs), key=lambda t: len(t.calls))
+        for run in step.runs:
+            position = 0
+            for call in run.trace.calls:
+                position = trace.find(call.layer, position, run.index) + 1
+        if not trace.calls:
+            raise RoundPipeError(
+                "training_step called none of the layers that were found "
+                f"({', '.join(layer.name for layer in self.layers)}): name the modules it calls with layers=[...]."
+            )
+        self.costs = trace.costs(self.recorder)
+        size = self.options.round_microbatches
+        if self.options.plan is not None:
+            plan = Plan.parse(self.options.plan)
+            plan.validate(trace.names)
+        else:
+            plan = greedy_partition(self.costs, len(self.workers), len(step.sizes), size, self._stage_bytes())
+        self._reserve_for(plan, trace)
+        self.trace, self.plan = trace, plan
+
+    def _stage_bytes(self) -> int | None:
+        """What one stage may take on a worker: half of the budget, because the next stage's weights lie beside it."""
+        budget = self.options.memory_budget
+        capacity = self.devices[0].capacity()
+        if budget is None and capacity is None:
+            return None
+        if isinstance(budget, float):
+            if capacity is None:
+                raise ValueError(
+                    f"memory_budget={budget} is a fraction, and emulated devices have no limit to take it of: give a "
+                    "size such as '2GiB', or set emulation.memory."
+                )
+            budget = int(budget * capacity)
+        elif budget is None:
+            assert capacity is not None
+            budget = int(0.9 * capacity)
+        return int(budget) // 2
+
+    def _reserve_for(self, plan: Plan, trace: Trace) -> None:
+        weights = gradients = 0
+        for stage in plan.stages():
+            calls = trace.calls[stage.first : stage.last + 1]
+            loaded = [c for c in calls if stage.phase != "backward" or c.taped]
+            weights = max(weights, sum(layer.nbytes for layer in distinct_layers(loaded)))
+            if stage.phase != "forward":
+                totals = [self.sums_of(c) for c in calls if c.taped]
+                gradients = max(gradients, sum(t.layout.nbytes for t in totals if t is not None))
+        for worker in self.workers:
+            worker.reserve(weights, gradients)
+
+    def _reserve(self) -> None:
+        """Arenas for one layer at a time, which is what runs without a plan needs."""
+        weights = max(layer.nbytes for layer in self.layers)
+        gradients = max(HostGradients.bytes_of(layer) for layer in self.layers)
+        for worker in self.workers:
+            worker.reserve(weights, gradients)
+
+    # -- shared by the microbatches -----------------------------------------------------------------------------------
+
+    def next_slot(self) -> int:
+        self._slot_count += 1
+        return self._slot_count - 1
+
+    def sums_of(self, call: TracedCall) -> HostGradients | None:
+        """Where the gradients of a call are summed; made when first needed, begun anew in each step."""
+        key = (call.layer.index, call.use)
+        known = self._sums.get(key)
+        if known is None:
+            known = self._sums[key] = HostGradients(call.layer, self.devices[0])
+        if not known.layout.nbytes:
+            return None
+        order = key[0] * 1_000_000 + key[1]
+        if order not in self._used:
+            self._used[order] = known
+            known.restart()
+        return known
+
+    def used_sums(self) -> list[HostGradients]:
+        """The sums of this step, in an order that no plan changes."""
+        return [self._used[order] for order in sorted(self._used)]
+
+    def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:
+        """The device that ``tensor`` lives on; None is the host. ``newest`` is where its microbatch ran last."""
+        there = [d for d in self.devices if d.torch_device == tensor.device]
+        if not there:
+            return None
+        return newest if newest in there else there[0]
+
+    def thread(self, index: int) -> TaskThread:
+        while len(self._threads) <= index:
+            self._threads.append(TaskThread(f"roundpipe-microbatch{len(self._threads)}"))
+        return self._threads[index]
+
+    def abort_devices(self) -> None:
+        for device in self.devices:
+            device.abort()
+
+    def come_to_rest(self, *, failed: bool) -> None:
+        """After a step: nothing is running. After a failure, devices and workers start afresh."""
+        if not failed:
+            return
+        for worker in self.workers:
+            worker.forget()
+        self._sums.clear()
+        for device in self.devices:
+            device.reset()
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def _finish_report(self, step: Step, seconds: float) -> None:
+        recorder, plan, workers = self.recorder, self.plan, len(self.workers)
+        peaks = [d.peak_bytes() for d in self.devices]
+        names = [[layer.name for layer in slot.layers] for slot in step.slots]
+        self.weights_uploaded += sum(recorder.nbytes(("upload_weights",), workers))
+        total = self.weights_uploaded
+        text = str(plan) if plan is not None else str(Plan.per_call(len(step.runs[0].trace.calls) or 1))
+
+        def report() -> dict[str, Any]:
+            rows = recorder.rows()
+            return {
+                "plan": text,
+                "profiled": plan is None,
+                "workers": workers,
+                "microbatches": len(step.sizes),
+                "slots": [
+                    {"slot": s.index, "worker": s.worker, "round": s.round, "phase": s.phase, "layers": n}
+                    for s, n in zip(step.slots, names, strict=True)
+                ],
+                "bytes_uploaded": sum(recorder.nbytes(UPLOADS, workers)),
+                "bytes_downloaded": sum(recorder.nbytes(DOWNLOADS, workers)),
+                "weights_bytes_uploaded_total": total,
+                "peak_device_bytes": peaks,
+                "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "bubble_pct": bubble_percent(rows, workers),
+                "step_time_s": seconds,
+                "events": rows,
+            }
+
+        self._report = report
+
+    def report(self) -> dict[str, Any]:
+        """See ``RoundPipeStrategy.report``."""
+        return self._report() if self._report is not None else {}
+
+    def close(self) -> None:
+        """Stop all threads and give everything on the devices back."""
+        for worker in self.workers:
+            worker.close()
+        for thread in self._threads:
+            thread.close()
+        self._threads.clear()
+        for device in self.devices:
+            device.close()
+

@@ -1,0 +1,88 @@
+"""Forward only: validation, test and predict.
+
+The user's step runs once, on the calling thread, on the whole batch; each layer call goes to a worker with the layer's
+weights and leaves nothing behind. A layer always goes to the same worker, so that a key-value cache that it fills in
+one call is where the next one needs it, and calls may come in any order (`generate`, beam search).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.arguments import flatten
+from lightning_roundpipe.runtime.boundary import Boundaries
+from lightning_roundpipe.runtime.calls import Call
+from lightning_roundpipe.runtime.context import Ambient
+from lightning_roundpipe.runtime.control import Control
+from lightning_roundpipe.runtime.glue import GlueMode
+from lightning_roundpipe.runtime.interception import calling
+from lightning_roundpipe.runtime.notes import noted
+from lightning_roundpipe.runtime.slots import Slot
+from lightning_roundpipe.runtime.weights import HostLayer
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+
+
+class Evaluation:
+    """One batch's forward."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._control = Control(engine.abort_devices)
+        self._boundaries = Boundaries(-1, engine.recorder)
+        self._device: Device | None = None
+        self._calls = 0
+        self._slot: Slot | None = None
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)`` with its layer calls on the workers."""
+        follow = GlueMode(set(), train=False, accelerator=self._engine.accelerator)
+        # Where host and device are the same there is nothing to follow, and user code keeps its speed.
+        mode = follow if self._engine.accelerator else contextlib.nullcontext()
+        failed = True
+        try:
+            with calling(self), mode, self._engine.devices[0].activate(), noted("glue", "evaluation", 0, None, None):
+                output = function(*args, **kwargs)
+            failed = False
+        finally:
+            if failed:
+                self._control.fail(RuntimeError("evaluation failed"))
+            for worker in self._engine.workers:
+                worker.drain()
+            self._engine.come_to_rest(failed=failed)
+        return output
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the intercepted layer does instead of running."""
+        with torch._C.DisableTorchFunction():
+            engine = self._engine
+            worker = engine.workers[layer.index % len(engine.workers)]
+            leaves, spec = flatten((args, kwargs))
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and engine.locate(leaf, self._device) is not worker.device:
+                    leaves[i] = self._boundaries.save(leaf, engine.locate(leaf, self._device))
+            call = Call(
+                self._calls, layer, 0, spec, leaves, [False] * len(leaves),
+                Ambient.capture(engine.device_types), layer.state.current(), None, contextvars.copy_context(),
+                may_mutate=None,
+            )  # fmt: skip
+            self._calls += 1
+            slot = Slot(engine.next_slot(), worker.index, 0, "forward", range(0), [layer], {}, [0])
+            with noted(f"layer {layer.name!r}", "evaluation", 0, slot, worker.device):
+                worker.run(lambda: worker.open(slot, None, self._control), self._control)
+                forward = worker.run(
+                    lambda: engine.runners[worker.index].forward(slot, call, self._boundaries), self._control
+                )
+            self._device = worker.device
+            self._boundaries.settle()
+            worker.post(lambda: worker.close_slot(slot), self._control)
+            return tree_unflatten(forward.leaves, forward.spec)

@@ -1,0 +1,97 @@
+"""What really ran in a step: every call and copy with its times, for the report, the timeline and the plan's costs."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_roundpipe.devices import Event
+
+COMPUTE = ("forward", "recompute", "backward")
+UPLOADS = ("upload_weights", "upload_activations", "upload_gradients")
+DOWNLOADS = ("download_activations", "download_gradients")
+
+
+@dataclass(frozen=True)
+class Where:
+    """The slot, phase and call that an event belongs to; -1 and empty where there is none."""
+
+    slot: int = -1
+    phase: str = ""
+    call: int = -1
+    layer: str = ""
+
+
+NOWHERE = Where()
+
+
+class Recorder:
+    """Collects events during a step. Events are read only when the step has been drained."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: list[tuple[str, int, Event, Event, int, int, Where]] = []
+
+    def add(
+        self,
+        kind: str,
+        worker: int,
+        start: Event,
+        end: Event,
+        microbatch: int = -1,
+        nbytes: int = 0,
+        where: Where = NOWHERE,
+    ) -> None:
+        with self._lock:
+            self._items.append((kind, worker, start, end, microbatch, nbytes, where))
+
+    def nbytes(self, kinds: tuple[str, ...], workers: int) -> list[int]:
+        """Bytes per worker that events of ``kinds`` moved."""
+        total = [0] * workers
+        for kind, worker, _, _, _, nbytes, _ in self._items:
+            if kind in kinds:
+                total[worker] += nbytes
+        return total
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The events in order of their start, with times in seconds from the first one's start."""
+        rows = [
+            {
+                "kind": kind,
+                "phase": where.phase,
+                "worker": worker,
+                "slot": where.slot,
+                "call": where.call,
+                "layer": where.layer,
+                "microbatch": microbatch,
+                "nbytes": nbytes,
+                "start_s": start.time(),
+                "end_s": end.time(),
+            }
+            for kind, worker, start, end, microbatch, nbytes, where in self._items
+        ]
+        origin = min((r["start_s"] for r in rows), default=0.0)
+        for row in rows:
+            row["start_s"] -= origin
+            row["end_s"] -= origin
+        return sorted(rows, key=lambda r: r["start_s"])
+
+    def call_seconds(self) -> dict[tuple[str, int], list[float]]:
+        """Durations by (kind, call), of compute only."""
+        found: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for kind, _, start, end, _, _, where in self._items:
+            if kind in COMPUTE:
+                found[kind, where.call].append(end.time() - start.time())
+        return found
+
+
+def bubble_percent(rows: list[dict[str, Any]], workers: int) -> float:
+    """100 (1 - compute time / (workers x span of the step))."""
+    compute = [r for r in rows if r["kind"] in COMPUTE]
+    if not compute:
+        return 0.0
+    span = max(r["end_s"] for r in compute) - min(r["start_s"] for r in compute)
+    busy = sum(r["end_s"] - r["start_s"] for r in compute)
+    return 100.0 * (1.0 - busy / (workers * span)) if span > 0 else 0.0

@@ -1,0 +1,185 @@
+"""What happens to the user's own code between layer calls: a mode that is active only there, one per microbatch.
+
+Every torch function that glue calls passes through `GlueMode`. It does three things:
+
+* A master that glue reads itself (a bare ``nn.Parameter``, ``F.linear(h, embed.weight)``) is replaced by this
+  microbatch's stand-in, so that microbatches do not add into one ``.grad`` in the order in which threads happen to run.
+* Host tensors (labels, masks, parameters) follow the device of what they meet.
+* Mean-reduced cross entropies are counted: their numbers of targets say how much each microbatch weighs in the loss of
+  the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from lightning_roundpipe.config import RoundPipeError
+
+_COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
+
+
+class Proxies:
+    """The stand-ins of one microbatch for masters that glue reads, by id of the master."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._moved: dict[tuple[int, torch.device], Tensor] = {}
+
+    def of(self, master: nn.Parameter) -> Tensor:
+        known = self._known.get(id(master))
+        if known is None:
+            with torch.inference_mode(False):
+                known = self._known[id(master)] = (master, master.detach().requires_grad_(master.requires_grad))
+        return known[1]
+
+    def on(self, proxy: Tensor, device: torch.device) -> Tensor:
+        """``proxy`` on ``device``, through a differentiable copy that is made once."""
+        key = (id(proxy), device)
+        if key not in self._moved:
+            self._moved[key] = proxy.to(device, non_blocking=True)
+        return self._moved[key]
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for master, proxy in self._known.values():
+            if proxy.grad is not None:
+                yield master, proxy.grad
+
+
+class GlueMode(TorchFunctionMode):
+    """The mode of one microbatch's glue.
+
+    Args:
+        masters: ids of all the user's parameters.
+        train: whether masters are replaced and losses counted; evaluation only follows devices.
+        accelerator: the device type that host tensors move to; None where host and device are the same.
+    """
+
+    def __init__(self, masters: set[int], *, train: bool, accelerator: str | None) -> None:
+        super().__init__()
+        self.proxies = Proxies()
+        self.counts: list[float] = []
+        self.summed = ""
+        self._masters = masters
+        self._train = train
+        self._accelerator = accelerator
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            return func(*args, **kwargs)
+        if self._train:
+            args, kwargs = self._with_proxies(args, kwargs)
+            if func in _COUNTED:
+                self._count(func, args, kwargs)
+        if self._accelerator is not None:
+            args, kwargs = self._on_one_device(name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _with_proxies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Looks at top-level arguments and at one level of lists, which is where parameters stand in torch functions."""
+        if any(isinstance(a, (nn.Parameter, list, tuple)) for a in args):
+            args = tuple(self._proxy(a) for a in args)
+        if any(isinstance(v, nn.Parameter) for v in kwargs.values()):
+            kwargs = {k: self._proxy(v) for k, v in kwargs.items()}
+        return args, kwargs
+
+    def _proxy(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter):
+            return self.proxies.of(value) if value.requires_grad and id(value) in self._masters else value
+        if type(value) in (list, tuple) and any(isinstance(v, nn.Parameter) for v in value):
+            return type(value)(self._proxy(v) for v in value)
+        return value
+
+    def _on_one_device(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move host tensors to the accelerator tensor they meet. An in-place target stays where it is."""
+        target: torch.device | None = None
+        host = False
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                if leaf.device.type == self._accelerator:
+                    target = leaf.device
+                elif leaf.dim():
+                    host = True
+        if target is None or not host or name in ("to", "copy_", "set_"):
+            return args, kwargs
+        where = target
+
+        def follow(tensor: Tensor) -> Tensor:
+            if tensor.device.type == self._accelerator or not tensor.dim():
+                return tensor
+            return self.proxies.on(tensor, where) if tensor.is_leaf and tensor.requires_grad else tensor.to(where)
+
+        keep_first = name.endswith("_") and not name.endswith("__") or name == "__setitem__"
+        moved = tuple(a if keep_first and i == 0 else tree_map_only(Tensor, follow, a) for i, a in enumerate(args))
+        return moved, tree_map_only(Tensor, follow, kwargs)
+
+    def _count(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = dict(zip(("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"), args))
+        bound.update(kwargs)
+        logits, target = bound["input"], bound["target"]
+        if not (torch.is_grad_enabled() and logits.requires_grad):
+            return
+        reduction = bound.get("reduction", "mean")
+        if reduction == "sum":
+            self.summed = _COUNTED[func]
+        if reduction != "mean":
+            return
+        if target.is_floating_point():
+            classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
+            self.counts.append(logits.numel() / classes)
+            return
+        kept = target != bound.get("ignore_index", -100)
+        weight = bound.get("weight")
+        # Class weights enter the denominator of a weighted mean, so they enter the count.
+        count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
+        self.counts.append(float(count))
+
+
+def weight_of(modes: list[GlueMode], index: int, samples: list[int]) -> float:
+    """How much microbatch ``index`` weighs, by what its glue counted; by samples where nothing was counted."""
+    counts = modes[index].counts
+    return counts[0] if counts else float(samples[index])
+
+
+def check_counts(modes: list[GlueMode]) -> None:
+    """Refuse losses whose counts cannot be turned into one weight per microbatch.
+
+    Raises:
+        RoundPipeError: if a step computed several mean-reduced cross entropies whose targets are spread differently
+            over the microbatches, or a sum.
+    """
+    if len(modes) < 2:
+        return
+    if any(m.summed and not m.counts for m in modes):
+        raise RoundPipeError(
+            f"the loss uses {modes[0].summed or 'cross_entropy'} with reduction='sum'. The losses of microbatches are "
+            "averaged by their weights, which a sum is not: use reduction='mean', say how microbatches weigh with "
+            "RoundPipeStrategy(loss_weight=...), or set num_microbatches=1."
+        )
+    kinds = {len(m.counts) for m in modes}
+    if len(kinds) > 1:
+        raise RoundPipeError(
+            "some microbatches of this batch computed a cross entropy and others did not, so their weights in the "
+            "loss are unknown: pass RoundPipeStrategy(loss_weight=...) or set num_microbatches=1."
+        )
+    totals = [sum(m.counts[k] for m in modes) for k in range(kinds.pop())]
+    for mode in modes:
+        shares = [c / t if t else 0.0 for c, t in zip(mode.counts, totals, strict=True)]
+        if shares and max(shares) - min(shares) > 1e-6:
+            raise RoundPipeError(
+                "training_step computes several cross entropies whose numbers of targets differ between microbatches "
+                f"in different ways ({[m.counts for m in modes]}), so no single weight per microbatch gives the loss "
+                "of the whole batch: pass RoundPipeStrategy(loss_weight=...) or set num_microbatches=1."
+            )

@@ -1,0 +1,102 @@
+"""For the time of a step, calling a layer hands it to a worker.
+
+Each layer gets an instance attribute ``forward`` that asks the calling thread's context what to do. It is there only
+while a step runs: checkpoints, copies and callbacks see the user's module as it was written. Forward hooks on the layer
+itself run around it, in the glue, as they do in plain training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_roundpipe.runtime.weights import HostLayer
+
+
+class CallContext(Protocol):
+    """What a thread does with the layer calls that it makes."""
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def calling(context: CallContext) -> Iterator[None]:
+    """Layer calls on this thread go to ``context``."""
+    before = getattr(_local, "context", None)
+    _local.context = context
+    try:
+        yield
+    finally:
+        _local.context = before
+
+
+def current() -> Any:
+    """The calling thread's context; None on a thread that is not ours."""
+    return getattr(_local, "context", None)
+
+
+class Interceptor:
+    """Stands in for one layer's ``forward``. Called from a foreign thread, it runs the layer where it is."""
+
+    is_interceptor = True
+
+    def __init__(self, layer: HostLayer) -> None:
+        self._layer = layer
+        self._own = layer.module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = current()
+        if context is not None:
+            return context.call(self._layer, args, kwargs)
+        if self._own is not None:
+            return self._own(*args, **kwargs)
+        return type(self._layer.module).forward(self._layer.module, *args, **kwargs)
+
+    def install(self) -> None:
+        self._layer.module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        if self._own is not None:
+            self._layer.module.__dict__["forward"] = self._own
+        else:
+            self._layer.module.__dict__.pop("forward", None)
+
+
+@contextlib.contextmanager
+def intercepted(interceptors: Sequence[Interceptor]) -> Iterator[None]:
+    for interceptor in interceptors:
+        interceptor.install()
+    try:
+        yield
+    finally:
+        for interceptor in interceptors:
+            interceptor.remove()
+
+
+@contextlib.contextmanager
+def without_caches(root: nn.Module) -> Iterator[list[str]]:
+    """Hugging Face models train without key-value caches and without their own checkpointing, for the time of a step.
+
+    A cache would be filled a second time by the recomputation; checkpointing would recompute what is recomputed anyway.
+    Yields what was switched off.
+    """
+    caches = {id(c): c for m in root.modules() if getattr(c := getattr(m, "config", None), "use_cache", False) is True}
+    checkpointed = [m for m in root.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    for config in caches.values():
+        config.use_cache = False
+    for module in checkpointed:
+        module.gradient_checkpointing = False
+    try:
+        yield ["use_cache"] * bool(caches) + ["gradient_checkpointing"] * bool(checkpointed)
+    finally:
+        for config in caches.values():
+            config.use_cache = True
+        for module in checkpointed:
+            module.gradient_checkpointing = True

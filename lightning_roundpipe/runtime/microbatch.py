@@ -1,0 +1,151 @@
+"""A batch cut into microbatches, and what training_step returned for each of them put together again.
+
+Every tensor whose first dimension is the batch size is cut, and every list of that length; the rest is given to every
+microbatch as it is. Containers keep their type (a tokenizer's ``BatchEncoding``, dataclasses and named tuples too).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def batch_size(batch: Any) -> int:
+    """The first dimension of the batch's first tensor; of the first list if it has no tensor.
+
+    Raises:
+        ValueError: if there is neither.
+    """
+    for kind in (Tensor, list):
+        for leaf in _leaves(batch, kind):
+            return int(leaf.shape[0]) if isinstance(leaf, Tensor) else len(leaf)
+    raise ValueError(
+        f"the size of the batch cannot be found: {type(batch).__name__} holds no tensor with a batch dimension and no "
+        "list. Return tensors from the dataloader, or set num_microbatches=1."
+    )
+
+
+def _leaves(value: Any, kind: type) -> Iterator[Any]:
+    if isinstance(value, Tensor):
+        if kind is Tensor and value.dim():
+            yield value
+    elif isinstance(value, list) and kind is list and not any(isinstance(v, (Tensor, Mapping, list)) for v in value):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item, kind)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item, kind)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name), kind)
+
+
+def sizes_of(samples: int, count: int | None, size: int | None, workers: int) -> list[int]:
+    """How many samples each microbatch gets.
+
+    Args:
+        samples: the batch size.
+        count: microbatches asked for; fewer if there are fewer samples.
+        size: or samples per microbatch asked for.
+        workers: sets the default count, 2 per worker.
+    """
+    if size is not None:
+        return [min(size, samples - start) for start in range(0, samples, size)]
+    count = min(samples, count if count is not None else 2 * workers)
+    return [samples // count + (i < samples % count) for i in range(count)]
+
+
+def split(batch: Any, sizes: list[int]) -> list[Any]:
+    """The microbatches. Tensors are views of the batch's."""
+    if len(sizes) == 1:
+        return [batch]
+    samples = sum(sizes)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [_take(batch, samples, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _take(value: Any, samples: int, start: int, stop: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.dim() and value.shape[0] == samples else value
+    if isinstance(value, list) and len(value) == samples and not _holds_batches(value, samples):
+        return value[start:stop]
+    return _rebuild(value, lambda item: _take(item, samples, start, stop))
+
+
+def _holds_batches(values: list[Any], samples: int) -> bool:
+    """A list of whole-batch tensors that happens to be as long as the batch is cut inside, not across."""
+    return all(isinstance(v, Tensor) and v.dim() and v.shape[0] == samples for v in values)
+
+
+def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        changed = {k: change(v) for k, v in value.items()}
+        if type(value) is dict:
+            return changed
+        fresh = copy.copy(value)
+        if isinstance(getattr(fresh, "data", None), dict):
+            fresh.data = dict(fresh.data)
+        for key, item in changed.items():
+            fresh[key] = item  # type: ignore[index]
+        return fresh
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(change(v) for v in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(change(v) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fresh = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(fresh, field.name, change(getattr(value, field.name)))
+        return fresh
+    return value
+
+
+def merge(outputs: Sequence[Any], sizes: list[int], weights: list[float]) -> Any:
+    """What ``training_step`` would have returned for the whole batch, as far as that can be told.
+
+    Tensors with one row per sample are concatenated, scalars averaged by ``weights``, other things kept if they are
+    the same for every microbatch and gathered in a list otherwise.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return _detached(first)
+    if isinstance(first, Tensor):
+        tensors = [o.detach().cpu() for o in outputs]
+        if first.dim() and all(t.dim() and t.shape[0] == n for t, n in zip(tensors, sizes, strict=True)):
+            return torch.cat(tensors)
+        if all(t.shape == first.shape for t in tensors):
+            return weighted_mean(tensors, weights)
+        return tensors
+    if isinstance(first, Mapping) and all(isinstance(o, Mapping) and o.keys() == first.keys() for o in outputs):
+        merged = {k: merge([o[k] for o in outputs], sizes, weights) for k in first}
+        return merged if type(first) is dict else _rebuild(first, lambda v: v) if not merged else type(first)(**merged)
+    if isinstance(first, (list, tuple)) and all(type(o) is type(first) and len(o) == len(first) for o in outputs):
+        parts = [merge(list(column), sizes, weights) for column in zip(*outputs, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if isinstance(first, float):
+        return float(weighted_mean([torch.tensor(float(o), dtype=torch.float64) for o in outputs], weights))
+    return first if all(type(o) is type(first) and o == first for o in outputs) else list(outputs)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    return _rebuild(value, _detached)
+
+
+def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
+    """Mean over tensors of one shape; a weight of 0 leaves its tensor out, even if it holds NaN."""
+    total = sum(weights)
+    dtype = tensors[0].dtype if tensors[0].is_floating_point() else torch.float32
+    result = torch.zeros(tensors[0].shape, dtype=torch.float64)
+    for tensor, weight in zip(tensors, weights, strict=True):
+        if weight:
+            result += tensor.detach().cpu().double() * (weight / total)
+    return result.to(dtype) if total else tensors[0].detach().cpu()

@@ -1,0 +1,134 @@
+"""Random numbers that depend on what is computed, not on who computes it when.
+
+Each (step, microbatch, call) and each segment of glue has its own seed. A call that draws is seeded before it runs and
+again before it is recomputed, so its dropout mask is the same both times, whatever ran in between and on whichever
+worker. The seeds come from the global seed and the number of the batch, never from the generator's state: after a step
+the caller's random state is what it was before, for any number of workers, microbatches and any plan.
+
+Emulated devices share one physical generator with the glue. Segments that draw hold its lock from seeding to return.
+Which do is learned in the first batch, where nothing runs at the same time; a segment that starts to draw later is
+found when it leaves the generator elsewhere than where it was parked, and is refused rather than trained on masks that
+nobody can recompute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+
+_PARKED = 0x5EED
+
+
+def derive(*keys: int) -> int:
+    """A 63-bit seed from whole numbers; equal for equal keys on every machine."""
+    digest = hashlib.blake2b(b",".join(str(k).encode() for k in keys), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class GlobalRandomState:
+    """The caller's generators, saved before a step and given back after it."""
+
+    def __init__(self, devices: list[Device]) -> None:
+        self._generators = {id(d.generator): d.generator for d in devices}
+        self._generators[id(torch.default_generator)] = torch.default_generator
+        self._states = {key: g.get_state() for key, g in self._generators.items()}
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+
+    def park(self) -> None:
+        for generator in self._generators.values():
+            generator.manual_seed(_PARKED)
+
+    def restore(self) -> None:
+        for key, generator in self._generators.items():
+            generator.set_state(self._states[key])
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+class Randomness:
+    """Which segments draw, and how they are seeded. Lives as long as the trace does."""
+
+    def __init__(self) -> None:
+        self._torch: set[Hashable] = set()
+        self._host: set[Hashable] = set()
+        self._parked: dict[int, torch.Tensor] = {}
+        self.learning = True
+
+    @contextlib.contextmanager
+    def segment(self, key: Hashable, seed: int, device: Device, what: str) -> Iterator[None]:
+        """Run one call or one piece of glue.
+
+        Args:
+            key: identifies the segment in every step, such as ``("call", 3)``.
+            seed: for this execution.
+            device: whose generator is drawn from.
+            what: for the error.
+        """
+        if self.learning:
+            with device.generator_lock, self._learned(key, seed, device):
+                yield
+        elif key in self._torch or key in self._host:
+            with device.generator_lock:
+                self._seed(key in self._host, seed, device)
+                try:
+                    yield
+                finally:
+                    device.generator.manual_seed(_PARKED)
+        else:
+            yield
+            self._check(device, what)
+
+    @contextlib.contextmanager
+    def _learned(self, key: Hashable, seed: int, device: Device) -> Iterator[None]:
+        self._seed(True, seed, device)
+        before = _states(device)
+        yield
+        after = _states(device)
+        if not torch.equal(before[0], after[0]):
+            self._torch.add(key)
+        if before[1] != after[1] or not _same_numpy(before[2], after[2]):
+            self._host.add(key)
+        device.generator.manual_seed(_PARKED)
+
+    @staticmethod
+    def _seed(host: bool, seed: int, device: Device) -> None:
+        device.generator.manual_seed(seed)
+        if host:
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+
+    def _check(self, device: Device, what: str) -> None:
+        if not device.generator_lock.acquire(blocking=False):
+            return
+        try:
+            generator = device.generator
+            parked = self._parked.get(id(generator))
+            if parked is None:
+                reference = torch.Generator(generator.device)
+                parked = self._parked[id(generator)] = reference.manual_seed(_PARKED).get_state()
+            if not torch.equal(generator.get_state(), parked):
+                raise RoundPipeError(
+                    f"random numbers were drawn in {what} or beside it, where none were drawn in the first batch: their "
+                    "recomputation could not draw the same. Let the model draw from the first batch on (a dropout whose "
+                    "rate starts at 0 can start at a tiny rate), or set num_microbatches=1 with one device."
+                )
+        finally:
+            device.generator_lock.release()
+
+
+def _states(device: Device) -> tuple[torch.Tensor, Any, Any]:
+    return device.generator.get_state(), random.getstate(), np.random.get_state()
+
+
+def _same_numpy(a: Any, b: Any) -> bool:
+    return bool(a[2] == b[2] and (a[1] == b[1]).all())

@@ -1,0 +1,350 @@
+"""One microbatch on its way through a step: the user's training_step on a thread of its own, its tape, its backward.
+
+    start ── wait for the microbatch before to reach its first layer ── [1]
+    glue ── under the user-code lock, with this microbatch's random state ── [2]
+    layer call ── lock released ─► turn ─► worker ─► lock taken again ── [3]
+    loss ── weighted, backward through the last glue, in the fused slot's turn ── [4]
+    tape ── deepest call first: turn ─► worker ─► gradients to the calls and the glue in front ── [5]
+
+The thread never holds the user-code lock while it waits for a turn, or the other way round: that, and the total order
+of turns, is why nothing here can wait in a circle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.arguments import flatten, refuse_caches
+from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
+from lightning_roundpipe.runtime.calls import Call, Forward
+from lightning_roundpipe.runtime.context import Ambient
+from lightning_roundpipe.runtime.control import Control, UserLock, Waiter
+from lightning_roundpipe.runtime.glue import GlueMode
+from lightning_roundpipe.runtime.interception import calling
+from lightning_roundpipe.runtime.logs import LogRecorder
+from lightning_roundpipe.runtime.notes import noted
+from lightning_roundpipe.runtime.rng import derive
+from lightning_roundpipe.runtime.slots import Slot, Slots
+from lightning_roundpipe.runtime.tape import Entry, Sink, boundary, driven_backward, source_of
+from lightning_roundpipe.runtime.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.weights import HostLayer
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.step import Step
+
+
+class MicrobatchRun:
+    """A microbatch of one step.
+
+    Args:
+        step: what it shares with the others.
+        index: its number.
+        trace: what it is expected to call; None to record it (``learning``).
+        slots: where its calls run.
+    """
+
+    def __init__(self, step: Step, index: int, trace: Trace | None, slots: Slots) -> None:
+        self.index = index
+        self.logs = LogRecorder()
+        self.mode = GlueMode(step.engine.master_ids, train=True, accelerator=step.engine.accelerator)
+        self.started = Waiter()
+        self.output: Any = None
+        self.weight = 0.0
+        self.learning = trace is None
+        self.trace = trace or Trace()
+        self._step = step
+        self._control: Control = step.control
+        self._lock: UserLock = step.user_lock
+        self._slots = slots
+        self._boundaries = Boundaries(index, step.engine.recorder)
+        self._tape: list[Entry] = []
+        self._position = 0
+        self._segment = 0
+        self._device: Device | None = None
+        self._slot: Slot | None = None
+        self._last = "the start"
+        self._phase = "forward"
+        self._announced = False
+        self._glue = contextlib.ExitStack()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], predecessor: Waiter | None) -> None:
+        """Run ``function`` (the user's training_step) and the backward of its loss."""
+        try:
+            if predecessor is not None:
+                self._control.wait(predecessor)  # [1]
+            with calling(self):
+                try:
+                    self._train(function, args)
+                finally:
+                    self._glue.close()
+            self._slots.finish(self.index)
+        except BaseException as error:
+            self._control.fail(error)
+            raise
+        finally:
+            self._announce()
+
+    def _train(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        with self._step.ambient.entered(), self.mode:
+            self._enter_glue()
+            with self._noted():
+                output = function(*args)
+                loss = self._loss_of(output)
+            self._announce()
+            if loss is not None:
+                self.weight = self._step.weigh(self)
+                self._backward_of_loss(loss)
+            self.output = _detach(output)
+            del output, loss
+            self._leave_glue()
+        self._walk_tape()
+
+    def _noted(self) -> contextlib.AbstractContextManager[None]:
+        return noted(f"glue after {self._last}", self._phase, self.index, self._slot, self._device)
+
+    def _announce(self) -> None:
+        if not self._announced:
+            self._announced = True
+            self.started.wake()
+
+    # -- glue ---------------------------------------------------------------------------------------------------------
+
+    def _enter_glue(self) -> None:
+        """Take the lock, the device that the newest tensors are on, and this segment's random state [2]."""
+        self._lock.acquire((self._slot.index if self._slot else -1, self.index))
+        self._glue.callback(self._lock.release)
+        device = self._device or self._step.engine.devices[0]
+        self._glue.enter_context(device.activate())
+        key = ("glue", self._segment)
+        seed = derive(*self._step.seed, self.index, -1 - self._segment)
+        self._glue.enter_context(self._step.engine.randomness.segment(key, seed, device, f"glue after {self._last}"))
+        self._segment += 1
+
+    def _leave_glue(self) -> None:
+        self._glue.close()
+
+    # -- layer calls --------------------------------------------------------------------------------------------------
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the intercepted layer does instead of running [3]. Called by glue."""
+        with torch._C.DisableTorchFunction():
+            call, entry, traced = self._prepare(layer, args, kwargs)
+            self._leave_glue()
+            self._announce()
+            forward, slot = self._run_forward(call, entry, traced)
+            self._slot, self._last = slot, f"layer {layer.name!r}"
+            self._device = self._step.engine.workers[slot.worker].device
+            self._boundaries.settle()
+            self._slots.after(self.index, slot, call.index)
+            self._enter_glue()
+            return self._hand_back(call, entry, traced, forward, args, kwargs)
+
+    def _prepare(
+        self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, Entry | None, TracedCall]:
+        index, traced = self._next(layer)
+        leaves, spec = flatten((args, kwargs))
+        requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        ambient = Ambient.capture(self._step.engine.device_types)
+        can_tape = ambient.grad and (any(requires_grad) or any(layer.trainable()))
+        taped = can_tape if self.learning else can_tape and traced.taped
+        if can_tape:
+            refuse_caches(leaves, layer.name)
+        if self.learning:
+            traced.can_tape = can_tape
+        elif can_tape != traced.can_tape:
+            raise RoundPipeError(
+                f"layer {layer.name!r} is called {'with' if can_tape else 'without'} gradients, unlike in the first "
+                "batch: with several microbatches a step must be of one kind. Set num_microbatches=1."
+            )
+        call = Call(
+            index, layer, self.index, spec, leaves, requires_grad, ambient, layer.state.current(),
+            derive(*self._step.seed, self.index, index), contextvars.copy_context(), learning=self.learning,
+            may_mutate=None if self.learning else traced.mutates,
+        )  # fmt: skip
+        entry = self._new_entry(call, traced) if taped else None
+        return call, entry, traced
+
+    def _next(self, layer: HostLayer) -> tuple[int, TracedCall]:
+        if self.learning:
+            traced = self.trace.append(layer)
+            return len(self.trace.calls) - 1, traced
+        index = self.trace.find(layer, self._position, self.index)
+        self._position = index + 1
+        return index, self.trace.calls[index]
+
+    def _new_entry(self, call: Call, traced: TracedCall) -> Entry:
+        """The call's place on the tape, with where its inputs' gradients go."""
+        entry = Entry(
+            call.index, call.layer, self.index, call.spec, [], call.requires_grad, call.ambient, call.state, call.seed,
+            call.context, input_home=self._device, mutates=traced.mutates,
+        )  # fmt: skip
+        tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+        entry.tensor_flags = [t.requires_grad for t in tensors]
+        entry.targets = [source_of(t) if t.requires_grad else None for t in tensors]
+        pushed = [t for t, target in zip(tensors, entry.targets, strict=True) if t.requires_grad and target is None]
+        entry.sink = Sink(pushed) if pushed else None
+        return entry
+
+    def _run_forward(self, call: Call, entry: Entry | None, traced: TracedCall) -> tuple[Forward, Slot]:
+        fused = not self.learning and self._step.is_fused(call.index)
+        call.recomputed = entry is not None and not fused
+        call.graph = entry is not None and (fused or self.learning)
+        tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
+        saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
+        if entry is not None and call.recomputed:
+            entry.leaves = [saved.get(i, leaf) for i, leaf in enumerate(call.leaves)]
+        if self.learning or traced.mutates:
+            self._boundaries.settle()
+        slot = self._slots.forward(self.index, call.index, call.layer)
+        worker = self._step.engine.workers[slot.worker]
+        for i, t in tensors.items():
+            if self._locate(t) is not worker.device:
+                call.leaves[i] = saved.get(i) or self._save(t)
+        if entry is not None:
+            entry.home = worker.device
+        runner = self._step.engine.runners[slot.worker]
+        with noted(f"layer {call.layer.name!r}", "forward", self.index, slot, worker.device):
+            return worker.run(lambda: runner.forward(slot, call, self._boundaries), self._control), slot
+
+    def _save(self, tensor: Tensor) -> HostCopy:
+        return self._boundaries.save(tensor, self._locate(tensor))
+
+    def _locate(self, tensor: Tensor) -> Device | None:
+        return self._step.engine.locate(tensor, self._device)
+
+    def _hand_back(
+        self,
+        call: Call,
+        entry: Entry | None,
+        traced: TracedCall,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The outputs as glue sees them, and the call's entry on the tape."""
+        mutated = sorted(forward.mutated)
+        outputs = forward.tensors() + [forward.mutated[i] for i in mutated]
+        if self.learning:
+            self._learn(call, traced, forward, outputs, taped=entry is not None)
+        flags = list(traced.flags) if entry is not None else [False] * len(outputs)
+        if entry is not None and call.graph and not self.learning:
+            assert forward.inlet is not None
+            entry.graph = (forward.inlet, outputs)
+            flags = [t.requires_grad for t in outputs]
+        if entry is not None and any(flags):
+            if len(flags) != len(outputs):
+                raise RoundPipeError(
+                    f"layer {call.layer.name!r} returned {len(outputs)} tensors where the first batch had {len(flags)}."
+                )
+            entry.mutates = frozenset(mutated)
+            entry.buffers = forward.buffers
+            aliases = boundary(entry, outputs, flags)
+            self._tape.append(entry)
+        else:
+            aliases = [t if call.ambient.inference else t.data for t in outputs]
+        self._write_inputs(call, mutated, aliases[len(outputs) - len(mutated) :], args, kwargs)
+        return _replace_tensors(forward, aliases)
+
+    def _learn(self, call: Call, traced: TracedCall, forward: Forward, outputs: list[Tensor], *, taped: bool) -> None:
+        traced.flags = tuple(t.requires_grad for t in outputs)
+        traced.taped = taped and any(traced.flags)
+        traced.mutates = frozenset(forward.mutated)
+        traced.activation_bytes = max(traced.activation_bytes, forward.activation_bytes)
+        traced.boundary_bytes = sum(leaf.nbytes for leaf in call.leaves if isinstance(leaf, (Tensor, HostCopy)))
+
+    def _write_inputs(
+        self, call: Call, mutated: list[int], values: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Let glue see, and differentiate through, what the layer wrote into its inputs."""
+        if not mutated:
+            return
+        originals = flatten((args, kwargs))[0]
+        with torch.set_grad_enabled(call.ambient.grad):
+            for position, value in zip(mutated, values, strict=True):
+                originals[position].copy_(value)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _loss_of(self, output: Any) -> Tensor | None:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if output is None:
+            return None
+        if not isinstance(loss, Tensor):
+            return None  # Lightning says what is wrong with it
+        if loss.numel() != 1:
+            raise RoundPipeError(
+                f"training_step returned a loss of shape {tuple(loss.shape)}; it must be a single number (take its mean)."
+            )
+        return loss
+
+    def _backward_of_loss(self, loss: Tensor) -> None:
+        """Backward from the loss through the glue behind the last layer [4]."""
+        self._phase = "backward"
+        scale = self._step.scale_of(self)
+        if not loss.requires_grad or not scale:
+            return
+        with self._noted(), torch._C.DisableTorchFunction(), driven_backward:
+            torch.autograd.backward(loss, torch.full_like(loss, scale), retain_graph=True)
+
+    def _walk_tape(self) -> None:
+        """Every call of the tape, deepest first [5]."""
+        engine = self._step.engine
+        while self._tape:
+            entry = self._tape.pop()
+            if not entry.wants_backward():
+                continue
+            traced = self.trace.calls[entry.call]
+            slot = self._slots.backward(self.index, entry.call, entry.layer, engine.sums_of(traced))
+            worker, runner = engine.workers[slot.worker], engine.runners[slot.worker]
+            with noted(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device):
+                grads = worker.run(lambda e=entry, s=slot: runner.backward(s, e, self._boundaries), self._control)  # type: ignore[misc]
+            self._slot = slot
+            self._last = f"layer {entry.layer.name!r}"
+            self._boundaries.settle()
+            self._hand_on(entry, grads, worker.device)
+            self._slots.after(self.index, slot, entry.call)
+
+    def _hand_on(self, entry: Entry, grads: list[Tensor | None], device: Device) -> None:
+        pushed: list[Tensor | None] = []
+        for grad, target, wanted in zip(grads, entry.targets, entry.tensor_flags, strict=True):
+            if target is not None:
+                target[0].add_grad(target[1], grad, device)
+            elif wanted:
+                pushed.append(None if grad is None else self._boundaries.transfer(grad, device, entry.input_home))
+        if entry.sink is not None and any(g is not None for g in pushed):
+            with self._step.ambient.entered(), noted(
+                f"glue in front of {self._last}", "backward", self.index, self._slot, device
+            ):
+                self._device = entry.input_home
+                self._enter_glue()
+                try:
+                    entry.sink.push(pushed)
+                finally:
+                    self._leave_glue()
+
+
+def _detach(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, Mapping):
+        return {k: _detach(v) for k, v in output.items()}
+    return output
+
+
+def _replace_tensors(forward: Forward, aliases: list[Tensor]) -> Any:
+    replaced = iter(aliases)
+    return tree_unflatten(
+        [next(replaced) if isinstance(leaf, Tensor) else leaf for leaf in forward.leaves], forward.spec
+    )

@@ -1,0 +1,212 @@
+"""Slots and turns: who may run what, where, and after whom.
+
+    slot i of the global sequence ──► worker i mod N                                         [1]
+    a worker opens its next slot when the one before it is closed                            [2]
+    ... and when the same stage of the round before is closed: it adds to the same sums      [3]
+    an open slot serves its microbatches in order                                            [4]
+    the last microbatch to leave a slot closes it                                            [5]
+
+The order (slot, microbatch) is total, and a microbatch holds at most the turn that it is running, so there is always
+somebody who may go on: the lowest. A microbatch that skips a stage leaves it without having entered it.
+
+`PlannedSlots` hands out the slots of a plan. `SlotsOnArrival` makes one slot of every call as it comes, which needs no
+trace: for the first batch, for evaluation, and for steps of one microbatch, where any control flow is allowed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from lightning_roundpipe.runtime.control import Control, Waiter
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.devices import Event
+    from lightning_roundpipe.planning.costs import Phase
+    from lightning_roundpipe.planning.schedule import Plan
+    from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
+
+
+class Slot:
+    """One stage of one round on one worker.
+
+    Attributes:
+        index: position in the global sequence.
+        layers: what has to be uploaded, each once.
+        predecessor: the same stage of the round before, if any.
+        sums: host gradients of the calls whose backward runs here, by call.
+        arena: which of the worker's arenas holds it, once uploaded.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        worker: int,
+        round_: int,
+        phase: Phase,
+        calls: range,
+        layers: Sequence[HostLayer],
+        sums: dict[int, HostGradients],
+        microbatches: Sequence[int],
+        predecessor: Slot | None = None,
+    ) -> None:
+        self.index = index
+        self.worker = worker
+        self.round = round_
+        self.phase = phase
+        self.calls = calls
+        self.layers = layers
+        self.sums = sums
+        self.microbatches = microbatches
+        self.predecessor = predecessor
+        self.arena: int | None = None
+        self.uploaded: dict[int, Event] = {}
+        self.opened = False
+        self._closed = False
+        self._successor: Waiter | None = None
+        self._position = 0
+        self._left: set[int] = set()
+        self._waiting: dict[int, Waiter] = {}
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        """Let the first microbatch in [4]."""
+        with self._lock:
+            self.opened = True
+            self._wake_next()
+
+    def enter(self, microbatch: int, control: Control) -> None:
+        """Wait for the turn of ``microbatch``."""
+        with self._lock:
+            if self._may_run(microbatch):
+                return
+            waiter = self._waiting[microbatch] = Waiter()
+        control.wait(waiter)
+
+    def leave(self, microbatch: int) -> bool:
+        """Give the turn on. True if that was the last microbatch and the slot is to be closed [5]."""
+        with self._lock:
+            self._left.add(microbatch)
+            while self._position < len(self.microbatches) and self.microbatches[self._position] in self._left:
+                self._position += 1
+            self._wake_next()
+            return self._position == len(self.microbatches)
+
+    def close(self) -> None:
+        """Let the same stage of the next round open."""
+        with self._lock:
+            self._closed = True
+            if self._successor is not None:
+                self._successor.wake()
+
+    def wait_for_predecessor(self, control: Control) -> None:
+        """Wait until the round before has left its sums on their way to the host [3]."""
+        if self.predecessor is not None:
+            self.predecessor._wait_closed(control)
+
+    def _wait_closed(self, control: Control) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            waiter = self._successor = Waiter()
+        control.wait(waiter)
+
+    def _may_run(self, microbatch: int) -> bool:
+        return (
+            self.opened
+            and self._position < len(self.microbatches)
+            and self.microbatches[self._position] == microbatch
+        )
+
+    def _wake_next(self) -> None:
+        if self.opened and self._position < len(self.microbatches):
+            waiter = self._waiting.pop(self.microbatches[self._position], None)
+            if waiter is not None:
+                waiter.wake()
+
+
+class Slots(Protocol):
+    """How a microbatch gets at its slots."""
+
+    def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
+        """The slot of a forward call, in its turn."""
+
+    def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
+        """The slot of a call's recomputation and backward, in its turn."""
+
+    def after(self, microbatch: int, slot: Slot, call: int) -> None:
+        """The call is done."""
+
+    def finish(self, microbatch: int) -> None:
+        """The microbatch makes no more calls: its turns go to the others."""
+
+
+class PlannedSlots:
+    """The slots of one step under a plan, made in order when the step begins."""
+
+    def __init__(self, rounds: list[list[Slot]], plan: Plan, control: Control, close: Callable[[Slot], None]) -> None:
+        self.rounds = rounds
+        self._forward = plan.stage_of_forward
+        self._backward = plan.stage_of_backward
+        self._control = control
+        self._close = close
+        self._mine = {m: slots for slots in rounds for m in slots[0].microbatches}
+        self._next = dict.fromkeys(self._mine, 0)
+
+    def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
+        return self._enter(microbatch, self._forward[call])
+
+    def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
+        return self._enter(microbatch, self._backward[call])
+
+    def _enter(self, microbatch: int, position: int) -> Slot:
+        self._leave_until(microbatch, position)
+        slot = self._mine[microbatch][position]
+        slot.enter(microbatch, self._control)
+        return slot
+
+    def after(self, microbatch: int, slot: Slot, call: int) -> None:
+        # A forward slot is left with its last call; in a fused slot the loss and the backward are still to come, and a
+        # backward slot ends with its first call.
+        if slot.phase == "forward" and call == slot.calls[-1] or slot.phase == "backward" and call == slot.calls[0]:
+            self._leave_until(microbatch, self._mine[microbatch].index(slot) + 1)
+
+    def finish(self, microbatch: int) -> None:
+        self._leave_until(microbatch, len(self._mine[microbatch]))
+
+    def _leave_until(self, microbatch: int, position: int) -> None:
+        while self._next[microbatch] < position:
+            slot = self._mine[microbatch][self._next[microbatch]]
+            self._next[microbatch] += 1
+            if slot.leave(microbatch):
+                self._close(slot)
+
+
+class SlotsOnArrival:
+    """A slot for each call, made when it comes. Only one microbatch runs at a time.
+
+    Args:
+        make: makes, uploads and opens a slot for (phase, call, layer, sums).
+        close: closes it.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Phase, int, int, HostLayer, HostGradients | None], Slot],
+        close: Callable[[Slot], None],
+    ) -> None:
+        self._make = make
+        self._close = close
+
+    def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
+        return self._make("forward", microbatch, call, layer, None)
+
+    def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
+        return self._make("backward", microbatch, call, layer, sums)
+
+    def after(self, microbatch: int, slot: Slot, call: int) -> None:
+        self._close(slot)
+
+    def finish(self, microbatch: int) -> None:
+        pass

@@ -1,0 +1,262 @@
+"""One training batch: its microbatches, their turns, and what comes out of all of them.
+
+    batch ── split ──► microbatch threads (`run`) ──► slots (`slots`) ──► workers (`worker`)
+                                                                              │
+    merged loss and outputs ◄── weights of the microbatches ◄── sums on the host ◄┘
+
+The first error anywhere fails the step: everybody leaves, the devices come to rest, and it is raised here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.planning.schedule import Plan, Stage
+from lightning_roundpipe.runtime.context import Ambient
+from lightning_roundpipe.runtime.control import Control, UserLock
+from lightning_roundpipe.runtime.glue import check_counts
+from lightning_roundpipe.runtime.gradients import StepGradients
+from lightning_roundpipe.runtime.logs import issue, shadowed_log
+from lightning_roundpipe.runtime.microbatch import merge, weighted_mean
+from lightning_roundpipe.runtime.run import MicrobatchRun
+from lightning_roundpipe.runtime.slots import PlannedSlots, Slot, SlotsOnArrival
+from lightning_roundpipe.runtime.threads import Task
+from lightning_roundpipe.runtime.trace import Trace, distinct_layers
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.planning.costs import Phase
+    from lightning_roundpipe.runtime.engine import Engine
+    from lightning_roundpipe.runtime.interception import CallContext
+    from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
+
+STUCK_GRACE = 5.0
+"""Seconds that threads get to leave after a failure before they are left behind."""
+
+
+class Step:
+    """A step in flight.
+
+    Args:
+        engine: what outlives it.
+        seed: of this batch.
+        sizes: samples per microbatch.
+        weights: loss weights given by the user; None to count.
+    """
+
+    def __init__(self, engine: Engine, seed: tuple[int, ...], sizes: list[int], weights: list[float] | None) -> None:
+        self.engine = engine
+        self.seed = seed
+        self.sizes = sizes
+        self.ambient = Ambient.capture(engine.device_types)
+        self.control = Control(engine.abort_devices)
+        self.user_lock = UserLock(self.control)
+        self.slots: list[Slot] = []
+        self._given = weights
+        self._provisional: float | None = sum(weights) if weights else None
+        self._plan: Plan | None = None
+        self._order: list[deque[Slot]] = [deque() for _ in engine.workers]
+        self.runs: list[MicrobatchRun] = []
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run_planned(self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+        """All microbatches at once, under ``plan``."""
+        self._plan = plan
+        slots = PlannedSlots(self._make_rounds(plan, trace), plan, self.control, self._close)
+        self.runs = [MicrobatchRun(self, m, trace, slots) for m in range(len(args))]
+        for worker, order in zip(self.engine.workers, self._order, strict=True):
+            if order:
+                self._open_next(worker.index)
+        self._join(function, args, together=True)
+
+    def run_one_by_one(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+        """One microbatch after another, a slot for each call: needs no trace, and records one."""
+        slots = SlotsOnArrival(self._arrive, self._close)
+        self.runs = [MicrobatchRun(self, m, None, slots) for m in range(len(args))]
+        self._join(function, args, together=False)
+
+    def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
+        tasks: list[Task[None]] = []
+        with shadowed_log(self.engine.module, self._current_log):
+            try:
+                for index, (run, given) in enumerate(zip(self.runs, args, strict=True)):
+                    before = self.runs[index - 1].started if index else None
+                    thread = self.engine.thread(index if together else 0)
+                    tasks.append(thread.submit(lambda r=run, g=given, b=before: r.run(function, g, b)))  # type: ignore[misc]
+                    if not together:
+                        self._watch(tasks[-1])
+                        if self.control.failed:
+                            break
+                for task in tasks if together else ():
+                    self._watch(task)
+            except BaseException as error:  # a KeyboardInterrupt, most likely
+                self.control.fail(error)
+                self._leave(tasks)
+            for worker in self.engine.workers:
+                worker.drain()
+        self.engine.come_to_rest(failed=self.control.failed)
+        if self.control.error is not None:
+            raise self.control.error
+
+    @staticmethod
+    def _current_log() -> Any:
+        from lightning_roundpipe.runtime.interception import current
+
+        context: CallContext | None = current()
+        if not isinstance(context, MicrobatchRun):
+            raise RoundPipeError(
+                "self.log was called from a thread that the user's code started inside training_step; log from "
+                "training_step itself."
+            )
+        return context.logs
+
+    def _watch(self, task: Task[None]) -> None:
+        """Wait for ``task``; fail the step if nothing at all happens for the watchdog's time."""
+        limit = self.engine.options.watchdog_timeout
+        seen, since = self.control.progress, time.monotonic()
+        while not task.waiter.wait_for(min(1.0, limit)):
+            if self.control.progress != seen:
+                seen, since = self.control.progress, time.monotonic()
+            elif time.monotonic() - since > limit:
+                raise TimeoutError(
+                    f"nothing happened for watchdog_timeout={limit:g} seconds. Raise it if a layer really takes that "
+                    f"long. All threads:\n{_stacks()}"
+                )
+
+    def _leave(self, tasks: list[Task[None]]) -> None:
+        for task in tasks:
+            if not task.waiter.wait_for(STUCK_GRACE):
+                self.engine.broken = True
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def is_fused(self, call: int) -> bool:
+        return self._plan is not None and call >= self._plan.fused.first
+
+    def _make_rounds(self, plan: Plan, trace: Trace) -> list[list[Slot]]:
+        size = plan.round_microbatches
+        rounds: list[list[Slot]] = []
+        for number, start in enumerate(range(0, len(self.sizes), size)):
+            microbatches = range(start, min(start + size, len(self.sizes)))
+            before = rounds[-1] if rounds else [None] * len(plan.stages())
+            rounds.append(
+                [
+                    self._slot(number, stage, trace, microbatches, predecessor)
+                    for stage, predecessor in zip(plan.stages(), before, strict=True)
+                ]
+            )
+        return rounds
+
+    def _slot(
+        self, number: int, stage: Stage, trace: Trace, microbatches: range, predecessor: Slot | None
+    ) -> Slot:
+        calls = range(stage.first, stage.last + 1)
+        loaded = [trace.calls[c] for c in calls if stage.phase != "backward" or trace.calls[c].taped]
+        sums = {}
+        if stage.phase != "forward":
+            for c in calls:
+                if trace.calls[c].taped and (total := self.engine.sums_of(trace.calls[c])) is not None:
+                    sums[c] = total
+        index = self.engine.next_slot()
+        worker = index % len(self.engine.workers)
+        slot = Slot(index, worker, number, stage.phase, calls, distinct_layers(loaded), sums, microbatches, predecessor)
+        self._order[worker].append(slot)
+        self.slots.append(slot)
+        return slot
+
+    def _open_next(self, index: int) -> None:
+        order = self._order[index]
+        if not order:
+            return
+        slot = order.popleft()
+        following = order[0] if order and self.engine.options.prefetch else None
+        worker = self.engine.workers[index]
+        worker.post(lambda: worker.open(slot, following, self.control), self.control)
+
+    def _close(self, slot: Slot) -> None:
+        worker = self.engine.workers[slot.worker]
+        worker.post(lambda: worker.close_slot(slot), self.control)
+        self._open_next(slot.worker)
+
+    def _arrive(
+        self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None
+    ) -> Slot:
+        index = self.engine.next_slot()
+        worker = self.engine.workers[index % len(self.engine.workers)]
+        totals = {call: sums} if sums is not None else {}
+        slot = Slot(index, worker.index, 0, phase, range(call, call + 1), [layer], totals, [microbatch])
+        self.slots.append(slot)
+        worker.run(lambda: worker.open(slot, None, self.control), self.control)
+        return slot
+
+    # -- weights of the microbatches ----------------------------------------------------------------------------------
+
+    def weigh(self, run: MicrobatchRun) -> float:
+        """How much the microbatch counts in the loss of the whole batch, known when its loss is."""
+        if self._given is not None:
+            return self._given[run.index]
+        return run.mode.counts[0] if run.mode.counts else float(self.sizes[run.index])
+
+    def scale_of(self, run: MicrobatchRun) -> float:
+        """What the microbatch's loss is multiplied by: its weight over a total that is guessed from the first one.
+
+        The total itself is known only after the last; ``finish`` corrects by one factor. The guess depends on nothing
+        but the batch, so that results do not depend on what runs when.
+        """
+        if self._provisional is None:
+            first = run.weight / self.sizes[run.index]
+            self._provisional = first * sum(self.sizes) if run.weight else float(sum(self.sizes))
+        return run.weight / self._provisional
+
+    def finish(self) -> Any:
+        """The merged output of ``training_step``, its loss carrying the gradients; issues what was logged."""
+        outputs = [run.output for run in self.runs]
+        missing = [m for m, output in enumerate(outputs) if output is None]
+        if missing and len(missing) < len(outputs):
+            raise RoundPipeError(
+                f"training_step returned None for microbatch {missing[0]} but not for all of this batch: skip whole "
+                "batches, or set num_microbatches=1."
+            )
+        if self._given is None and not missing:
+            check_counts([run.mode for run in self.runs])
+        weights = [run.weight for run in self.runs]
+        if not any(weights):
+            weights = [float(size) for size in self.sizes]
+        issue(self.engine.module, [run.logs for run in self.runs], self.sizes, weights)
+        if missing:
+            return None
+        merged = merge(outputs, self.sizes, weights)
+        losses = [_loss(output) for output in outputs]
+        if not all(isinstance(loss, Tensor) for loss in losses):
+            return merged
+        loss = self._gradients().loss(weighted_mean(losses, weights))
+        if isinstance(merged, Mapping):
+            return {**merged, "loss": loss}
+        return loss
+
+    def _gradients(self) -> StepGradients:
+        total = sum(run.weight for run in self.runs)
+        factor = (self._provisional or total) / total if total else 1.0
+        glue = [pair for run in self.runs for pair in run.mode.proxies.gradients()]
+        return StepGradients(self.engine.used_sums(), glue, factor)
+
+
+def _loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def _stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+

@@ -1,0 +1,220 @@
+"""The tape: how a layer call is cut out of the autograd graph and joined to it again.
+
+One autograd graph must never span two workers: a backward function that waits would block its device's only autograd
+thread, and with it the step. So each call is a node of our own between two pieces of glue:
+
+    glue ──► Sink ┆ saved inputs ─► layer (later, on any worker) ─► gradients ┆ Boundary ──► glue
+              ▲   ┆                                                           ┆    │
+              └───┼── input gradients ◄── recompute, backward ◄── entry ◄─────┼────┘
+
+* `Boundary` makes the call's outputs. It hangs on a dummy leaf, so that autograd can walk from the loss to it and no
+  further; its backward never waits, it only adds what arrives to the entry. The outputs are fresh aliases without view
+  history: as plain detached leaves, ``h += layer(h)`` would silently give wrong gradients.
+* `Sink` remembers where the inputs came from without keeping them: calling backward on it pushes the input gradients
+  into the glue in front. Where an input is directly another call's output, the gradient is handed to that entry
+  instead, and no graph is walked.
+* `Inlet` does on the worker what `Boundary` does in the glue: the layer's inputs are non-leaf aliases, so a layer may
+  write into its input as it may in plain training.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.devices import Device
+    from lightning_roundpipe.model.replica import StateDiff
+    from lightning_roundpipe.runtime.boundary import HostCopy
+    from lightning_roundpipe.runtime.context import Ambient
+    from lightning_roundpipe.runtime.weights import HostLayer
+
+class _Driven:
+    """How many backwards the engine itself runs now: a Boundary reached while there is none was reached by user code.
+
+    A count for the process, not a flag for the thread, because on a GPU autograd runs our nodes on threads of its own.
+    Glue runs under the user-code lock, and so do these backwards, so the two never overlap.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.depth -= 1
+
+
+driven_backward = _Driven()
+"""Context in which gradients may reach the tape. Enter it with the user-code lock held."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One call of one microbatch, from its forward until its gradients have been handed on.
+
+    Attributes:
+        call: position in the trace.
+        leaves: the call's flattened arguments; a tensor stands as its `HostCopy`, or as None if the graph is kept.
+        requires_grad: per leaf, whether its gradient is wanted; ``tensor_flags``: the same per tensor leaf.
+        targets: per tensor leaf, the call whose output it is; the others' gradients go through ``sink``.
+        grads: per tensor output, the gradient so far, in parts that lie on different devices.
+        mutates: positions of arguments that the layer writes to; they are outputs as well.
+        home: where the call's outputs, and so their gradients, live; ``input_home``: where its inputs do.
+        graph: the kept graph of a fused call, as (inlet, outputs).
+    """
+
+    call: int
+    layer: HostLayer
+    microbatch: int
+    spec: Any
+    leaves: list[Any]
+    requires_grad: list[bool]
+    ambient: Ambient
+    state: StateDiff | None
+    seed: int | None
+    context: contextvars.Context
+    mutates: frozenset[int] = frozenset()
+    home: Device | None = None
+    input_home: Device | None = None
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    grads: list[list[tuple[Tensor, Device | None]]] = field(default_factory=list)
+    tensor_flags: list[bool] = field(default_factory=list)
+    targets: list[tuple[Entry, int] | None] = field(default_factory=list)
+    sink: Sink | None = None
+    graph: tuple[Inlet, list[Tensor]] | None = None
+
+    def add_grad(self, index: int, grad: Tensor | None, device: Device | None) -> None:
+        """Add to the gradient of output ``index``. Never in place: autograd may share ``grad`` with other nodes."""
+        if grad is None:
+            return
+        parts = self.grads[index]
+        if parts and parts[-1][1] is device:
+            parts[-1] = (parts[-1][0] + grad, device)
+        else:
+            parts.append((grad, device))
+
+    def wants_backward(self) -> bool:
+        return any(self.grads)
+
+
+class _BoundaryFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, entry: Entry, outputs: list[Tensor], flags: list[bool]) -> tuple[Tensor, ...]:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        aliases = tuple(t.data for t in outputs)
+        ctx.mark_non_differentiable(*(a for a, flag in zip(aliases, flags, strict=True) if not flag))
+        return aliases
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
+        entry: Entry = ctx.entry
+        if not driven_backward.depth:
+            raise RoundPipeError(
+                f"a backward pass inside training_step reached layer {entry.layer.name!r}: gradients across layers "
+                "(torch.autograd.grad, loss.backward(), create_graph) are not supported in automatic optimization."
+            )
+        for index, grad in enumerate(grads):
+            entry.add_grad(index, grad, entry.home)
+        return None, None, None, None
+
+
+def boundary(entry: Entry, outputs: list[Tensor], flags: list[bool]) -> list[Tensor]:
+    """The call's outputs as the glue sees them.
+
+    Args:
+        entry: receives the gradients.
+        outputs: what the layer returned, detached or not; not copied.
+        flags: which of them require grad in the real graph.
+    """
+    entry.grads = [[] for _ in outputs]
+    if not any(flags):
+        return [t.data for t in outputs]
+    anchor = torch.empty((), requires_grad=True)
+    with torch.enable_grad():
+        return list(_BoundaryFunction.apply(anchor, entry, outputs, flags))
+
+
+def source_of(tensor: Tensor) -> tuple[Entry, int] | None:
+    """The entry and output that ``tensor`` is, if it is exactly that: no glue between, no hook on it."""
+    node = tensor.grad_fn
+    entry = getattr(node, "entry", None)
+    if entry is None or tensor._backward_hooks or tensor.retains_grad:
+        return None
+    return entry, tensor.output_nr
+
+
+class _SinkFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sink: Sink, *inputs: Tensor) -> Tensor:
+        ctx.sink = sink
+        # On the inputs' device, so that on a GPU autograd runs this node in the stream that the glue ran in.
+        return inputs[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.sink.grads
+
+
+class Sink:
+    """Where input gradients re-enter the glue in front of a call. Keeps no input alive.
+
+    Args:
+        inputs: tensors that require grad (the graph in front is what they hang on).
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.grads: Sequence[Tensor | None] = ()
+        with torch.enable_grad():
+            self._root: Tensor = _SinkFunction.apply(self, *inputs)
+
+    def push(self, grads: Sequence[Tensor | None]) -> None:
+        """Send ``grads`` (one per input) into the glue. The graph is retained: other calls may reach it too."""
+        self.grads = grads
+        try:
+            with driven_backward:
+                torch.autograd.backward(self._root, retain_graph=True)
+        finally:
+            self.grads = ()
+
+
+class Inlet:
+    """A layer's inputs on the worker, as non-leaf aliases whose gradients end up in ``grads`` (one per tensor)."""
+
+    def __init__(self) -> None:
+        self.grads: list[Tensor | None] = []
+
+    def open(self, tensors: list[Tensor], flags: list[bool]) -> list[Tensor]:
+        self.grads = [None] * len(tensors)
+        if not any(flags):
+            return [t.data for t in tensors]
+        anchor = torch.empty((), requires_grad=True)
+        return list(_InletFunction.apply(anchor, self, tensors, flags))
+
+
+class _InletFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, inlet: Inlet, tensors: list[Tensor], flags: list[bool]) -> tuple[Tensor, ...]:
+        ctx.inlet = inlet
+        ctx.set_materialize_grads(False)
+        aliases = tuple(t.data for t in tensors)
+        ctx.mark_non_differentiable(*(a for a, flag in zip(aliases, flags, strict=True) if not flag))
+        return aliases
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
+        ctx.inlet.grads = list(grads)
+        return None, None, None, None

@@ -1,0 +1,72 @@
+"""A thread that runs what it is given, one thing after another, and hands results and exceptions back.
+
+Threads are kept between steps: a new thread would start with a new pool of intra-op threads of torch's own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+from lightning_roundpipe.runtime.control import Waiter
+
+T = TypeVar("T")
+
+
+class Task(Generic[T]):
+    """A function on its way through a thread; ``waiter`` is woken when it has run."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function: Callable[[], T] | None = function
+        self.waiter = Waiter()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        assert self._function is not None
+        try:
+            self._result = self._function()
+        except BaseException as error:
+            self._error = error
+        self._function = None  # what it closed over may be large
+        self.waiter.wake()
+
+    def result(self) -> T:
+        """What the function returned, or raised. Only after ``waiter`` was woken."""
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+
+class TaskThread:
+    """A daemon thread, started at once.
+
+    Args:
+        name: shown by debuggers and in stack dumps.
+        around: entered by the thread for as long as it lives.
+    """
+
+    def __init__(self, name: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self._around = around
+        self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        with self._around():
+            while (task := self._tasks.get()) is not None:
+                task.run()
+                del task
+
+    def submit(self, function: Callable[[], T]) -> Task[T]:
+        task = Task(function)
+        self._tasks.put(task)
+        return task
+
+    def close(self, timeout: float | None = None) -> None:
+        """Let the thread finish what it was given, and join it."""
+        self._tasks.put(None)
+        self._thread.join(timeout)

@@ -1,0 +1,254 @@
+"""One worker: a device, the thread that layers run on, and the arenas that hold what is resident.
+
+    open slot i:  bind the copies' parameters to arena A ── [1]     upload slot i+N into arena B ── [2]
+    run:          each call waits for its own layer's upload only ── [3]
+    close slot i: gradients go down from their arena ── [4]         arena A is free for slot i+2N ── [5]
+
+All of this happens on the worker's own thread, in the order in which it was asked for, so nothing here needs a lock.
+What may be asked for when is decided by turns (`slots`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.runtime.buffers import Buffers
+from lightning_roundpipe.runtime.control import Control
+from lightning_roundpipe.runtime.events import Recorder, Where
+from lightning_roundpipe.runtime.slots import Slot
+from lightning_roundpipe.runtime.threads import TaskThread
+from lightning_roundpipe.runtime.weights import DeviceGradients, HostLayer
+
+T = TypeVar("T")
+
+IN_FLIGHT = 2
+"""Calls that the host may enqueue on a device before the first of them is done. More would pile up boundaries there."""
+
+
+class Arena:
+    """A device buffer that is used again and again. ``free`` is the end of the compute that read it last."""
+
+    def __init__(self, device: Device, purpose: str) -> None:
+        self._device = device
+        self._purpose = purpose
+        self.buffer: Tensor | None = None
+        self.free: Event | None = None
+
+    def ensure(self, nbytes: int) -> None:
+        if self.buffer is not None and self.buffer.numel() >= nbytes:
+            return
+        self.release()
+        self.buffer = self._device.allocate(nbytes, self._purpose)
+
+    def release(self) -> None:
+        if self.buffer is not None:
+            self._device.free(self.buffer)
+        self.buffer = None
+        self.free = None
+
+    def cut(self, sizes: Iterable[int]) -> list[Tensor]:
+        assert self.buffer is not None, f"{self._purpose} used before it was allocated"
+        parts, start = [], 0
+        for size in sizes:
+            parts.append(self.buffer[start : start + size])
+            start += size
+        assert start <= self.buffer.numel(), f"{start} bytes do not fit the {self._purpose}"
+        return parts
+
+    def contains(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in the arena, and would change with the next slot."""
+        if self.buffer is None:
+            return False
+        return tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+
+
+class Worker:
+    """Runs the calls of its slots, one at a time."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.index = device.index
+        self.weights = [Arena(device, "weights"), Arena(device, "weights of the next stage")]
+        self.gradients = [Arena(device, "gradients"), Arena(device, "gradients of the last stage")]
+        self.recorder = Recorder()
+        self._turn = 0
+        self._gradient_turn = 0
+        self._replicas: dict[int, tuple[Replica, Buffers]] = {}
+        self._device_gradients: dict[int, DeviceGradients] = {}
+        self._segments: dict[int, Tensor] = {}
+        self._in_flight: deque[tuple[Event, Any]] = deque()
+        self._thread = TaskThread(f"roundpipe-worker{self.index}", device.activate)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[[], T], control: Control) -> T:
+        """Run ``function`` on the worker's thread and wait for its result; its exceptions are raised here."""
+        task = self._thread.submit(function)
+        control.wait(task.waiter)
+        return task.result()
+
+    def post(self, function: Callable[[], None], control: Control) -> None:
+        """Run ``function`` on the worker's thread later; its exceptions fail the step."""
+
+        def guarded() -> None:
+            if control.failed:
+                return
+            try:
+                function()
+            except BaseException as error:
+                control.fail(error)
+
+        self._thread.submit(guarded)
+
+    def drain(self) -> None:
+        """Wait until the thread has done everything asked of it so far. Not to be called from it."""
+        self._thread.submit(lambda: None).waiter.wait()
+
+    def close(self) -> None:
+        """Stop the thread and give the arenas back."""
+        self._thread.close()
+        self.forget()
+        for arena in (*self.weights, *self.gradients):
+            arena.release()
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def reserve(self, weights: int, gradients: int) -> None:
+        """Make the arenas as large as the largest stage needs (bytes). Drained."""
+        for arena in self.weights:
+            arena.ensure(weights)
+        for arena in self.gradients:
+            if gradients:
+                arena.ensure(gradients)
+
+    def prepare(self, slot: Slot) -> None:
+        """Enqueue the uploads of a slot's weights into the arena that is free [2]."""
+        slot.arena = self._turn
+        self._turn = 1 - self._turn
+        arena = self.weights[slot.arena]
+        stream = self.device.weights_up
+        if arena.free is not None:
+            stream.wait(arena.free)
+        for layer, segment in zip(slot.layers, arena.cut(layer.nbytes for layer in slot.layers), strict=True):
+            start = stream.record(timed=True)
+            layer.upload(stream, segment)
+            end = stream.record(timed=True)
+            slot.uploaded[layer.index] = end
+            where = Where(slot.index, slot.phase, -1, layer.name)
+            self.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
+
+    def open(self, slot: Slot, following: Slot | None, control: Control) -> None:
+        """Make ``slot`` the resident one, and begin to upload the one after it."""
+        if slot.arena is None:
+            self.prepare(slot)
+        assert slot.arena is not None
+        arena = self.weights[slot.arena]
+        cuts = arena.cut(layer.nbytes for layer in slot.layers)
+        self._segments = {layer.index: cut for layer, cut in zip(slot.layers, cuts, strict=True)}
+        for layer in slot.layers:
+            self.replica(layer).bind(layer.views(self._segments[layer.index]), layer.trainable())  # [1]
+        slot.wait_for_predecessor(control)
+        self._open_gradients(slot)
+        if following is not None and following.arena is None:
+            self.prepare(following)
+        slot.open()
+
+    def _open_gradients(self, slot: Slot) -> None:
+        sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
+        self._device_gradients = {}
+        if not sums:
+            return
+        arena = self.gradients[self._gradient_turn]
+        if arena.free is not None:
+            self.device.compute.wait(arena.free)
+        stream = self.device.weights_up
+        for (call, host), segment in zip(sums.items(), arena.cut(s.layout.nbytes for s in sums.values()), strict=True):
+            gradients = self._device_gradients[call] = DeviceGradients(host, segment)
+            if any(host.present):
+                if host.arrived is not None:
+                    stream.wait(host.arrived)
+                start = stream.record(timed=True)
+                gradients.upload(stream)
+                end = stream.record(timed=True)
+                self.device.compute.wait(end)
+                where = Where(slot.index, slot.phase, call, host.layer.name)
+                self.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
+
+    def close_slot(self, slot: Slot) -> None:
+        """Send the gradients down [4] and let the arena go [5]."""
+        done = self.device.compute.record()
+        if self._device_gradients:
+            self._send_gradients(slot, done)
+        assert slot.arena is not None
+        arena = self.weights[slot.arena]
+        arena.free = done
+        if arena.buffer is not None:
+            self.device.compute.poison(arena.buffer)
+            arena.free = self.device.compute.record()
+        self._segments = {}
+        slot.close()
+
+    def _send_gradients(self, slot: Slot, done: Event) -> None:
+        stream = self.device.gradients_down
+        stream.wait(done)
+        for call, gradients in self._device_gradients.items():
+            if not any(gradients.present):
+                continue
+            start = stream.record(timed=True)
+            gradients.download(stream)
+            end = stream.record(timed=True)
+            where = Where(slot.index, slot.phase, call, gradients.host.layer.name)
+            nbytes = gradients.host.layout.nbytes
+            self.recorder.add("download_gradients", self.index, start, end, -1, nbytes, where)
+        arena = self.gradients[self._gradient_turn]
+        if arena.buffer is not None:
+            stream.poison(arena.buffer)
+        arena.free = stream.record()
+        self._gradient_turn = 1 - self._gradient_turn
+        self._device_gradients = {}
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def replica(self, layer: HostLayer) -> Replica:
+        """The worker's copy of ``layer``; its parameters mean something only while a slot that holds it is open."""
+        return self._copy(layer)[0]
+
+    def buffers(self, layer: HostLayer) -> Buffers:
+        return self._copy(layer)[1]
+
+    def _copy(self, layer: HostLayer) -> tuple[Replica, Buffers]:
+        known = self._replicas.get(layer.index)
+        if known is None:
+            replica = Replica(layer.module, self.device.torch_device)
+            known = self._replicas[layer.index] = (replica, Buffers(layer, replica))
+        return known
+
+    def gradients_of(self, call: int) -> DeviceGradients | None:
+        return self._device_gradients.get(call)
+
+    def ready(self, slot: Slot, layer: HostLayer) -> None:
+        """Order the compute stream after the upload of ``layer`` [3]."""
+        self.device.compute.wait(slot.uploaded[layer.index])
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in an arena and must be copied before it may outlive its slot."""
+        return any(arena.contains(tensor) for arena in (*self.weights, *self.gradients))
+
+    def retire(self, *tensors: Any) -> None:
+        """Keep ``tensors`` until the compute enqueued so far is done, and do not let the host run too far ahead."""
+        self._in_flight.append((self.device.compute.record(), tensors))
+        while len(self._in_flight) > IN_FLIGHT or (self._in_flight and self._in_flight[0][0].done()):
+            self._in_flight.popleft()[0].wait()
+
+    def forget(self) -> None:
+        """Drop what the last step left: copies of layers keep nothing of the arenas, and nothing is in flight."""
+        self._replicas.clear()
+        self._device_gradients.clear()
+        self._segments.clear()
+        self._in_flight.clear()

@@ -1,0 +1,327 @@
+"""``Trainer(strategy="roundpipe")``: what Lightning sees of the engine.
+
+Lightning keeps believing that it trains a module on the CPU, in one process: the module, the batch and the optimizer
+stay in host memory, and only ``training_step`` and its evaluation cousins are handed to the engine, which runs the
+module's layers on the workers. Everything else here is either that hand-over or the undoing of a default that would
+move something to a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, cast
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_roundpipe.config import Emulation, Options
+from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.precision import RoundPipePrecision
+from lightning_roundpipe.runtime.engine import Engine
+
+_CPU = torch.device("cpu")
+
+
+class RoundPipeStrategy(ParallelStrategy):
+    """Trains models that do not fit a GPU by sending their stages to the machine's GPUs in turn.
+
+    Args:
+        num_microbatches: how many parts a batch is cut into. Default: 2 per device, at most one per sample.
+        microbatch_size: samples per part, instead of their number.
+        round_microbatches: parts that go through all stages one after another before the next ones. Default: all.
+        layers: module classes, class names or qualified names that are moved as one. Default: found by themselves.
+        plan: stages by hand, as ``report()["plan"]`` prints them, such as
+            ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. Default: made from the first batch.
+        loss_weight: function of a part of the batch that says how much it weighs in the batch's mean loss. Default:
+            a method ``loss_weight`` of the LightningModule; else the targets that the loss counted; else samples.
+        staleness: 0, exact training. (1 is not built yet.)
+        memory_budget: device memory that a worker may use: bytes, ``"20GiB"``, or a fraction such as 0.9.
+        pin_memory: ``"auto"``, ``"on"`` or ``"off"``: pinned host memory for fast copies.
+        prefetch: stages that are uploaded ahead, 0 or 1.
+        watchdog_timeout: seconds without any progress after which a step fails with the stacks of all threads.
+        microbatch_scope: ``"step"``: every part runs the whole ``training_step``. (``"model"`` is not built yet.)
+        emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's strategies.
+
+    Raises:
+        ValueError: for an option that cannot be, naming it and the remedy.
+    """
+
+    strategy_name = "roundpipe"
+
+    def __init__(
+        self,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        round_microbatches: int | None = None,
+        layers: list[str | type] | None = None,
+        plan: str | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
+        staleness: int = 0,
+        memory_budget: int | float | str | None = None,
+        pin_memory: Literal["auto", "on", "off"] | bool = "auto",
+        prefetch: int = 1,
+        watchdog_timeout: float = 600,
+        microbatch_scope: str = "step",
+        emulation: Emulation | Mapping[str, Any] | None = None,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self.options = Options(
+            num_microbatches=num_microbatches,
+            microbatch_size=microbatch_size,
+            round_microbatches=round_microbatches,
+            layers=list(layers) if layers is not None and not isinstance(layers, str) else layers,
+            plan=plan,
+            loss_weight=loss_weight,
+            staleness=staleness,
+            memory_budget=memory_budget,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            watchdog_timeout=watchdog_timeout,
+            microbatch_scope=microbatch_scope,
+            emulation=Emulation.of(emulation),
+        )
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self._engine: Engine | None = None
+        self._last_report: dict[str, Any] = {}
+        self._seed = 0
+
+    # -- devices and processes ----------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0] if self.parallel_devices else _CPU
+
+    @property
+    def is_distributed(self) -> bool:
+        """False: one process, so every sample belongs to it."""
+        return False
+
+    @override
+    def setup_environment(self) -> None:
+        self._refuse_several_processes()
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+
+    def _refuse_several_processes(self) -> None:
+        trainer_nodes = getattr(self, "_num_nodes", 1)
+        if self.world_size > 1 or trainer_nodes > 1:
+            raise MisconfigurationException(
+                f"the roundpipe strategy runs in one process on one machine, and {max(self.world_size, trainer_nodes)} "
+                "were asked for: set num_nodes=1 and start the script with plain `python` (no torchrun, one SLURM task)."
+                " All GPUs of the machine are used by that one process."
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        return getattr(self, "_num_nodes", 1)
+
+    @num_nodes.setter
+    def num_nodes(self, value: int) -> None:
+        self._num_nodes = value
+
+    # -- precision ----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else RoundPipePrecision()
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning picks the plugin by the strategy's type, from a fixed list; whatever it picked becomes ours.
+        self._precision_plugin = None if precision_plugin is None else RoundPipePrecision.of(precision_plugin)
+
+    # -- setup and teardown -------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if trainer.num_nodes > 1:
+            self._num_nodes = trainer.num_nodes
+            self._refuse_several_processes()
+        module = self.lightning_module
+        assert module is not None
+        self._refuse_unsupported(module, trainer)
+        self.model = module
+        self._start_engine(module)
+        # The base class would move the optimizer's state to the first device here; it belongs to the masters.
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._refuse_foreign_parameters(module)
+        self.setup_precision_plugin()
+
+    def _refuse_unsupported(self, module: LightningModule, trainer: Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+            asked = self.options.num_microbatches
+            raise MisconfigurationException(
+                "automatic_optimization=False (manual optimization) is not built yet in the roundpipe strategy"
+                + (f", and would need num_microbatches=1 instead of {asked}" if asked and asked > 1 else "")
+                + ": let Lightning optimize, or use another strategy for this module."
+            )
+        away = next((n for n, p in module.named_parameters() if p.device.type not in ("cpu", "meta")), None)
+        if away is not None:
+            raise MisconfigurationException(
+                f"parameter {away!r} is on a GPU already; under the roundpipe strategy weights live in host memory and "
+                "are sent to the GPUs layer by layer. Build the model on the CPU (no .cuda(), no device_map)."
+            )
+
+    def _refuse_foreign_parameters(self, module: LightningModule) -> None:
+        mine = {id(p) for p in module.parameters()}
+        for optimizer in self.optimizers:
+            if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
+                raise MisconfigurationException(
+                    f"{type(optimizer).__name__} holds parameters that are not the LightningModule's, which would never "
+                    "get a gradient: build the optimizer from self.parameters() in configure_optimizers()."
+                )
+
+    def _start_engine(self, module: LightningModule) -> None:
+        if self._engine is not None:
+            self._stop_engine()
+        assert self.parallel_devices
+        kind = cast(Literal["cpu", "cuda"], self.root_device.type)
+        if kind not in ("cpu", "cuda"):
+            raise MisconfigurationException(
+                f"accelerator of type {kind!r} is not supported by the roundpipe strategy; use accelerator='gpu' "
+                "(NVIDIA) or accelerator='cpu' (emulated devices)."
+            )
+        plugin = self.precision_plugin
+        if isinstance(plugin, RoundPipePrecision):
+            plugin.device = kind
+        self._seed = torch.initial_seed()
+        devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))
+        try:
+            self._engine = Engine(module, devices, self.options, rank_zero_info)
+        except BaseException:
+            for device in devices:
+                device.close()
+            raise
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: the module stays in host memory."""
+
+    @override
+    def teardown(self) -> None:
+        self._stop_engine()
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _stop_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._last_report = engine.report() or self._last_report
+            engine.close()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Keep the batch on the host: each microbatch goes to the worker that it meets first."""
+        return super().batch_to_device(batch, device=device or _CPU, dataloader_idx=dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module, engine = self._running()
+        batch, *rest = (*args, *kwargs.values())
+        with self.precision_plugin.train_step_context():
+            return engine.train_batch(module.training_step, batch, tuple(rest), (self._seed, _batch_number(module)))
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        module, engine = self._running()
+        with self.precision_plugin.val_step_context():
+            return engine.evaluate(module.validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        module, engine = self._running()
+        with self.precision_plugin.test_step_context():
+            return engine.evaluate(module.test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        module, engine = self._running()
+        with self.precision_plugin.predict_step_context():
+            return engine.evaluate(module.predict_step, *args, **kwargs)
+
+    def _running(self) -> tuple[LightningModule, Engine]:
+        assert self.lightning_module is not None and self._engine is not None, "a step before setup()"
+        return self.lightning_module, self._engine
+
+    def report(self) -> dict[str, Any]:
+        """What the last finished training step really did; empty before there was one. Survives ``teardown``.
+
+        Returns:
+            ``plan`` (text), ``workers``, ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
+            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (per worker), ``peak_host_bytes``,
+            ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``step_time_s``,
+            ``weights_bytes_uploaded_total`` since setup, ``profiled`` (whether it was a step without a plan, each call
+            a slot of its own), and ``events``: every call and copy with its worker, slot and times in seconds.
+        """
+        return self._engine.report() if self._engine is not None and self._engine.report() else self._last_report
+
+    # -- where things live --------------------------------------------------------------------------------------------
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As in the base class, but the state stays beside the masters, on the CPU."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+
+    @override
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Tensors made in ``configure_model`` are the masters: on the CPU."""
+        with _EmptyInit(enabled=bool(empty_init)), _CPU, self.precision_plugin.tensor_init_context():
+            yield
+
+    # -- one process --------------------------------------------------------------------------------------------------
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return tensor
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+
+def _batch_number(module: LightningModule) -> int:
+    """The number of the batch since training began, the same after resuming."""
+    return int(module.trainer.fit_loop.epoch_loop.total_batch_idx)

@@ -1,0 +1,119 @@
+"""Fine-tuning of a causal language model, as an ordinary LightningModule.
+
+Nothing here knows of RoundPipe: the same class trains with ``strategy="auto"``, which is the point. Its steps are those
+that a user would write: call the model with labels, log, return the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from peft import PeftConfig, get_peft_model
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import MeanMetric
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+Batch = dict[str, Tensor]
+
+
+class MeanPerplexity(MeanMetric):
+    """exp of the mean loss per token. Takes losses with their token counts, so no second softmax over the logits."""
+
+    @override
+    def compute(self) -> Tensor:
+        return torch.exp(super().compute())
+
+
+class CausalLM(LightningModule):
+    """Trains ``model``, or only adapters in it.
+
+    Args:
+        model: a Hugging Face causal language model; batches are its keyword arguments, ``labels`` among them.
+        optimizer: makes the optimizer from the trainable parameters, e.g. ``partial(AdamW, lr=1e-3)``.
+        scheduler: makes a learning rate scheduler, stepped after every optimizer step, from the optimizer.
+        lora: a PEFT configuration: the model is frozen and gets these adapters. ``None``: all weights are trained.
+        max_new_tokens: length of the completions that ``predict_step`` makes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: Callable[[Iterable[Parameter]], Optimizer],
+        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        lora: PeftConfig | None = None,
+        max_new_tokens: int = 32,
+    ) -> None:
+        super().__init__()
+        self.model = model if lora is None else get_peft_model(model, lora)
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self.max_new_tokens = max_new_tokens
+        self.val_loss = MeanMetric()
+        self.val_perplexity = MeanPerplexity()
+        self.strict_loading = lora is None  # see on_save_checkpoint
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch, use_cache=False).loss
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("tokens", float(batch["input_ids"].numel()), reduce_fx="sum")
+        return loss
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        loss = self.model(**batch, use_cache=False).loss
+        # The model's loss is a mean over its targets, which are the labels but each sequence's first. Weighted by their
+        # number, the mean over the validation set is that of its tokens, however it is cut into batches.
+        targets = (batch["labels"][:, 1:] != -100).sum()
+        self.val_loss.update(loss, targets)
+        self.val_perplexity.update(loss, targets)
+        self.log("val_loss", self.val_loss, prog_bar=True)
+        self.log("val_perplexity", self.val_perplexity)
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The prompts with their greedy completions: tokens of shape (prompts, length)."""
+        prompts = batch["input_ids"]
+        completed: Tensor = self.model.generate(
+            input_ids=prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=self.max_new_tokens,
+            do_sample=False,
+        )
+        return completed
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+        if self.make_scheduler is None:
+            return optimizer
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
+        }
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """With adapters, a checkpoint holds only what is trained: the frozen weights are where they were loaded from."""
+        if self.strict_loading:
+            return
+        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in frozen}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Loading adapters is not strict, so what would then be missing silently is looked for here."""
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        if missing := sorted(trained - checkpoint["state_dict"].keys()):
+            raise ValueError(
+                f"The checkpoint does not fit: it lacks {len(missing)} of {len(trained)} trained tensors, {missing[0]} "
+                "first. Use the `lora` settings that it was written with."
+            )

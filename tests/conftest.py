@@ -1,0 +1,74 @@
+"""What holds for every test: same seeds, no network, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+# Before anything imports these libraries: they read the environment once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+THREAD_GRACE_SECONDS = 5.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests marked `gpu` where there is no CUDA device. torch is imported only if there are any."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Puts back environment variables and the thread count of torch's operators, which change the bits of a sum."""
+    import torch
+
+    variables, threads = dict(os.environ), torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    """Fails a test that leaves a thread behind which is ours, or which would keep the interpreter from leaving."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + THREAD_GRACE_SECONDS
+    while (left := _threads_that_matter(before)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if left:
+        pytest.fail(f"threads left behind: {', '.join(sorted(thread.name for thread in left))}")
+
+
+def _threads_that_matter(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread not in before and (not thread.daemon or _ours(thread))]
+
+
+def _ours(thread: threading.Thread) -> bool:
+    homes = [type(thread).__module__, getattr(getattr(thread, "_target", None), "__module__", None) or ""]
+    return "roundpipe" in thread.name.lower() or any(home.startswith("lightning_roundpipe") for home in homes)

@@ -1,0 +1,34 @@
+"""Devices for tests, closed at the end whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import Device, make_devices
+
+MakeDevice = Callable[..., Device]
+
+
+@pytest.fixture
+def make_all() -> Iterator[Callable[..., list[Device]]]:
+    """``make_all(2, bandwidth=1e6)``: two emulated devices."""
+    made: list[Device] = []
+
+    def make(count: int, **emulation: object) -> list[Device]:
+        devices = make_devices("cpu", [torch.device("cpu")] * count, Emulation.of(emulation))
+        made.extend(devices)
+        return devices
+
+    yield make
+    for device in made:
+        device.close()
+
+
+@pytest.fixture
+def make(make_all: Callable[..., list[Device]]) -> MakeDevice:
+    """``make(memory=1000)``: one emulated device."""
+    return lambda **emulation: make_all(1, **emulation)[0]

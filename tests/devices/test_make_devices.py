@@ -1,0 +1,60 @@
+"""Making devices, and refusing to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any, cast
+
+import pytest
+import torch
+
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import make_devices
+
+CPU = torch.device("cpu")
+
+
+def test_devices_are_numbered_and_emulated_as_asked() -> None:
+    devices = make_devices("cpu", [CPU, CPU, CPU], Emulation(memory="1KiB"))
+    try:
+        assert [device.index for device in devices] == [0, 1, 2]
+        assert all(device.torch_device == CPU and device.capacity() == 1024 for device in devices)
+        assert [s.name for s in devices[1].streams] == [
+            f"roundpipe-dev1-{name}"
+            for name in ("compute", "weights_up", "activations_up", "activations_down", "gradients_down")
+        ]
+        with devices[0].activate(), devices[0].compute.running(), devices[0].weights_up.running():
+            assert torch.ones(1).device == CPU
+    finally:
+        for device in devices:
+            device.close()
+
+
+def test_no_memory_limit_still_measures() -> None:
+    (device,) = make_devices("cpu", [CPU], Emulation())
+    assert device.capacity() is None
+    device.allocate(1000, "weights")
+    assert device.peak_bytes() == 1000
+    device.close()
+
+
+@pytest.mark.parametrize(("kind", "devices", "message"), [("tpu", [CPU], "'tpu'"), ("cpu", [], "at least one device")])
+def test_nonsense_is_refused(kind: str, devices: list[torch.device], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_devices(cast(Any, kind), devices, Emulation())
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"no GPU 0, torch sees 0 CUDA.*accelerator='cpu'"):
+        make_devices("cuda", [torch.device("cuda")], Emulation())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="no GPU 2, torch sees 2"):
+        make_devices("cuda", [torch.device("cuda", 1), torch.device("cuda", 2)], Emulation())
+
+
+def test_importing_the_cuda_half_starts_no_cuda() -> None:
+    code = "import torch, lightning_roundpipe.devices.cuda; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True)

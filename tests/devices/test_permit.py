@@ -1,0 +1,82 @@
+"""Who may compute at once, and with which random generator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_roundpipe.devices import Device, permit
+
+MakeAll = Callable[..., list[Device]]
+
+
+def most_at_once(devices: list[Device], sleeping: bool) -> int:
+    """How many of one thread per device were seen inside ``permit`` at the same time."""
+    inside, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(len(devices))
+
+    def work(device: Device) -> None:
+        nonlocal inside, most
+        together.wait()
+        with device.permit(sleeping):
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            threading.Event().wait(0.05)
+            with lock:
+                inside -= 1
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in devices]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return most
+
+
+@pytest.mark.parametrize(("cores", "intra_op", "permits"), [(1, 2, 1), (4, 2, 2), (4, 1, 4)])
+def test_layers_share_the_cores_of_all_devices(
+    make_all: MakeAll, monkeypatch: pytest.MonkeyPatch, cores: int, intra_op: int, permits: int
+) -> None:
+    monkeypatch.setattr(permit, "cores", lambda: cores)
+    torch.set_num_threads(intra_op)
+    devices = make_all(2) + make_all(2)  # of two strategies, even
+    assert most_at_once(devices, sleeping=False) == permits
+    assert most_at_once(devices, sleeping=True) == 4
+
+
+def test_waiting_with_a_permit_is_refused(make_all: MakeAll) -> None:
+    (device,) = make_all(1)
+    event = device.weights_up.record()
+    event.wait()
+    with device.permit(), pytest.raises(AssertionError, match="must not wait"):
+        event.wait()  # even though it would not block today
+    with device.permit(), pytest.raises(AssertionError, match="not reentrant"), device.permit():
+        pass
+    with device.permit(sleeping=True):
+        event.wait()
+    event.wait()
+
+
+def test_a_permit_comes_back_after_an_error(make_all: MakeAll) -> None:
+    (device,) = make_all(1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), device.permit():
+            raise ZeroDivisionError
+    with device.permit():
+        pass
+
+
+def test_emulated_devices_share_generator_and_lock(make_all: MakeAll) -> None:
+    one, other = make_all(2)
+    assert one.generator is other.generator is torch.default_generator
+    assert one.generator_lock is other.generator_lock
+    with one.generator_lock, other.generator_lock:  # reentrant
+        got = []
+        thread = threading.Thread(target=lambda: got.append(one.generator_lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+    assert got == [False]

@@ -1,0 +1,448 @@
+"""Run a LightningModule and keep everything that a strategy must not change; then compare two such runs.
+
+``run`` trains with a given strategy and records, step by step, the loss that callbacks see, each parameter's gradient
+just before the optimizer takes it (a parameter without gradient stays ``None``), what reaches the loggers, and the
+weights at the end. ``assert_same`` compares two of these within rounding, ``assert_identical`` to the bit; both name
+what differs most. ``by_hand`` is a second opinion without Lightning and without the package: microbatches in a plain
+loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+Gradients = dict[str, Tensor | None]
+
+torch.set_num_threads(1)
+"""The models are too small for more, and on two cores emulated devices then compute two layers at once."""
+
+RTOL = 2e-5
+"""Allowed difference, as a part of the tensor's largest value: some ten times what splitting a batch by hand gives."""
+ATOL = 2e-6
+"""And as a part of the largest value of all tensors compared together, for those that are zero but for rounding."""
+
+
+@dataclass
+class Result:
+    """What one run left behind."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    """What ``on_train_batch_end`` was given, the loss included."""
+    grads: list[Gradients] = field(default_factory=list)
+    """One dict an optimizer step."""
+    logged: list[tuple[int, dict[str, float]]] | None = field(default_factory=list)
+    """What the logger was given: (step, metrics). ``None``: not recorded, not compared."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """``trainer.callback_metrics`` at the end."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters and buffers at the end."""
+    rng: list[Tensor] = field(default_factory=list)
+    """The global generator's state after each batch."""
+    report: dict[str, Any] | None = None
+    trainer: pl.Trainer | None = None
+    module: pl.LightningModule | None = None
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+
+
+class MemoryLogger(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append((-1 if step is None else step, dict(metrics)))
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Watch(pl.Callback):
+    """Copies losses and gradients while training goes on."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self.result.grads.append(gradients(pl_module))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kept = _copied(outputs)
+        self.result.outputs.append(kept)
+        self.result.losses.append(kept["loss"] if isinstance(kept, Mapping) else kept)
+        self.result.rng.append(torch.get_rng_state())
+
+
+def ours(**options: Any) -> Any:
+    """A new ``RoundPipeStrategy``; imported late, so that the comparisons themselves can be tested without it."""
+    from lightning_roundpipe import RoundPipeStrategy
+
+    return RoundPipeStrategy(**options)
+
+
+def loader(batches: Sequence[Any]) -> DataLoader[Any]:
+    """A data loader that hands out ``batches`` as they are."""
+    return DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
+
+
+def trainer_of(strategy: Any = "auto", *, devices: int = 1, **options: Any) -> pl.Trainer:
+    """A Trainer on the CPU, with everything off that writes files or draws."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": False,
+        "log_every_n_steps": 1,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(strategy=strategy, devices=devices, **(defaults | options))
+
+
+def run(
+    strategy: Any,
+    module: pl.LightningModule,
+    batches: Any,
+    *,
+    steps: int = 3,
+    devices: int = 1,
+    val_batches: Sequence[Any] | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+    watch: bool = True,
+    seed: int = 1,
+    fit: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Result:
+    """Train a copy of ``module``.
+
+    Args:
+        strategy: ``"auto"`` for plain Lightning, or a strategy.
+        module: is left untouched; the trained copy is ``result.module``.
+        batches: a list of batches (one epoch of them), or one batch that is repeated ``steps`` times.
+        steps: only for a single batch.
+        devices: how many workers; plain Lightning always gets one device.
+        watch: ``False`` leaves out the callback that copies gradients, in case watching changes what happens.
+        fit: more arguments for ``Trainer.fit``.
+        options: more arguments for the ``Trainer``.
+    """
+    module = copy.deepcopy(module)
+    batches = list(batches) if isinstance(batches, (list, tuple)) else [batches] * steps
+    result = Result(module=module)
+    memory = MemoryLogger()
+    options = {"logger": memory} | options
+    trainer = trainer_of(
+        strategy, devices=devices, callbacks=[*callbacks, *([Watch(result)] if watch else [])], **options
+    )
+    torch.manual_seed(seed)
+    evaluation = {} if val_batches is None else {"val_dataloaders": loader(val_batches)}
+    with quiet():
+        trainer.fit(module, loader(batches), **evaluation, **(fit or {}))
+    result.trainer = trainer
+    result.logged = memory.lines
+    result.metrics = {name: value.detach().clone() for name, value in trainer.callback_metrics.items()}
+    result.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    if hasattr(trainer.strategy, "report"):
+        result.report = trainer.strategy.report()
+    return result
+
+
+def by_hand(
+    module: pl.LightningModule,
+    batches: Sequence[Any],
+    microbatches: int,
+    weight: Callable[[Any], float] | None = None,
+    *,
+    bf16: bool = False,
+) -> Result:
+    """Train a copy of ``module`` in a plain loop that runs the microbatches of each batch one after another.
+
+    ``weight`` says what a microbatch weighs; by default ``module.targets``, which gives the whole batch's mean.
+    ``bf16`` computes under autocast, as precision ``bf16-mixed`` does.
+    """
+    module = copy.deepcopy(module)
+    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    weight = weight or module.targets  # type: ignore[assignment]
+    optimizer = module.configure_optimizers()
+    result = Result(logged=None)
+    for batch in batches:
+        parts = split(batch, microbatches)
+        weights = [float(weight(part)) for part in parts]
+        total = torch.zeros(())
+        for part, share in zip(parts, weights, strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = module.training_step(part, 0) * (share / sum(weights))
+            loss.backward()
+            total += loss.detach()
+        result.losses.append(total)
+        result.grads.append(gradients(module))
+        optimizer.step()
+        optimizer.zero_grad()
+    result.state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return result
+
+
+def split(batch: Mapping[str, Tensor], microbatches: int) -> list[dict[str, Tensor]]:
+    """``batch`` along dim 0, in parts that differ by one sample at most."""
+    parts = {name: torch.tensor_split(value, microbatches) for name, value in batch.items()}
+    return [{name: pieces[i] for name, pieces in parts.items()} for i in range(microbatches)]
+
+
+def gradients(module: torch.nn.Module) -> Gradients:
+    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in module.named_parameters()}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's advice to use more data loader workers."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        yield
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+# ---------------------------------------------------------------------------------------------- what a plan's text says
+
+
+def call_count(plan: str) -> int:
+    """How many calls the trace has, by a plan's text: the fused stage ends with the last one."""
+    return 1 + max(int(number) for number in re.findall(r"\d+", plan.split("round")[0]))
+
+
+def per_call(n: int, round_microbatches: int = 1) -> str:
+    """A plan with a cut at every call."""
+    from lightning_roundpipe.planning.schedule import Plan
+
+    return str(Plan.per_call(n, round_microbatches))
+
+
+def single(n: int, round_microbatches: int = 1) -> str:
+    """A plan with everything in the fused stage."""
+    from lightning_roundpipe.planning.schedule import Plan
+
+    return str(Plan.single(n, round_microbatches))
+
+
+def halves(n: int, round_microbatches: int = 1) -> str:
+    """A plan whose forward and backward passes are cut at different places."""
+    first, second, third = n // 3, n // 2, n - 1
+    return (
+        f"forward 0-{second - 1}; fused {second}-{third}; "
+        + "backward "
+        + (f"{first}-{second - 1} 0-{first - 1}" if 0 < first < second else f"0-{second - 1}")
+        + f"; round {round_microbatches}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ comparing
+
+
+@dataclass(frozen=True)
+class _Difference:
+    excess: float
+    """Difference over tolerance; what differs in kind is infinite."""
+    text: str
+
+
+def assert_same(
+    plain: Result, other: Result, rtol: float = RTOL, atol: float = ATOL, *, outputs: bool = False, rng: bool = False
+) -> None:
+    """Losses, gradients, logged values and weights agree within rounding. ``RTOL`` and ``ATOL`` say what is meant."""
+    _fail_on(_differences(plain, other, _near(rtol, atol), outputs, rng))
+
+
+def assert_identical(one: Result, other: Result, *, outputs: bool = False, rng: bool = False) -> None:
+    """Losses, gradients, logged values and weights agree to the bit."""
+    _fail_on(_differences(one, other, _equal, outputs, rng))
+
+
+def assert_tensors_same(plain: Any, other: Any, rtol: float = RTOL, atol: float = ATOL, what: str = "value") -> None:
+    """Two tensors, or two collections of tensors of one structure, agree within rounding."""
+    _fail_on(_compare_group(dict(_leaves(what, plain)), dict(_leaves(what, other)), _near(rtol, atol)))
+
+
+def assert_close_overall(plain: Result, other: Result, tolerance: float) -> None:
+    """For low precision: a step's loss, and its gradients as one vector, are off by ``tolerance`` of it at most."""
+    assert len(plain.losses) == len(other.losses) == len(plain.grads) == len(other.grads)
+    for step, (a, b) in enumerate(zip(plain.losses, other.losses, strict=True)):
+        gap = float((a - b).abs() / a.abs())
+        assert gap <= tolerance, f"step {step}: loss {float(b):.5g} is off by {gap:.3g} of {float(a):.5g}"
+    for step, (x, y) in enumerate(zip(plain.grads, other.grads, strict=True)):
+        gap = relative_distance(x, y)
+        assert gap <= tolerance, f"step {step}: the gradients are off by {gap:.3g} of their length"
+
+
+def relative_distance(a: Gradients, b: Gradients) -> float:
+    """|a - b| / |a|, all tensors taken as one vector."""
+    assert a.keys() == b.keys()
+    assert all((a[name] is None) == (b[name] is None) for name in a), "a gradient is None in one run only"
+    pairs = [(x.double(), b[name].double()) for name, x in a.items() if x is not None]  # type: ignore[union-attr]
+    gap = sum(float((x - y).square().sum()) for x, y in pairs)
+    return float((gap / sum(float(x.square().sum()) for x, _ in pairs)) ** 0.5)
+
+
+_SINGULAR = {"losses": "loss", "grads": "gradient of", "outputs": "output", "rng": "random state"}
+_Judge = Callable[[Tensor, Tensor, float], float]
+
+
+def _near(rtol: float, atol: float) -> _Judge:
+    def judge(a: Tensor, b: Tensor, scale: float) -> float:
+        nan = torch.isnan(a) | torch.isnan(b)
+        if bool((torch.isnan(a) != torch.isnan(b)).any()):
+            return float("inf")
+        gap = (a - b).abs().masked_fill(nan, 0).max()
+        allowed = rtol * a.abs().masked_fill(nan, 0).max() + atol * scale
+        return float(gap / allowed) if gap > 0 else 0.0
+
+    return judge
+
+
+def _equal(a: Tensor, b: Tensor, scale: float) -> float:
+    if torch.equal(a, b) or torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)):
+        return 0.0
+    gap = (a - b).abs().max() / max(scale, 1e-30)
+    return 1.0 + float(gap) if torch.isfinite(gap) else float("inf")
+
+
+def _differences(plain: Result, other: Result, judge: _Judge, outputs: bool, rng: bool) -> list[_Difference]:
+    found: list[_Difference] = []
+    for what in ("losses", "grads", *(["outputs"] if outputs else []), *(["rng"] if rng else [])):
+        a, b = getattr(plain, what), getattr(other, what)
+        if len(a) != len(b):
+            found.append(_Difference(float("inf"), f"{what}: {len(a)} steps in one run, {len(b)} in the other"))
+        for step, (x, y) in enumerate(zip(a, b, strict=False)):
+            label = f"step {step}: {_SINGULAR[what]}"
+            exact = _equal if what == "rng" else judge
+            found += _compare_group(dict(_leaves(label, x)), dict(_leaves(label, y)), exact)
+    found += _compare_group(dict(_leaves("final", plain.state)), dict(_leaves("final", other.state)), judge)
+    if plain.logged is not None and other.logged is not None:
+        found += _compare_logged(plain.logged, other.logged, judge)
+        found += _compare_each(dict(_leaves("metric", plain.metrics)), dict(_leaves("metric", other.metrics)), judge)
+    return found
+
+
+def _compare_logged(a: Sequence[tuple[int, Any]], b: Sequence[tuple[int, Any]], judge: _Judge) -> list[_Difference]:
+    kinds = [[(step, sorted(metrics)) for step, metrics in lines] for lines in (a, b)]
+    if kinds[0] != kinds[1]:
+        missing = [line for line in kinds[0] if line not in kinds[1]]
+        added = [line for line in kinds[1] if line not in kinds[0]]
+        text = f"logged lines differ: only the first run has {missing}, only the second has {added}, {kinds=}"
+        return [_Difference(float("inf"), text)]
+    found: list[_Difference] = []
+    for (step, x), (_, y) in zip(a, b, strict=True):
+        label = f"logged at step {step}:"
+        found += _compare_each(dict(_leaves(label, x)), dict(_leaves(label, y)), judge)
+    return found
+
+
+def _compare_each(a: dict[str, Any], b: dict[str, Any], judge: _Judge) -> list[_Difference]:
+    """Like ``_compare_group`` for values that have nothing to do with each other: no common scale."""
+    keys = a.keys() | b.keys()
+    return [d for key in sorted(keys) for d in _compare_group(_only(a, key), _only(b, key), judge)]
+
+
+def _only(values: dict[str, Any], key: str) -> dict[str, Any]:
+    return {key: values[key]} if key in values else {}
+
+
+def _compare_group(a: dict[str, Any], b: dict[str, Any], judge: _Judge) -> list[_Difference]:
+    found: list[_Difference] = []
+    for name in sorted(a.keys() ^ b.keys()):
+        found.append(_Difference(float("inf"), f"{name}: only in the {'first' if name in a else 'second'} run"))
+    scale = max((float(v.abs().nan_to_num().max()) for v in a.values() if _is_number(v)), default=0.0)
+    for name in sorted(a.keys() & b.keys()):
+        found += _compare(name, a[name], b[name], scale, judge)
+    return found
+
+
+def _compare(name: str, x: Any, y: Any, scale: float, judge: _Judge) -> list[_Difference]:
+    inf = float("inf")
+    if x is None or y is None or not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        same = x is y or (type(x) is type(y) and not isinstance(x, Tensor) and x == y)
+        return [] if same else [_Difference(inf, f"{name}: {_shown(x)} in the first run, {_shown(y)} in the second")]
+    if x.shape != y.shape:
+        return [_Difference(inf, f"{name}: shape {tuple(x.shape)} in the first run, {tuple(y.shape)} in the second")]
+    if x.numel() == 0:
+        return []
+    a, b = x.detach().cpu().double(), y.detach().cpu().double()
+    excess = judge(a, b, scale)
+    if excess <= (0.0 if judge is _equal else 1.0):
+        return []
+    gap = float((a - b).abs().nan_to_num().max())
+    largest = float(a.abs().nan_to_num().max())
+    return [_Difference(excess, f"{name}: differs by {gap:.3g}, its largest value is {largest:.3g}")]
+
+
+def _shown(value: Any) -> str:
+    return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 0
+
+
+def _leaves(label: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{label} {key}", item)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _leaves(f"{label}[{i}]", item)
+    elif isinstance(value, float):
+        yield label, torch.tensor(value, dtype=torch.float64)
+    else:
+        yield label, value
+
+
+def _fail_on(found: list[_Difference]) -> None:
+    if not found:
+        return
+    worst = sorted(found, key=lambda d: -d.excess)
+    lines = [f"{d.text} ({d.excess:.3g} times the tolerance)" for d in worst[:8]]
+    more = [f"... and {len(worst) - 8} more"] if len(worst) > 8 else []
+    raise AssertionError("\n".join([f"{len(found)} differences, the worst:", *lines, *more]))
+
+
+# -------------------------------------------------------------------------------------------------------------- threads
+
+
+def roundpipe_threads() -> list[str]:
+    """Names of the package's threads that are alive."""
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("roundpipe"))

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from planning.making import call, even
+
+from lightning_roundpipe.planning import CallCost, Costs, Phase
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds", "weights", "gradients", "total"),
+    [
+        ("forward", 3.0, 600, 0, 600 + 30),
+        ("fused", 9.0, 600, 90, 600 + 90 + 60),
+        ("backward", 9.0, 600, 90, 600 + 90 + 30),
+    ],
+)
+def test_stage_counts_what_its_phase_needs(
+    phase: Phase, seconds: float, weights: int, gradients: int, total: int
+) -> None:
+    costs = Costs(
+        (
+            call("a", weights=100, gradients=20, activations=10),
+            call("b", weights=200, gradients=30, activations=20),
+            call("c", weights=300, gradients=40, activations=30),
+        )
+    )
+    need = costs.stage_bytes(0, 2, phase)
+    assert costs.stage_time_s(0, 2, phase) == seconds
+    assert (need.weights, need.gradients, need.total) == (weights, gradients, total)
+
+
+def test_layer_called_twice_is_resident_once() -> None:
+    costs = Costs((call("shared"), call("own"), call("shared")))
+    assert costs.stage_bytes(0, 2, "forward").weights == 200
+    assert costs.stage_bytes(0, 2, "backward").gradients == 80
+    assert costs.stage_bytes(2, 2, "forward").weights == 100
+    assert costs.layers == ("shared", "own", "shared")
+
+
+def test_call_without_backward_costs_nothing_in_a_backward_stage() -> None:
+    costs = Costs((call("embedding", activations=500, needs_backward=False), call("block")))
+    assert costs.stage_time_s(0, 1, "backward") == costs.stage_time_s(1, 1, "backward") == 3.0
+    assert costs.stage_bytes(0, 0, "backward").total == 0
+    assert costs.stage_bytes(0, 1, "backward").total == 150
+
+
+def test_call_without_backward_runs_forward_in_a_fused_stage_and_keeps_nothing() -> None:
+    frozen = call("frozen", activations=7, needs_backward=False)
+    costs = Costs((frozen, frozen, call("block", activations=10)))
+    need = costs.stage_bytes(0, 2, "fused")
+    assert costs.stage_time_s(0, 2, "fused") == 5.0
+    assert (need.weights, need.gradients, need.activations) == (200, 40, 17)
+
+
+def test_costs_survive_json() -> None:
+    costs = Costs((call("a", 0.1), call("b", 1 / 3, needs_backward=False)))
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+    assert len(costs) == len(list(costs)) == 2
+
+
+def _changed(**change: Any) -> dict[str, Any]:
+    data: dict[str, Any] = even(2).to_dict()
+    data["calls"][1].update(change)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "list under 'calls'"),
+        ({"calls": []}, "at least one call"),
+        ({"calls": [3]}, r"calls\[0\] must be a mapping"),
+        (_changed(forwards=1), r"calls\[1\] has an unknown key 'forwards'; it takes layer, forward_s"),
+        ({"calls": [{"layer": "a"}]}, r"calls\[0\] lacks 'forward_s'"),
+        (_changed(backward_s=-1), "backward_s=-1 of layer 'layers.1' must be a number of at least 0"),
+        (_changed(forward_s=float("nan")), "forward_s=nan"),
+        (_changed(weight_bytes="12"), "weight_bytes='12'"),
+    ],
+)
+def test_bad_costs_are_refused_by_name(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Costs.from_dict(data)
+
+
+def test_call_costs_are_checked_when_made() -> None:
+    with pytest.raises(ValueError, match="activation_bytes=inf of layer 'a'"):
+        CallCost("a", 1.0, 1.0, 1, 1, 1, float("inf"), True)  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning.making import call, even
+
+from lightning_roundpipe.planning import TABLE_COLUMNS, Costs, Plan, Span, Stage
+
+GOLDENS = [
+    (
+        "forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4",
+        Plan((Span(0, 3), Span(4, 7)), Span(8, 11), (Span(4, 7), Span(0, 3)), 4),
+    ),
+    (
+        "forward 0-4; fused 5; backward 4 2-3 0-1; round 16",
+        Plan((Span(0, 4),), Span(5, 5), (Span(4, 4), Span(2, 3), Span(0, 1)), 16),
+    ),
+    ("forward none; fused 0-2; backward none; round 1", Plan.single(3)),
+    ("forward none; fused 0; backward none; round 1", Plan.per_call(1)),
+    ("forward 0 1 2; fused 3; backward 2 1 0; round 2", Plan.per_call(4, round_microbatches=2)),
+]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any valid plan of up to 40 calls."""
+    fused = draw(st.integers(0, 39))
+    last = draw(st.integers(fused, 39))
+
+    def spans() -> tuple[Span, ...]:
+        if fused == 0:
+            return ()
+        cuts = sorted(draw(st.sets(st.integers(1, fused - 1)))) if fused > 1 else []
+        return tuple(Span(a, b - 1) for a, b in zip([0, *cuts], [*cuts, fused], strict=True))
+
+    return Plan(spans(), Span(fused, last), spans()[::-1], draw(st.integers(1, 99)))
+
+
+@pytest.mark.parametrize(("text", "plan"), GOLDENS)
+def test_text_golden(text: str, plan: Plan) -> None:
+    assert str(plan) == text
+    assert Plan.parse(text) == plan
+    plan.validate([f"layers.{number}" for number in range(plan.fused.last + 1)])
+
+
+@given(plans())
+def test_text_round_trips(plan: Plan) -> None:
+    assert Plan.parse(str(plan)) == plan
+    assert Plan.parse(str(plan).replace("; ", "\n")) == plan
+
+
+@given(plans())
+def test_valid_plan_runs_every_call_once_each_way(plan: Plan) -> None:
+    calls = range(plan.fused.last + 1)
+    plan.validate([str(number) for number in calls])
+    stages = plan.stages()
+    assert [stage.position for stage in stages] == list(range(len(stages)))
+    assert len(plan.stage_of_forward) == len(plan.stage_of_backward) == len(calls)
+    assert list(plan.stage_of_forward) == sorted(plan.stage_of_forward)
+    assert list(plan.stage_of_backward) == sorted(plan.stage_of_backward, reverse=True)
+    for number in calls:
+        ahead, back = stages[plan.stage_of_forward[number]], stages[plan.stage_of_backward[number]]
+        assert ahead.first <= number <= ahead.last
+        assert back.first <= number <= back.last
+        assert (ahead == back) == (ahead.phase == "fused") == (back.phase == "fused") == (number >= plan.fused.first)
+
+
+def test_stages_stand_in_slot_order() -> None:
+    plan = Plan.parse("forward 0-1 2; fused 3-4; backward 1-2 0; round 4")
+    assert plan.stages() == (
+        Stage(0, "forward", 0, 1),
+        Stage(1, "forward", 2, 2),
+        Stage(2, "fused", 3, 4),
+        Stage(3, "backward", 1, 2),
+        Stage(4, "backward", 0, 0),
+    )
+    assert plan.stage_of_forward == (0, 0, 1, 2, 2)
+    assert plan.stage_of_backward == (4, 3, 3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "lacks 'forward'"),
+        ("0-3 4-7", "starts with '0-3'"),
+        ("forward 0; fused 1; round 2", "lacks 'backward': expected text like 'forward 0-3"),
+        ("forward 0; fused 1; backward 0; round 2; round 3", "says 'round' twice"),
+        ("forward; fused 1; backward 0; round 2", "write 'forward none'"),
+        ("forward 0 x; fused 1; backward 0; round 2", "part 'forward': 'x' is no span of calls"),
+        ("forward 0,1; fused 2; backward 0-1; round 2", "part 'forward': '0,1' is no span"),
+        ("forward 0-3; fused 4; backward 3-0; round 2", "part 'backward': 3-0 is no span.*lower call first"),
+        ("forward 0; fused 1 2; backward 0; round 2", "fused '1 2' must be exactly one span"),
+        ("forward 0; fused none; backward 0; round 2", "fused 'none' must be exactly one span"),
+        ("forward 0; fused 1; backward 0; round", "round '' must be one number"),
+        ("forward 0; fused 1; backward 0; round many", "round 'many' must be one number"),
+        ("forward 0; fused 1; backward 0; round 0", "round 0 would run no microbatch"),
+    ],
+)
+def test_text_that_is_no_plan(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.parse(text)
+
+
+def test_table() -> None:
+    mib = 2**20
+    costs = Costs(
+        (
+            call("embed", 0.001, 0.0, weights=1500 * mib, needs_backward=False),
+            call("layers.0", 0.010, 0.020, weights=3 * mib),
+            call("layers.1", 0.010, 0.020, weights=3 * mib),
+            call("head", 0.002, 0.004, weights=mib // 2),
+        )
+    )
+    rows = Plan.parse("forward 0-1 2; fused 3; backward 1-2 0; round 2").table(costs)
+    assert rows == [
+        ("0", "forward", "embed … layers.0", "1,503.0", "11.0"),
+        ("1", "forward", "layers.1", "3.0", "10.0"),
+        ("2", "fused", "head", "0.5", "6.0"),
+        ("3", "backward", "layers.0 … layers.1", "6.0", "60.0"),
+        ("4", "backward", "embed", "0.0", "0.0"),
+    ]
+    assert {len(row) for row in rows} == {len(TABLE_COLUMNS)}
+    assert Plan.single(2).table(even(2), ["x", "y"])[0][2] == "x … y"

@@ -1,0 +1,270 @@
+"""Checkpoints are plain Lightning checkpoints: resuming continues bit for bit, and either side loads the other's.
+
+The interrupted run stops in the middle of training and a new Trainer, a new module and a new strategy go on from its
+file. Its first step is then a sequential, trace-finding one where the uninterrupted run is pipelined, so equality to
+the bit also says that the two ways of running a step agree to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import Result, assert_identical, loader, ours, run, trainer_of
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+class Scheduled(zoo.CausalLM):
+    def configure_optimizers(self) -> Any:
+        optimizer = adamw(self.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fresh(name: str = "llama", lora: bool = False) -> zoo.ZooModule:
+    """A module whose optimizer has state, and a schedule."""
+    if name == "llama":
+        return Scheduled(zoo.make_module(name, lora).model)
+    module = zoo.make_module(name, lora)
+    module.make_optimizer = adamw
+    return module
+
+
+BATCH = zoo.make_batches("llama", 1)[0]
+PLAIN, OURS = "plain", "ours"
+
+
+def strategy(kind: str, **options: Any) -> Any:
+    return "auto" if kind == PLAIN else ours(**({"num_microbatches": 3} | options))
+
+
+def devices(kind: str) -> int:
+    return 1 if kind == PLAIN else 2
+
+
+class SaveAt(pl.Callback):
+    """Writes a checkpoint after ``step`` optimizer steps, wherever in the epoch that is."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def train(kind: str, module: pl.LightningModule, batches: Any, seed: int = 1, **options: Any) -> Result:
+    chosen = strategy(kind, **options.pop("strategy_options", {}))
+    return run(chosen, module, batches, devices=options.pop("devices", devices(kind)), seed=seed, **options)
+
+
+def assert_continues(whole: Result, resumed: Result, done: int) -> None:
+    """``resumed`` is the rest of ``whole`` after ``done`` steps, to the bit."""
+    assert len(resumed.losses) == len(whole.losses) - done
+    rest = copy.copy(whole)
+    rest.losses, rest.grads = whole.losses[done:], whole.grads[done:]
+    rest.logged = resumed.logged = None
+    assert_identical(rest, resumed)
+    optimizers = [result.trainer.optimizers[0].state_dict() for result in (whole, resumed)]  # type: ignore[union-attr]
+    assert_states_equal(*optimizers)
+
+
+def assert_states_equal(a: Any, b: Any, where: str = "optimizer") -> None:
+    if isinstance(a, Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_states_equal(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_states_equal(x, y, f"{where}[{i}]")
+    else:
+        assert a == b, where
+
+
+# ------------------------------------------------------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("gpt2", False), ("qwen3", True)])
+@pytest.mark.parametrize("done", [1, 2])
+def test_resume_continues_bit_for_bit(name: str, lora: bool, done: int, tmp_path: Path) -> None:
+    """Saved in the middle of an epoch; every batch is the same one, so the order of data does not matter."""
+    module, batches = fresh(name, lora), zoo.make_batches(name, 1) * 5
+    whole = train(OURS, module, batches)
+    train(OURS, module, batches, callbacks=[SaveAt(done, tmp_path / "at.ckpt")], max_steps=done)
+    resumed = train(OURS, fresh(name, lora), batches, fit={"ckpt_path": tmp_path / "at.ckpt"})
+    assert_continues(whole, resumed, done)
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    whole = train(OURS, fresh(), BATCH, steps=5)
+    saving = train(OURS, fresh(), BATCH, steps=5, callbacks=[SaveAt(2, tmp_path / "at.ckpt")])
+    assert_identical(whole, saving)
+
+
+def test_resume_at_an_epoch_with_model_checkpoint(tmp_path: Path) -> None:
+    batches = zoo.make_batches("llama", 3)
+    whole = train(OURS, fresh(), batches, max_epochs=3)
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    train(OURS, fresh(), batches, max_epochs=1, callbacks=[keep], enable_checkpointing=True)
+    resumed = train(OURS, fresh(), batches, max_epochs=3, fit={"ckpt_path": tmp_path / "epoch=0.ckpt"})
+    assert_continues(whole, resumed, 3)
+
+
+def test_resume_on_other_workers_and_plan(tmp_path: Path) -> None:
+    whole = train(OURS, fresh(), BATCH, steps=5, devices=1)
+    train(OURS, fresh(), BATCH, steps=5, devices=4, callbacks=[SaveAt(2, tmp_path / "at.ckpt")], max_steps=2)
+    cut = harness.per_call(harness.call_count(whole.report["plan"]))  # type: ignore[index]
+    options = {"plan": cut}
+    resumed = train(OURS, fresh(), BATCH, steps=5, strategy_options=options, fit={"ckpt_path": tmp_path / "at.ckpt"})
+    assert_continues(whole, resumed, 2)
+
+
+def test_resume_with_dropout(tmp_path: Path) -> None:
+    """A step's randomness follows from the seed and the step's number, not from what was drawn before it."""
+
+    class Dropping(zoo.PlainClassifier):
+        pass
+
+    model = zoo.make_module("mlp").model
+    model.blocks = nn.ModuleList(nn.Sequential(block, nn.Dropout(0.3)) for block in model.blocks)
+    module, batch = Dropping(model), zoo.make_batches("mlp", 1)[0]
+    whole = train(OURS, module, batch, steps=5)
+    train(OURS, module, batch, steps=5, callbacks=[SaveAt(2, tmp_path / "at.ckpt")], max_steps=2)
+    resumed = train(OURS, Dropping(model), batch, steps=5, fit={"ckpt_path": tmp_path / "at.ckpt"})
+    assert_continues(whole, resumed, 2)
+
+
+def test_resume_with_the_same_trainer(tmp_path: Path) -> None:
+    """A second fit of one Trainer and one strategy, from a file."""
+    whole = train(OURS, fresh(), BATCH, steps=4)
+    module = fresh()
+    trainer = trainer_of(strategy(OURS), devices=2, callbacks=[SaveAt(2, tmp_path / "at.ckpt")], max_steps=4)
+    torch.manual_seed(1)
+    trainer.fit(module, loader([BATCH] * 4))
+    torch.manual_seed(1)
+    trainer.fit(module, loader([BATCH] * 4), ckpt_path=tmp_path / "at.ckpt")
+    harness.assert_tensors_same(whole.state, dict(module.state_dict()), rtol=0.0, atol=1e-30)
+
+
+# --------------------------------------------------------------------------------------------------- to and from others
+
+
+@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("gpt2", False), ("qwen3", True)])
+@pytest.mark.parametrize(("before", "after"), [(PLAIN, OURS), (OURS, PLAIN)])
+def test_others_go_on_from_our_checkpoints_and_we_from_theirs(
+    name: str, lora: bool, before: str, after: str, tmp_path: Path
+) -> None:
+    module, batches = fresh(name, lora), zoo.make_batches(name, 1) * 4
+    expected = train(PLAIN, module, batches)
+    train(before, module, batches, callbacks=[SaveAt(2, tmp_path / "at.ckpt")], max_steps=2)
+    resumed = train(after, fresh(name, lora), batches, fit={"ckpt_path": tmp_path / "at.ckpt"})
+    expected.losses, expected.grads, expected.logged = expected.losses[2:], expected.grads[2:], None
+    harness.assert_same(expected, resumed, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("gpt2", False), ("qwen3", True)])
+def test_the_file_is_what_plain_lightning_writes(name: str, lora: bool, tmp_path: Path) -> None:
+    """Same keys, shapes, types and device, tied weights tied, and no larger but by a few kilobytes."""
+    for kind in (PLAIN, OURS):
+        train(
+            kind,
+            fresh(name, lora),
+            zoo.make_batches(name, 1) * 2,
+            callbacks=[SaveAt(2, tmp_path / f"{kind}.ckpt")],
+            max_steps=2,
+        )
+    plain, own = (torch.load(tmp_path / f"{kind}.ckpt", weights_only=True) for kind in (PLAIN, OURS))
+    assert list(own["state_dict"]) == list(plain["state_dict"])
+    assert own.keys() == plain.keys()
+    for key, value in plain["state_dict"].items():
+        mine = own["state_dict"][key]
+        assert (mine.shape, mine.dtype, mine.device) == (value.shape, value.dtype, value.device), key
+        assert mine.untyped_storage().nbytes() == value.untyped_storage().nbytes(), f"{key} saves more than itself"
+    assert own["optimizer_states"][0]["param_groups"] == plain["optimizer_states"][0]["param_groups"]
+    states = [loaded["optimizer_states"][0]["state"] for loaded in (plain, own)]
+    assert states[1].keys() == states[0].keys()
+    for key, state in states[0].items():
+        assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in states[1][key].items()}
+    sizes = [(tmp_path / f"{kind}.ckpt").stat().st_size for kind in (PLAIN, OURS)]
+    assert sizes[1] <= sizes[0] + 8192, sizes
+
+
+def test_weights_only(tmp_path: Path) -> None:
+    module = fresh()
+    trainer = trainer_of(strategy(OURS), devices=2)
+    trainer.fit(module, loader([BATCH] * 2))
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    loaded = torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    assert "optimizer_states" not in loaded
+    harness.assert_tensors_same(dict(module.state_dict()), loaded["state_dict"], rtol=0.0, atol=1e-30)
+
+
+def test_load_from_checkpoint_and_validate(tmp_path: Path) -> None:
+    """A file can be validated with a new Trainer and either strategy."""
+    train(OURS, fresh(), BATCH, callbacks=[SaveAt(3, tmp_path / "at.ckpt")])
+    values = [
+        trainer_of(strategy(kind), devices=devices(kind)).validate(
+            fresh(), loader([BATCH]), ckpt_path=tmp_path / "at.ckpt", verbose=False
+        )
+        for kind in (PLAIN, OURS)
+    ]
+    harness.assert_tensors_same(*values)
+    untrained = trainer_of().validate(fresh(), loader([BATCH]), verbose=False)
+    assert untrained[0]["val/loss"] != values[0][0]["val/loss"]
+
+
+# ----------------------------------------------------------------------------------------------- weights after training
+
+
+def test_weights_are_ordinary_after_training(tmp_path: Path) -> None:
+    """After fit the module is a plain CPU module: it computes, trains and saves without the strategy."""
+    module = fresh()
+    before = {name: (p.shape, p.dtype, p.requires_grad, p.is_leaf) for name, p in module.named_parameters()}
+    trainer_of(strategy(OURS), devices=2).fit(module, loader([BATCH] * 3))
+    assert {name: (p.shape, p.dtype, p.requires_grad, p.is_leaf) for name, p in module.named_parameters()} == before
+    assert all(p.device.type == "cpu" for p in module.parameters())
+    expected = train(PLAIN, fresh(), BATCH, steps=3)
+    harness.assert_tensors_same(expected.state, dict(module.state_dict()), rtol=1e-4, atol=1e-5)
+    loss, _ = module.loss_and_logits(BATCH)
+    loss.backward()
+    torch.save(module.model.lm_head.weight, tmp_path / "one.pt")
+    weight = module.model.lm_head.weight
+    assert (tmp_path / "one.pt").stat().st_size < weight.numel() * 4 + 4096, "one tensor's file holds others as well"
+
+
+def test_tied_weights_stay_tied() -> None:
+    module = fresh("gpt2")
+    trainer_of(strategy(OURS), devices=2).fit(module, loader(zoo.make_batches("gpt2", 3)))
+    assert module.model.lm_head.weight is module.model.transformer.wte.weight
+
+
+def test_state_dict_in_the_middle_is_current() -> None:
+    """Whoever reads weights between steps sees those after the last step, as in plain training."""
+
+    class Peek(pl.Callback):
+        def __init__(self) -> None:
+            self.seen: list[dict[str, Tensor]] = []
+
+        def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, *args: Any) -> None:
+            self.seen.append({name: value.clone() for name, value in pl_module.state_dict().items()})
+
+    seen = []
+    for kind in (PLAIN, OURS):
+        peek = Peek()
+        train(kind, fresh(), BATCH, steps=4, callbacks=[peek], watch=False)
+        seen.append(peek.seen)
+    harness.assert_tensors_same(*seen, rtol=1e-4, atol=1e-5)

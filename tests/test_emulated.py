@@ -1,0 +1,193 @@
+"""Emulated devices that are slow, late, small and unforgiving: the numbers stay the same, to the bit.
+
+Freed buffers are filled with NaN, so a read after free is a NaN in the result; random delays before copies and layers
+shake out waits that are missing; a limited link makes uploads late. All of it is measured against the same run on
+devices that do nothing of the kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import Result, assert_identical, assert_same, loader, ours, run, trainer_of
+
+MODELS = [("llama", False), ("qwen3", True), ("gpt2", False), ("t5", False), ("inplace", False)]
+
+
+@functools.cache
+def module(name: str, lora: bool) -> zoo.ZooModule:
+    return zoo.make_module(name, lora)
+
+
+def train(name: str, lora: bool, devices: int = 2, *, steps: int = 4, **options: Any) -> Result:
+    options = {"num_microbatches": 4, "round_microbatches": 2} | options
+    return run(ours(**options), module(name, lora), zoo.make_batches(name, steps), devices=devices)
+
+
+@functools.cache
+def easy(name: str, lora: bool, steps: int = 4) -> Result:
+    return train(name, lora, steps=steps)
+
+
+@pytest.mark.parametrize(("name", "lora"), MODELS)
+@pytest.mark.parametrize(
+    "emulation",
+    [
+        pytest.param({"poison": True}, id="poison"),
+        pytest.param({"poison": True, "delay_seed": 0}, id="delays"),
+        pytest.param({"poison": True, "delay_seed": 1, "bandwidth": "100MB", "latency": 1e-4}, id="slow-link"),
+    ],
+)
+def test_unkind_devices_change_nothing(name: str, lora: bool, emulation: dict[str, Any]) -> None:
+    result = train(name, lora, emulation=emulation)
+    assert all(torch.isfinite(loss) for loss in result.losses)
+    assert_identical(easy(name, lora), result, rng=True)
+
+
+@pytest.mark.parametrize("devices", [1, 3, 4])
+@pytest.mark.parametrize("cut", [True, False])
+def test_unkind_devices_with_a_cut_at_every_call(devices: int, cut: bool) -> None:
+    expected = easy("llama", False)
+    assert expected.report is not None
+    n = harness.call_count(expected.report["plan"])
+    plan = harness.per_call(n, 2) if cut else harness.single(n, 2)
+    emulation = {"poison": True, "delay_seed": devices, "bandwidth": "200MB"}
+    assert_identical(expected, train("llama", False, devices, plan=plan, emulation=emulation), rng=True)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_uploading_ahead_changes_nothing(prefetch: int) -> None:
+    emulation = {"poison": True, "delay_seed": 5}
+    assert_identical(easy("llama", False), train("llama", False, prefetch=prefetch, emulation=emulation), rng=True)
+
+
+def test_unkind_devices_equal_plain_training() -> None:
+    plain = run("auto", module("llama", False), zoo.make_batches("llama", 4))
+    assert_same(plain, train("llama", False, 4, emulation={"poison": True, "delay_seed": 2}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(12))
+def test_many_delays(seed: int) -> None:
+    name, lora = MODELS[seed % len(MODELS)]
+    expected = easy(name, lora, 8)
+    assert expected.report is not None
+    n = harness.call_count(expected.report["plan"])
+    plan = [None, harness.per_call(n, 2), harness.single(n, 2), harness.halves(n, 2)][seed % 4]
+    emulation = {"poison": True, "delay_seed": seed, "bandwidth": "300MB"}
+    assert_identical(expected, train(name, lora, 1 + seed % 5, steps=8, plan=plan, emulation=emulation), rng=True)
+
+
+def test_evaluation_on_unkind_devices() -> None:
+    used, batches = module("llama", False), zoo.make_batches("llama")
+    found = []
+    for emulation in (None, {"poison": True, "delay_seed": 3, "bandwidth": "200MB"}):
+        trainer = trainer_of(ours(emulation=emulation), devices=2)
+        found.append([trainer.validate(used, loader(batches), verbose=False), trainer.predict(used, loader(batches))])
+    harness.assert_tensors_same(*found, rtol=0.0, atol=1e-30)
+
+
+# ------------------------------------------------------------------------------------------------ weights really travel
+
+
+class Tamper(pl.Callback):
+    """Changes weights behind the optimizer's back, after the second and fourth step."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2 == 0:
+            return
+        for name, p in pl_module.named_parameters():
+            if self.kind == "data swapped":
+                p.data = p.data.flip(0).contiguous()
+            elif self.kind == "data in place":
+                p.data.mul_(0.9)
+            elif self.kind == "no_grad in place":
+                with torch.no_grad():
+                    p.add_(0.01)
+            elif self.kind == "one weight" and name.endswith("layers.1.mlp.up_proj.weight"):
+                p.data[0] += 1.0
+            elif self.kind == "freeze" and ".layers.0." in name:
+                p.requires_grad_(batch_idx == 3)
+        if self.kind == "load_state_dict":
+            state = {key: value * 0.95 for key, value in pl_module.state_dict().items()}
+            pl_module.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "kind", ["data swapped", "data in place", "no_grad in place", "one weight", "load_state_dict", "freeze"]
+)
+def test_a_change_of_weights_between_steps_is_seen(kind: str) -> None:
+    """A stale copy on a device or on the host would show as plain training's numbers without the change."""
+    used, batches = module("llama", False), zoo.make_batches("llama", 6)
+    plain = run("auto", used, batches, callbacks=[Tamper(kind)])
+    unchanged = run("auto", used, batches)
+    strategy = ours(num_microbatches=3, emulation={"poison": True})
+    result = run(strategy, used, batches, devices=2, callbacks=[Tamper(kind)])
+    with pytest.raises(AssertionError):
+        assert_same(unchanged, result, rtol=100 * harness.RTOL, atol=100 * harness.ATOL)
+    assert_same(plain, result, rtol=10 * harness.RTOL, atol=10 * harness.ATOL)
+
+
+def test_a_change_of_weights_while_validating_is_seen() -> None:
+    used, batches = module("llama", False), zoo.make_batches("llama")
+    found = []
+    for strategy in ("auto", ours()):
+        trainer = trainer_of(strategy, devices=1 if strategy == "auto" else 2)
+        tampered = zoo.make_module("llama")
+        values = [trainer.validate(tampered, loader(batches), verbose=False)]
+        with torch.no_grad():
+            tampered.model.model.norm.weight.mul_(0.5)
+        values.append(trainer.validate(tampered, loader(batches), verbose=False))
+        assert values[0][0]["val/loss"] != values[1][0]["val/loss"]
+        found.append(values)
+    harness.assert_tensors_same(*found)
+    assert torch.equal(used.model.model.norm.weight, torch.ones_like(used.model.model.norm.weight))
+
+
+# --------------------------------------------------------------------------------------------------- limits of a device
+
+
+def test_a_device_that_is_too_small_says_so() -> None:
+    with pytest.raises(Exception, match=r"(?i)memory") as caught:
+        train("llama", False, emulation={"memory": "20KB"})
+    said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "microbatch_size" in said or "memory_budget" in said or "emulation.memory" in said
+    assert harness.roundpipe_threads() == []
+    assert_identical(easy("llama", False), train("llama", False), rng=True)
+
+
+def test_what_a_device_needs_is_what_it_is_given() -> None:
+    """The reported peak is enough memory, and a good deal less is not."""
+    report = easy("llama", False).report
+    assert report is not None
+    peaks = report["peak_device_bytes"]
+    peak = max(peaks.values() if isinstance(peaks, dict) else peaks)
+    plan = report["plan"]
+    enough = train("llama", False, plan=plan, emulation={"memory": 4 * peak, "poison": True})
+    assert_identical(easy("llama", False), enough, rng=True)
+    with pytest.raises(Exception, match=r"(?i)memory"):
+        train("llama", False, plan=plan, emulation={"memory": peak // 4})
+
+
+def test_a_slow_link_takes_its_time() -> None:
+    """Two workers with a link each, at half a megabyte a second."""
+    batches, bandwidth = zoo.make_batches("mlp", 3), 5e5
+    strategy = ours(num_microbatches=2, emulation={"bandwidth": bandwidth})
+    start = time.monotonic()
+    report = run(strategy, zoo.make_module("mlp"), batches, devices=2).report
+    took = time.monotonic() - start
+    assert report is not None
+    value = report["bytes_uploaded"]
+    uploaded = sum(value.values() if isinstance(value, dict) else value) if not isinstance(value, int) else value
+    assert took > 2 * uploaded / (2 * bandwidth)  # the last step's bytes, twice; the first step's are more

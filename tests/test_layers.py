@@ -1,0 +1,135 @@
+"""The package's architecture: imports go downwards only, files stay short, and every package is shipped.
+
+`LAYERS` is the architecture, lowest first; CONTRIBUTING.md says what each layer is for. Imports count wherever they
+stand, also inside functions and under `TYPE_CHECKING`: one that only hides a cycle is still an import upwards.
+"""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "lightning_roundpipe"
+MAX_LINES = 400
+
+LAYERS: list[set[str]] = [
+    {"config"},
+    {"devices", "planning", "model"},
+    {"runtime"},
+    {"optim"},
+    {"precision"},
+    {"strategy", "events"},
+    {"callbacks", "timeline", "tasks", "data"},
+    {"train", "plan", "simulate"},
+]
+STRANGERS = {"devices", "planning", "model"}
+"""Packages of one layer that know nothing of each other."""
+
+FACADE = {"__init__", "registration"}
+"""Public names, resolved on first use: above everything, used by nothing."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer_of(unit: str) -> int:
+    for number, units in enumerate(LAYERS):
+        if unit in units:
+            return number
+    if unit in FACADE:
+        return len(LAYERS)
+    raise AssertionError(f"lightning_roundpipe.{unit} has no layer: add it to LAYERS here and to CONTRIBUTING.md")
+
+
+def unit_of(file: Path) -> str:
+    """The part of the package that ``file`` belongs to: ``lightning_roundpipe/model/trace.py`` -> ``model``."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_units(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
+    """Line and unit of each import of ours in ``tree``, a module of the package ``package`` (dotted name, split)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = [*base, *(node.module.split(".") if node.module else [])]
+            names = [[*origin, alias.name] for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name[0] == PACKAGE.name:
+                unit = name[1] if len(name) > 1 else "__init__"
+                is_unit = (PACKAGE / unit).is_dir() or (PACKAGE / f"{unit}.py").is_file()
+                yield node.lineno, unit if is_unit else "__init__"
+
+
+def breaches(unit: str, tree: ast.AST, package: list[str]) -> list[str]:
+    """What is wrong with the imports of ``tree``, a module that belongs to ``unit``."""
+    found = []
+    for line, target in imported_units(tree, package):
+        upwards = layer_of(target) > layer_of(unit)
+        stranger = target != unit and {target, unit} <= STRANGERS
+        if upwards or stranger:
+            found.append(f"line {line}: {unit} imports {target}, {'above' if upwards else 'beside'} it")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_go_downwards(file: Path) -> None:
+    unit = unit_of(file)
+    layer_of(unit)
+    assert not breaches(unit, ast.parse(file.read_text()), list(file.parent.relative_to(ROOT).parts))
+
+
+@pytest.mark.parametrize(
+    ("unit", "code", "expected"),
+    [
+        ("planning", "from lightning_roundpipe.runtime.engine import Engine", "above"),
+        ("planning", "def f():\n    import lightning_roundpipe.runtime", "above"),
+        ("runtime", "if TYPE_CHECKING:\n    from ..strategy import RoundPipeStrategy", "above"),
+        ("runtime", "from lightning_roundpipe import RoundPipeStrategy", "above"),
+        ("model", "from ..devices import Device", "beside"),
+        ("planning", "from .. import model", "beside"),
+        ("runtime", "from ..planning import schedule\nfrom . import tape\nimport torch", None),
+        ("devices", "from lightning_roundpipe import config", None),
+    ],
+)
+def test_the_check_sees_breaches(unit: str, code: str, expected: str | None) -> None:
+    found = breaches(unit, ast.parse(code), ["lightning_roundpipe", unit])
+    assert expected in found[0] if expected else not found
+
+
+def test_one_layer_has_no_cycles() -> None:
+    """Layers of several files, such as the strategy's: what imports what must still be an order."""
+    uses: dict[str, set[str]] = {}
+    for file in FILES:
+        targets = imported_units(ast.parse(file.read_text()), list(file.parent.relative_to(ROOT).parts))
+        uses.setdefault(unit_of(file), set()).update(target for _, target in targets)
+    for units in LAYERS:
+        remaining = {unit: (uses.get(unit, set()) & units) - {unit} for unit in units}
+        while free := {unit for unit, needs in remaining.items() if not needs & remaining.keys()}:
+            remaining = {unit: needs for unit, needs in remaining.items() if unit not in free}
+        assert not remaining, f"these import each other: {remaining}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_files_are_short(file: Path) -> None:
+    lines = len(file.read_text().splitlines())
+    assert lines <= MAX_LINES, f"{lines} lines: one noun a file, split it"
+
+
+def test_every_package_is_shipped() -> None:
+    """pyproject.toml lists the packages by hand, so that conf/ can be one of them."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    on_disk = {".".join(file.parent.relative_to(ROOT).parts) for file in FILES} | {"lightning_roundpipe.conf"}
+    assert sorted(listed) == sorted(on_disk)
+
+
+def test_every_package_has_an_init() -> None:
+    folders = {file.parent for file in FILES}
+    assert not [str(folder) for folder in folders if not (folder / "__init__.py").is_file()]

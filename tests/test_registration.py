@@ -1,0 +1,232 @@
+"""The strategy's name is known to Lightning whoever imports what first, and never at the price of a broken torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import lightning_roundpipe
+from lightning_roundpipe import registration
+
+PACKAGE = Path(lightning_roundpipe.__file__).parent
+
+# A strategy module that needs nothing of ours, so that these tests are about the name only.
+STUB_STRATEGY = """
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+class RoundPipeStrategy(SingleDeviceStrategy):
+    def __init__(self, **kwargs):
+        self.given = kwargs
+        super().__init__(device="cpu")
+"""
+
+
+def run(code: str, cwd: Path, **environment: str) -> str:
+    """Output of ``code`` in a new interpreter. ``cwd`` is not the checkout, so the package is the installed one."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=cwd,
+        env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def copy_of_the_package(place: Path, strategy: str) -> Path:
+    """A copy of the package with another ``strategy.py``; with its parent first on the path it wins over ours."""
+    shutil.copytree(PACKAGE, place / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "conf"))
+    (place / PACKAGE.name / "strategy.py").write_text(strategy)
+    return place
+
+
+# --- the real thing, each in an interpreter of its own ---------------------------------------------------------------
+
+
+def test_trainer_knows_the_name_without_an_import_of_ours(tmp_path: Path) -> None:
+    run(
+        """
+        from lightning import Trainer
+        import sys
+        assert "lightning_roundpipe.strategy" not in sys.modules, "the strategy is imported before anybody asks for it"
+        trainer = Trainer(strategy="roundpipe", accelerator="cpu", devices=2, logger=False)
+        from lightning_roundpipe import RoundPipeStrategy
+        assert type(trainer.strategy) is RoundPipeStrategy, trainer.strategy
+        """,
+        tmp_path,
+    )
+
+
+def test_name_resolves_lazily_and_the_other_flavour_is_refused(tmp_path: Path) -> None:
+    place = copy_of_the_package(tmp_path, STUB_STRATEGY)
+    run(
+        """
+        import sys, torch
+        assert not [name for name in sys.modules if name.split(".")[0] in ("lightning", "pytorch_lightning")]
+        from lightning.pytorch import Trainer
+        import lightning.pytorch.strategies as strategies
+        assert "lightning_roundpipe.strategy" not in sys.modules
+        trainer = Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
+        assert type(trainer.strategy).__name__ == "RoundPipeStrategy"
+        assert type(strategies.__loader__).__name__ == type(strategies.__spec__.loader).__name__ == "SourceFileLoader"
+        assert strategies.StrategyRegistry["roundpipe"]["strategy"](staleness=1).given == {"staleness": 1}
+
+        import pytorch_lightning as pl
+        try:
+            pl.Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
+        except pl.utilities.exceptions.MisconfigurationException as error:
+            assert "import lightning.pytorch as pl" in str(error)
+        else:
+            raise AssertionError("pytorch_lightning's Trainer took a strategy of the other flavour")
+        """,
+        place,
+        PYTHONPATH=str(place),
+    )
+
+
+def test_a_broken_package_breaks_nothing_but_itself(tmp_path: Path) -> None:
+    place = copy_of_the_package(tmp_path, "raise RuntimeError('broken on purpose')")
+    run(
+        """
+        import torch
+        from lightning.pytorch import Trainer
+        Trainer(strategy="auto", accelerator="cpu", logger=False)
+        try:
+            Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
+        except RuntimeError as error:
+            assert "broken on purpose" in str(error)
+        else:
+            raise AssertionError("the broken copy was not used")
+        """,
+        place,
+        PYTHONPATH=str(place),
+    )
+
+
+def test_an_import_registers_where_torch_loads_no_entry_points(tmp_path: Path) -> None:
+    run(
+        """
+        import torch, sys
+        assert "lightning_roundpipe" not in sys.modules
+        import lightning_roundpipe, lightning.pytorch.strategies
+        assert "roundpipe" in lightning.pytorch.strategies.StrategyRegistry
+        """,
+        tmp_path,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+
+
+def test_importing_the_package_is_light(tmp_path: Path) -> None:
+    """torch imports it: anything heavy would be circular, and would slow down every program that uses torch."""
+    output = run(
+        """
+        import sys
+        import lightning_roundpipe
+        print(*sorted({name.split(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)))
+        """,
+        tmp_path,
+    )
+    allowed = {"lightning_roundpipe", "__main__", "_distutils_hack", "sitecustomize", "usercustomize"}
+    assert {name for name in output.split() if not name.startswith("__editable__")} <= allowed
+
+
+# --- the mechanism, on a made-up flavour -----------------------------------------------------------------------------
+
+
+class Registry(dict[str, Any]):
+    def register(self, name: str, factory: Any, description: str) -> None:
+        self[name] = factory
+
+
+@pytest.fixture
+def flavour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module that looks like a flavour of Lightning to `registration`, on the path but not imported."""
+    name = "made_up_flavour_strategies"
+    (tmp_path / f"{name}.py").write_text(f"from {__name__} import Registry\nStrategyRegistry = Registry()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(registration.FACTORIES, name, dict)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__, ModuleType(__name__)))
+    monkeypatch.setattr(sys.modules[__name__], "Registry", Registry, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not hasattr(f, "is_roundpipe_finder")])
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_registers_after_the_module_has_run(flavour: str) -> None:
+    registration.autoload()
+    module = importlib.import_module(flavour)
+    assert module.StrategyRegistry == {"roundpipe": dict}
+    importlib.reload(module)
+    assert module.StrategyRegistry == {"roundpipe": dict}
+
+
+def test_registers_at_once_when_the_module_is_loaded(flavour: str) -> None:
+    module = importlib.import_module(flavour)
+    assert not module.StrategyRegistry
+    registration.autoload()
+    assert module.StrategyRegistry == {"roundpipe": dict}
+
+
+def test_a_name_that_is_taken_stays(flavour: str) -> None:
+    module = importlib.import_module(flavour)
+    module.StrategyRegistry["roundpipe"] = list
+    registration.autoload()
+    assert module.StrategyRegistry == {"roundpipe": list}
+
+
+def test_one_finder_however_often_it_is_asked_for(flavour: str) -> None:
+    registration.autoload()
+    registration.autoload()
+    assert sum(hasattr(finder, "is_roundpipe_finder") for finder in sys.meta_path) == 1
+
+
+def test_two_copies_of_the_finder_do_not_call_each_other(flavour: str) -> None:
+    sys.meta_path[:0] = [registration._Finder(), registration._Finder()]
+    assert importlib.import_module(flavour).StrategyRegistry == {"roundpipe": dict}
+
+
+def test_an_error_of_the_module_itself_passes_through(flavour: str, tmp_path: Path) -> None:
+    (tmp_path / f"{flavour}.py").write_text("raise OSError('its own')")
+    registration.autoload()
+    with pytest.raises(OSError, match="its own"):
+        importlib.import_module(flavour)
+
+
+@pytest.mark.parametrize("body", ["", "StrategyRegistry = 3", "StrategyRegistry = {}"])
+def test_a_registry_of_an_unknown_kind_is_logged_not_raised(
+    flavour: str, tmp_path: Path, body: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / f"{flavour}.py").write_text(body)
+    registration.autoload()
+    importlib.import_module(flavour)
+    assert "could not be registered" in caplog.text
+
+
+# --- the package's face ----------------------------------------------------------------------------------------------
+
+
+def test_the_entry_point_is_installed() -> None:
+    mine = [entry for entry in entry_points(group="torch.backends") if entry.name == "lightning_roundpipe"]
+    assert mine, "install the package: make install"
+    assert mine[0].load() is registration.autoload
+
+
+def test_public_names() -> None:
+    assert set(lightning_roundpipe.__all__) <= set(dir(lightning_roundpipe))
+    assert isinstance(lightning_roundpipe.RoundPipeStrategy, type)
+    assert isinstance(lightning_roundpipe.RoundPipePrecision, type)
+    with pytest.raises(AttributeError, match="no attribute 'RoundPipe'"):
+        _ = lightning_roundpipe.RoundPipe

@@ -1,0 +1,759 @@
+"""What Lightning adds around a training step keeps working: the same numbers, files and hooks as with plain training.
+
+Everything is compared with ``strategy="auto"`` on the same batches. Where nothing plain exists to compare with (loss
+weights, dropout, the report), the test says what must hold instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+import zoo
+from harness import Result, assert_identical, assert_same, loader, ours, run, trainer_of
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor, nn
+
+LLAMA = zoo.make_module("llama")
+MLP = zoo.make_module("mlp")
+
+
+def both(module: pl.LightningModule, batches: Any, devices: int = 2, microbatches: int = 3, **options: Any) -> Any:
+    """The same run, plainly and with the strategy."""
+    strategy_options = options.pop("strategy_options", {})
+    make_callbacks = options.pop("make_callbacks", list)
+    plain = run("auto", module, batches, callbacks=make_callbacks(), **options)
+    strategy = ours(num_microbatches=microbatches, **strategy_options)
+    return plain, run(strategy, module, batches, devices=devices, callbacks=make_callbacks(), **options)
+
+
+def with_optimizer(name: str, make: Any) -> zoo.ZooModule:
+    module = zoo.make_module(name)
+    module.make_optimizer = make
+    return module
+
+
+# ----------------------------------------------------------------------------------- accumulation, clipping, optimizers
+
+
+@pytest.mark.parametrize("name", ["llama", "mlp"])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_gradient_accumulation(name: str, accumulate: int) -> None:
+    """Five batches: the last group is not full."""
+    module, batches = zoo.make_module(name), zoo.make_batches(name, 5)
+    plain, result = both(module, batches, accumulate_grad_batches=accumulate)
+    assert len(plain.grads) == math.ceil(5 / accumulate)
+    assert_same(plain, result)
+
+
+def test_gradient_accumulation_that_changes() -> None:
+    plain, result = both(
+        MLP,
+        zoo.make_batches("mlp", 4),
+        max_epochs=3,
+        make_callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})],
+    )
+    assert len(plain.grads) == 4 + 1 + 2
+    assert_same(plain, result)
+
+
+@pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.05), ("value", 0.002), ("norm", 1e6)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradient_clipping(algorithm: str, value: float, accumulate: int) -> None:
+    batches = zoo.make_batches("llama", 4)
+    clip = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": accumulate}
+    plain, result = both(LLAMA, batches, **clip)
+    assert_same(plain, result)
+    if value < 1:
+        free = run("auto", LLAMA, batches, accumulate_grad_batches=accumulate)
+        with pytest.raises(AssertionError):
+            assert_same(free, result, rtol=1e-2, atol=1e-2)
+
+
+OPTIMIZERS = {
+    # eps is large because gradients that are zero but for rounding would otherwise decide whole updates.
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-3),
+    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True),
+    "adam foreach": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, eps=1e-3, foreach=True, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers(kind: str) -> None:
+    plain, result = both(with_optimizer("mlp", OPTIMIZERS[kind]), zoo.make_batches("mlp", 5))
+    assert_same(plain, result, rtol=1e-4, atol=1e-5)
+
+
+def test_parameter_groups() -> None:
+    class Groups(zoo.PlainClassifier):
+        def configure_optimizers(self) -> Any:
+            decayed = [p for name, p in self.named_parameters() if name.endswith("weight")]
+            others = [p for name, p in self.named_parameters() if not name.endswith("weight")]
+            groups = [{"params": decayed, "weight_decay": 0.2}, {"params": others, "lr": 0.01}]
+            return torch.optim.SGD(groups, lr=0.1)
+
+    assert_same(*both(Groups(MLP.model), zoo.make_batches("mlp", 4)))
+
+
+class Scheduled(zoo.PlainClassifier):
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        super().__init__(model)
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+        schedulers = torch.optim.lr_scheduler
+        if self.kind == "step":
+            scheduler: Any = {"scheduler": schedulers.OneCycleLR(optimizer, 0.5, total_steps=9), "interval": "step"}
+        elif self.kind == "epoch":
+            scheduler = schedulers.StepLR(optimizer, 1, gamma=0.1)
+        else:
+            plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, factor=0.1)
+            scheduler = {"scheduler": plateau, "monitor": "train/loss_epoch"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+@pytest.mark.parametrize("kind", ["step", "epoch", "plateau"])
+def test_learning_rate_schedulers(kind: str) -> None:
+    """The monitor logs the rate of every step, so the schedule itself is compared as well."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*before.*optimizer.step.*")
+        plain, result = both(
+            Scheduled(MLP.model, kind),
+            zoo.make_batches("mlp", 3),
+            max_epochs=3,
+            make_callbacks=lambda: [LearningRateMonitor()],
+        )
+    rates = {line["lr-SGD"] for _, line in plain.logged if "lr-SGD" in line}
+    assert len(rates) > 2
+    assert_same(plain, result)
+
+
+# ------------------------------------------------------------------------------------------------ callbacks and loggers
+
+
+def test_model_checkpoint(tmp_path: Path) -> None:
+    def train(strategy: Any, folder: Path) -> tuple[ModelCheckpoint, dict[str, Any]]:
+        callback = ModelCheckpoint(folder, filename="{epoch}-{step}", monitor="val/loss", save_top_k=2, save_last=True)
+        run(
+            strategy,
+            MLP,
+            zoo.make_batches("mlp", 3),
+            devices=2 if strategy != "auto" else 1,
+            val_batches=zoo.make_batches("mlp", 2, seed=50),
+            callbacks=[callback],
+            max_epochs=3,
+            enable_checkpointing=True,
+        )
+        return callback, torch.load(callback.best_model_path, weights_only=True)
+
+    plain, plain_best = train("auto", tmp_path / "plain")
+    result, result_best = train(ours(num_microbatches=3), tmp_path / "ours")
+    assert Path(result.best_model_path).name == Path(plain.best_model_path).name
+    assert sorted(p.name for p in (tmp_path / "ours").iterdir()) == sorted(
+        p.name for p in (tmp_path / "plain").iterdir()
+    )
+    harness.assert_tensors_same(plain.best_model_score, result.best_model_score)
+    harness.assert_tensors_same(plain_best["state_dict"], result_best["state_dict"], what="best")
+
+
+def test_early_stopping() -> None:
+    def train(strategy: Any, devices: int) -> tuple[EarlyStopping, Result]:
+        callback = EarlyStopping("val/loss", patience=1, min_delta=0.02)
+        result = run(
+            strategy,
+            MLP,
+            zoo.make_batches("mlp", 2),
+            devices=devices,
+            val_batches=zoo.make_batches("mlp", 2, seed=50),
+            callbacks=[callback],
+            max_epochs=12,
+        )
+        return callback, result
+
+    (plain_stop, plain), (stop, result) = train("auto", 1), train(ours(num_microbatches=3), 2)
+    assert 0 < stop.stopped_epoch == plain_stop.stopped_epoch < 11
+    assert_same(plain, result, rtol=1e-4, atol=1e-5)
+
+
+def test_csv_logger(tmp_path: Path) -> None:
+    rows = []
+    for name, strategy, devices in (("plain", "auto", 1), ("ours", ours(num_microbatches=3), 2)):
+        logger = CSVLogger(tmp_path, name=name, version=0)
+        run(strategy, LLAMA, zoo.make_batches("llama", 3), devices=devices, max_epochs=2, logger=logger, watch=False)
+        with open(tmp_path / name / "version_0" / "metrics.csv") as file:
+            rows.append(list(csv.DictReader(file)))
+    plain, result = rows
+    assert len(plain) == len(result) > 6
+    for a, b in zip(plain, result, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert (a[key] == "") == (b[key] == "")
+            if a[key]:
+                assert float(b[key]) == pytest.approx(float(a[key]), rel=1e-4), key
+
+
+def test_tensorboard_logger(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = []
+    for name, strategy, devices in (("plain", "auto", 1), ("ours", ours(num_microbatches=3), 2)):
+        logger = TensorBoardLogger(tmp_path, name=name, version=0)
+        run(strategy, LLAMA, zoo.make_batches("llama", 3), devices=devices, logger=logger, watch=False)
+        events = EventAccumulator(str(tmp_path / name / "version_0"))
+        events.Reload()
+        found.append(
+            {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}
+        )
+    plain, result = found
+    assert plain.keys() == result.keys() >= {"train/loss_step", "train/loss_epoch"}
+    for tag, points in plain.items():
+        assert [step for step, _ in result[tag]] == [step for step, _ in points]
+        assert [v for _, v in result[tag]] == pytest.approx([v for _, v in points], rel=1e-4), tag
+
+
+def test_rich_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    class Shown(zoo.PlainClassifier):
+        def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+            loss, _ = self.loss_and_logits(batch)
+            self.log("shown", loss, prog_bar=True)
+            return loss
+
+    plain, result = both(
+        Shown(MLP.model),
+        zoo.make_batches("mlp", 3),
+        make_callbacks=lambda: [RichProgressBar(leave=True)],
+        enable_progress_bar=True,
+    )
+    assert_same(plain, result)
+    assert "Epoch 0" in capsys.readouterr().out
+
+
+def test_weight_averaging_swaps_weights_in_place() -> None:
+    """SWA writes the averaged weights into the parameters; the strategy must not go on with what it uploaded before."""
+    plain, result = both(
+        MLP,
+        zoo.make_batches("mlp", 3),
+        max_epochs=4,
+        val_batches=zoo.make_batches("mlp", 2, seed=50),
+        make_callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2)],
+    )
+    assert_same(plain, result)
+
+
+class Recorder(pl.Callback):
+    """The order of everything that Lightning calls."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith(("on_", "setup", "teardown")) and not name.endswith("_checkpoint"):
+            object.__getattribute__(self, "seen").append(name)
+        return object.__getattribute__(self, name)
+
+
+def test_hooks_come_once_a_batch_and_in_order() -> None:
+    """However many microbatches there are."""
+    recorders: list[Recorder] = []
+
+    def make() -> list[pl.Callback]:
+        recorders.append(Recorder())
+        return [recorders[-1]]
+
+    both(MLP, zoo.make_batches("mlp", 3), make_callbacks=make, val_batches=zoo.make_batches("mlp", 1))
+    plain, result = (recorder.seen for recorder in recorders)
+    interesting = [name for name in plain if "batch" in name or "backward" in name or "optimizer" in name]
+    assert [name for name in result if "batch" in name or "backward" in name or "optimizer" in name] == interesting
+    assert interesting.count("on_train_batch_end") == 3
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bert", "mlp"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_evaluation_without_training(name: str, devices: int) -> None:
+    module, batches = zoo.make_module(name), zoo.make_batches(name)
+    found = []
+    for strategy in ("auto", ours(num_microbatches=3)):
+        trainer = trainer_of(strategy, devices=1 if strategy == "auto" else devices)
+        used = copy.deepcopy(module)
+        found.append(
+            [
+                trainer.validate(used, loader(batches), verbose=False),
+                trainer.test(used, loader(batches), verbose=False),
+                trainer.predict(used, loader(batches)),
+            ]
+        )
+        assert not any(p.grad is not None for p in used.parameters())
+    (plain_val, plain_test, plain_logits), (val, test, logits) = found
+    harness.assert_tensors_same(plain_val, val, what="validate")
+    harness.assert_tensors_same(plain_test, test, what="test")
+    assert all(logit.device.type == "cpu" and not logit.requires_grad for logit in logits)
+    harness.assert_tensors_same(plain_logits, logits, what="predict")
+
+
+@pytest.mark.parametrize("name", ["llama", "mlp"])
+def test_validation_between_training_steps(name: str) -> None:
+    """Twice an epoch: what validation uses must be the weights after the last step, and training goes on unharmed."""
+    plain, result = both(
+        zoo.make_module(name),
+        zoo.make_batches(name, 4),
+        val_batches=zoo.make_batches(name, 2, seed=50),
+        val_check_interval=2,
+        max_epochs=2,
+        num_sanity_val_steps=1,
+    )
+    assert sum("val/loss" in line for _, line in plain.logged) == 4
+    assert_same(plain, result)
+
+
+def test_everything_with_one_trainer() -> None:
+    """fit, validate, test, predict, and fit once more, each with a setup and a teardown of its own."""
+    found = []
+    for strategy in ("auto", ours(num_microbatches=3)):
+        trainer = trainer_of(strategy, devices=1 if strategy == "auto" else 2)
+        module, batches = copy.deepcopy(LLAMA), zoo.make_batches("llama")
+        trainer.fit(module, loader(batches), loader(batches))
+        values: list[Any] = [trainer.validate(module, loader(batches), verbose=False)]
+        values.append(trainer.test(module, loader(batches), verbose=False))
+        values.append(trainer.predict(module, loader(batches)))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, loader(batches))
+        values.append(dict(module.state_dict()))
+        found.append(values)
+    harness.assert_tensors_same(*found)
+
+
+def test_generate_in_validation() -> None:
+    class Generating(zoo.CausalLM):
+        def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
+            ids = self.model.generate(batch["input_ids"][:1, :4], max_new_tokens=5, do_sample=False)
+            self.log("val/tokens", ids.float().mean())
+
+    batches = zoo.make_batches("llama")
+    plain, result = both(Generating(LLAMA.model), batches, val_batches=batches)
+    assert "val/tokens" in plain.metrics
+    assert_same(plain, result)
+
+
+# -------------------------------------------------------------------------------------------------------------- logging
+
+
+class Logging(zoo.PlainClassifier):
+    """Logs in every way there is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(5, average="micro")
+        self.spread = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        loss, logits = self.loss_and_logits(batch)
+        x = batch["x"]
+        self.log("loss", loss, prog_bar=True)
+        self.log("step only", x.mean(), on_step=True, on_epoch=False)
+        self.log("epoch only", x.mean(), on_step=False, on_epoch=True)
+        self.log("both", x.square().mean(), on_step=True, on_epoch=True)
+        self.log("sized", x.mean(), on_step=True, on_epoch=True, batch_size=len(x))
+        self.log("lowest", x.min(), on_step=True, on_epoch=True, reduce_fx="min")
+        self.log("highest", logits.detach().max(), on_step=True, on_epoch=True, reduce_fx=torch.max)
+        self.log("samples", float(len(x)), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("summed", x.sum(), on_step=False, on_epoch=True, reduce_fx=torch.sum)
+        self.log("number", 3.5)
+        self.log("whole number", 2)
+        self.log_dict({"a": x[:, 0].mean(), "b": x[:, 1].mean()}, on_step=True, on_epoch=True)
+        self.log("nowhere", x.mean(), logger=False)
+        self.accuracy(logits, batch["y"])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.spread.update(x.std(dim=1))
+        self.log("spread", self.spread, on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("samples", [6, 5])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_logged_values_are_merged(samples: int, microbatches: int) -> None:
+    """Means by the microbatches' sizes, sums and extremes over them, metric objects fed once with each."""
+    batches = [*zoo.make_batches("mlp", 3, samples), *zoo.make_batches("mlp", 1, 3, seed=9)]
+    plain, result = both(Logging(MLP.model), batches, microbatches=microbatches, max_epochs=2)
+    assert {"accuracy", "spread", "lowest_epoch", "samples_epoch"} <= plain.metrics.keys()
+    assert_same(plain, result)
+
+
+def test_a_mean_over_targets_is_logged_as_the_loss_is_weighed() -> None:
+    class Sized(zoo.CausalLM):
+        """Gives the number of samples for the epoch's mean; a step's value is still the mean over its targets."""
+
+        def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+            loss, _ = self.loss_and_logits(batch)
+            self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["labels"]))
+            return loss
+
+    assert_same(*both(Sized(LLAMA.model), zoo.make_batches("llama")))
+
+
+def test_logging_in_hooks_and_submodules() -> None:
+    class Hooked(zoo.PlainClassifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.log("before", float(batch_idx))
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("after", outputs["loss"])
+
+        def on_train_epoch_end(self) -> None:
+            self.log("end", 1.0)
+
+    assert_same(*both(Hooked(MLP.model), zoo.make_batches("mlp")))
+
+
+# ----------------------------------------------------------------------------------- what training_step takes and gives
+
+
+class Outputs(zoo.PlainClassifier):
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+        loss, logits = self.loss_and_logits(batch)
+        per_sample = F.cross_entropy(logits, batch["y"], reduction="none")
+        return {
+            "loss": loss,
+            "logits": logits.detach(),
+            "per_sample": per_sample.detach(),
+            "mean": batch["x"].mean(),
+            "nested": {"largest": logits.detach().amax(1), "pair": (batch["y"], batch["x"])},
+        }
+
+
+@pytest.mark.parametrize("samples", [6, 5])
+def test_outputs_are_merged(samples: int) -> None:
+    """Tensors with a sample dimension are put together again, scalars are averaged; hooks see the whole batch."""
+    plain, result = both(Outputs(MLP.model), zoo.make_batches("mlp", 3, samples))
+    assert plain.outputs[0]["logits"].shape == (samples, 5)
+    assert_same(plain, result, outputs=True)
+
+
+class Structured(zoo.PlainClassifier):
+    """Takes a nested batch with lists, text and values that belong to all samples; no ``batch_idx``."""
+
+    def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
+        (x, extra), y, names = batch["inputs"], batch["y"], batch["names"]
+        assert len(x) == len(y) == len(names) == len(extra["scale"])
+        assert [int(name.removeprefix("class ")) for name in names] == y.tolist()
+        assert batch["kind"] == "training"
+        assert extra["shift"].shape == (8,)
+        logits = self.model(x * extra["scale"][:, None] + extra["shift"]) * batch["gain"]
+        return F.cross_entropy(logits, y)
+
+
+@pytest.mark.parametrize("samples", [6, 5])
+def test_batches_of_any_structure(samples: int) -> None:
+    batches = [
+        {
+            "inputs": (batch["x"], {"scale": torch.linspace(0.5, 1.5, samples), "shift": torch.arange(8.0)}),
+            "y": batch["y"],
+            "names": [f"class {int(y)}" for y in batch["y"]],
+            "kind": "training",
+            "gain": 0.7,
+        }
+        for batch in zoo.make_batches("mlp", 3, samples)
+    ]
+    assert_same(*both(Structured(MLP.model), batches))
+
+
+class Pair(zoo.PlainClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if batch_idx == 1:
+            return None
+        return {"loss": F.cross_entropy(self.model(x), y)}
+
+
+def test_a_step_without_a_loss_is_skipped() -> None:
+    batches = [(batch["x"], batch["y"]) for batch in zoo.make_batches("mlp", 4)]
+    plain, result = (
+        run(strategy, Pair(MLP.model), batches, devices=devices, watch=False)
+        for strategy, devices in (("auto", 1), (ours(num_microbatches=3), 2))
+    )
+    assert_same(plain, result)
+
+
+# --------------------------------------------------------------------------------------------------------- loss weights
+
+
+class TokenMean(zoo.CausalLM):
+    """Computes its own mean over targets, in a way that nobody can count from outside."""
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        labels = batch["labels"][:, 1:]
+        logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        loss = -(chosen * (labels != -100)).sum() / (labels != -100).sum()
+        self.log("loss", loss)
+        return loss
+
+
+class TokenMeanThatSaysSo(TokenMean):
+    def loss_weight(self, batch: zoo.Batch) -> Tensor:
+        return (batch["labels"][:, 1:] != -100).sum()
+
+
+@pytest.mark.parametrize("as_number", [False, True])
+def test_given_loss_weight(as_number: bool) -> None:
+    def count(batch: zoo.Batch) -> Any:
+        found = (batch["labels"][:, 1:] != -100).sum()
+        return int(found) if as_number else found
+
+    module, batches = TokenMean(LLAMA.model), zoo.make_batches("llama")
+    assert_same(*both(module, batches, strategy_options={"loss_weight": count}))
+
+
+def test_loss_weight_method() -> None:
+    assert_same(*both(TokenMeanThatSaysSo(LLAMA.model), zoo.make_batches("llama")))
+
+
+def test_given_loss_weight_wins_over_counting() -> None:
+    """The Hugging Face model's targets could be counted, but someone wants samples."""
+    batches = zoo.make_batches("llama")
+    hand = harness.by_hand(LLAMA, batches, 3, weight=lambda batch: len(batch["labels"]))
+    result = run(ours(num_microbatches=3, loss_weight=lambda batch: len(batch["labels"])), LLAMA, batches, devices=2)
+    assert_same(hand, result)
+
+
+def test_without_weight_or_count_samples_weigh() -> None:
+    module, batches = TokenMean(LLAMA.model), zoo.make_batches("llama", samples=5)
+    hand = harness.by_hand(module, batches, 3, weight=lambda batch: len(batch["labels"]))
+    assert_same(hand, run(ours(num_microbatches=3), module, batches, devices=2))
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+
+
+REPORT_KEYS = {
+    "plan",
+    "workers",
+    "microbatches",
+    "slots",
+    "bytes_uploaded",
+    "bytes_downloaded",
+    "peak_device_bytes",
+    "peak_host_bytes",
+    "bubble_pct",
+}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_report(devices: int) -> None:
+    strategy = ours(num_microbatches=4, round_microbatches=2)
+    plan = run(ours(num_microbatches=1), LLAMA, zoo.make_batches("llama")).report["plan"]  # type: ignore[index]
+    cut = harness.per_call(harness.call_count(plan), 2)
+    strategy = ours(num_microbatches=4, plan=cut)
+    report = run(strategy, LLAMA, zoo.make_batches("llama"), devices=devices).report
+    assert report is not None
+    assert report.keys() >= REPORT_KEYS
+    assert report["plan"] == cut
+    assert report["workers"] == devices
+    assert report["microbatches"] == 4
+
+    slots = report["slots"]
+    stages = 2 * harness.call_count(cut) - 1
+    assert len(slots) == 2 * stages  # two rounds of two microbatches
+    numbers = [slot["slot"] for slot in slots]
+    assert numbers == list(range(numbers[0], numbers[0] + len(slots)))
+    assert all(slot["worker"] == slot["slot"] % devices for slot in slots)
+    assert [slot["round"] for slot in slots] == [0] * stages + [1] * stages
+    phases = [slot["phase"] for slot in slots[:stages]]
+    assert phases == ["forward"] * (stages // 2) + ["fused"] + ["backward"] * (stages // 2)
+    assert all(slot["layers"] for slot in slots)
+    ahead = [list(slot["layers"]) for slot in slots[: stages // 2]]
+    assert [list(slot["layers"]) for slot in slots[stages - 1 : stages // 2 : -1]] == ahead
+
+    weights = sum(p.numel() * 4 for p in LLAMA.parameters())
+    uploaded, downloaded = _total(report["bytes_uploaded"]), _total(report["bytes_downloaded"])
+    assert uploaded >= 2 * weights, "every round uploads every layer once forward and once backward"
+    assert downloaded >= weights, "gradients come down"
+    peaks = report["peak_device_bytes"]
+    peaks = list(peaks.values()) if isinstance(peaks, dict) else list(peaks)
+    assert len(peaks) == devices
+    assert max(peaks) > 0
+    assert report["peak_host_bytes"] > 0
+    assert 0 <= report["bubble_pct"] <= 100
+
+
+def _total(value: Any) -> float:
+    return sum(value.values() if isinstance(value, dict) else value) if not isinstance(value, (int, float)) else value
+
+
+def test_a_worker_never_holds_the_whole_model() -> None:
+    """With a cut at every call, a worker holds two stages at most."""
+    module = zoo.make_module("mlp")
+    layers = ["Linear", "ResidualBlock"]
+    cut, fused = (
+        run(
+            ours(num_microbatches=2, layers=layers, plan=plan, emulation={"poison": True}),
+            module,
+            zoo.make_batches("mlp"),
+        ).report
+        for plan in (harness.per_call(6), harness.single(6))
+    )
+    assert cut is not None
+    assert fused is not None
+    block = sum(p.numel() * 4 for p in module.model.blocks[0].parameters())
+    assert max(cut["peak_device_bytes"]) < max(fused["peak_device_bytes"]) - block
+
+
+def test_report_before_any_step() -> None:
+    """There is nothing to tell yet: an empty report or an error that says so, but no stale one."""
+    strategy = ours()
+    try:
+        report = strategy.report()
+    except Exception as error:
+        assert "step" in str(error)
+    else:
+        assert not report or not report.get("slots")
+
+
+# ----------------------------------------------------------------------------------------------------------- randomness
+
+
+class Dropping(nn.Module):
+    """Linear in each of its weights, so <weight, gradient> is the loss if forward and recomputation drop the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16, bias=False), nn.Dropout(0.5)) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class DroppingModule(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.model = Dropping()
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        noise = F.dropout(torch.ones(16), 0.5)  # glue draws, too
+        return (self.model(batch["x"]) * noise).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+DROPPING = DroppingModule()
+DROPPING_LAYERS = ["Sequential"]
+
+
+def _wide(count: int) -> list[zoo.Batch]:
+    generator = torch.Generator().manual_seed(2)
+    return [{"x": torch.randn(8, 16, generator=generator) + 1} for _ in range(count)]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("cut", [True, False])
+def test_recomputation_drops_what_the_forward_dropped(devices: int, cut: bool) -> None:
+    plan = harness.per_call(5) if cut else None
+    strategy = ours(num_microbatches=4, layers=DROPPING_LAYERS, plan=plan)
+    result = run(strategy, DROPPING, _wide(4), devices=devices)
+    weights = dict(DROPPING.named_parameters())
+    assert len({round(float(loss), 6) for loss in result.losses}) == 4
+    for loss, grads in zip(result.losses, result.grads, strict=True):
+        for name, weight in weights.items():
+            product = float((weight.detach() * grads[name]).sum())
+            assert product == pytest.approx(float(loss), rel=1e-4, abs=1e-6), name
+
+
+def _dropping_variants() -> list[tuple[int, dict[str, Any]]]:
+    return [
+        (1, {}),
+        (2, {}),
+        (4, {}),
+        (2, {"round_microbatches": 2}),
+        (2, {"plan": harness.per_call(5)}),
+        (3, {"plan": harness.single(5)}),
+        (2, {"emulation": {"delay_seed": 1, "poison": True}}),
+    ]
+
+
+def test_dropout_does_not_depend_on_workers_rounds_or_plan() -> None:
+    batches = _wide(6)
+    reference: Result | None = None
+    for devices, options in _dropping_variants():
+        strategy = ours(num_microbatches=4, layers=DROPPING_LAYERS, **options)
+        result = run(strategy, DROPPING, batches, devices=devices)
+        reference = reference or result
+        try:
+            assert_identical(reference, result, rng=True)
+        except AssertionError as error:
+            raise AssertionError(f"devices={devices}, {options}: {error}") from None
+
+
+def test_microbatches_drop_differently() -> None:
+    """Equal samples in different microbatches: one mask for all would not be the randomness that was asked for."""
+
+    class Kept(DroppingModule):
+        def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+            out = self.model(batch["x"])
+            return {"loss": out.mean(), "kept": out.detach()}
+
+    batches = [{"x": torch.ones(4, 16)}] * 2
+    result = run(ours(num_microbatches=4, layers=DROPPING_LAYERS), Kept(), batches, devices=2)
+    masks = [tuple((row != 0).tolist()) for outputs in result.outputs for row in outputs["kept"]]
+    assert len(set(masks)) >= 7
+
+
+def test_a_seed_decides() -> None:
+    batches = _wide(3)
+    one, same, other = (
+        run(ours(num_microbatches=4, layers=DROPPING_LAYERS), DROPPING, batches, devices=2, seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert_identical(one, same, rng=True)
+    assert all(float(a) != float(b) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+def test_random_state_after_a_step_does_not_depend_on_microbatches() -> None:
+    """What the caller draws next is the same for every N, M and plan."""
+    results = [
+        run(ours(num_microbatches=m, layers=DROPPING_LAYERS), DROPPING, _wide(3), devices=n)
+        for n, m in ((1, 1), (1, 4), (4, 8))
+    ]
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0].rng, result.rng, strict=True))
+
+
+def test_dropout_of_a_real_model() -> None:
+    """GPT-2 with its three kinds of dropout, and attention's own in the kernel."""
+    module = zoo.make_module("gpt2")
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.2
+    batches = zoo.make_batches("gpt2", 4)
+    one, two, four = (run(ours(num_microbatches=3), module, batches, devices=n) for n in (1, 2, 4))
+    assert_identical(one, two, rng=True)
+    assert_identical(one, four, rng=True)
+    with pytest.raises(AssertionError):
+        assert_same(run("auto", zoo.make_module("gpt2"), batches), one)
