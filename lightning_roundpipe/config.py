@@ -118,7 +118,7 @@ class Options:
             object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))
         if self.watchdog_timeout <= 0:
             raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be more than 0 seconds.")
-        pin = {True: "on", False: "off"}.get(self.pin_memory, self.pin_memory)  # type: ignore[call-overload]
+        pin = ("on" if self.pin_memory else "off") if isinstance(self.pin_memory, bool) else self.pin_memory
         if pin not in ("auto", "on", "off"):
             raise ValueError(f"pin_memory={self.pin_memory!r} must be 'auto', 'on' or 'off'.")
         object.__setattr__(self, "pin_memory", pin)

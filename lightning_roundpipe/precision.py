@@ -33,7 +33,7 @@ class RoundPipePrecision(Precision):
         precision = _ALIASES.get(str(precision), str(precision))
         if precision not in PRECISIONS:
             raise ValueError(
-                f"precision={precision!r} is not supported by the roundpipe strategy; use one of {', '.join(PRECISIONS)}."
+                f"precision={precision!r} is not supported by the roundpipe strategy; use {' or '.join(PRECISIONS)}."
             )
         self.precision: Any = precision
         self.device = "cpu"

@@ -9,19 +9,19 @@ move something to a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
@@ -52,7 +52,7 @@ class RoundPipeStrategy(ParallelStrategy):
         watchdog_timeout: seconds without any progress after which a step fails with the stacks of all threads.
         microbatch_scope: ``"step"``: every part runs the whole ``training_step``. (``"model"`` is not built yet.)
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's strategies.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
     Raises:
         ValueError: for an option that cannot be, naming it and the remedy.
@@ -65,7 +65,7 @@ class RoundPipeStrategy(ParallelStrategy):
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         round_microbatches: int | None = None,
-        layers: list[str | type] | None = None,
+        layers: Sequence[str | type] | None = None,
         plan: str | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
         staleness: int = 0,
@@ -86,7 +86,7 @@ class RoundPipeStrategy(ParallelStrategy):
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_size,
             round_microbatches=round_microbatches,
-            layers=list(layers) if layers is not None and not isinstance(layers, str) else layers,
+            layers=layers,
             plan=plan,
             loss_weight=loss_weight,
             staleness=staleness,
@@ -125,8 +125,8 @@ class RoundPipeStrategy(ParallelStrategy):
         if self.world_size > 1 or trainer_nodes > 1:
             raise MisconfigurationException(
                 f"the roundpipe strategy runs in one process on one machine, and {max(self.world_size, trainer_nodes)} "
-                "were asked for: set num_nodes=1 and start the script with plain `python` (no torchrun, one SLURM task)."
-                " All GPUs of the machine are used by that one process."
+                "were asked for: set num_nodes=1 and start the script with plain `python` (no torchrun, one SLURM "
+                "task). All GPUs of the machine are used by that one process."
             )
 
     @property
@@ -190,8 +190,8 @@ class RoundPipeStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
                 raise MisconfigurationException(
-                    f"{type(optimizer).__name__} holds parameters that are not the LightningModule's, which would never "
-                    "get a gradient: build the optimizer from self.parameters() in configure_optimizers()."
+                    f"{type(optimizer).__name__} holds parameters that are not the LightningModule's and would never get "
+                    "a gradient: build the optimizer from self.parameters() in configure_optimizers()."
                 )
 
     def _start_engine(self, module: LightningModule) -> None:

@@ -1,8 +1,8 @@
 """Divide named texts into training and validation, so that nothing is in both.
 
-Texts are divided whole, never within: the end of a text that was trained on is no held-out text. That alone is not enough
-where texts quote each other, as Python's help topics do (whole sections of one stand in another), so texts that share a
-paragraph stay together.
+Texts are divided whole, never within: the end of a text that was trained on is no held-out text. That alone is not
+enough where texts quote each other, as Python's help topics do (whole sections of one stand in another), so texts that
+share a paragraph stay together.
 """
 
 from __future__ import annotations

@@ -151,7 +151,6 @@ class ThreadStream(Stream):
     def _attempt(self, work: Callable[[], None]) -> None:
         if self._error is None:
             try:
-                self._switch.check()
                 work()
             except BaseException as error:  # whatever it is, it must reach a waiter and not end this thread
                 self._error = error

@@ -88,6 +88,7 @@ class _Search:
 
 def _match_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn.Module]:
     matched: set[nn.Module] = set()
+    hits: set[nn.Module]
     for want in requested:
         if isinstance(want, type):
             hits = {m for _, m in root.named_modules() if isinstance(m, want)}

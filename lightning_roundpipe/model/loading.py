@@ -10,6 +10,7 @@ Everything that can be missing or broken here is on the user's disk, so each mes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ _GGUF_MAGIC = b"GGUF"
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model, the tokenizer it was trained with (``None``: it has none), and one line that says where they are from."""
+    """A model, the tokenizer it was trained with (``None``: it has none), and where they are from, in words."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -91,7 +92,7 @@ def from_config(model_type: str, **settings: Any) -> Pretrained:
     """
     try:
         config = AutoConfig.for_model(model_type, **settings)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise ValueError(
             f"model.model_type={model_type!r} with {settings} makes no causal language model: {_first_line(error)}"
@@ -125,7 +126,7 @@ def _from_gguf(path: Path, setting: str, remedy: str) -> Pretrained:
         if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
             raise ValueError(f"{setting}: {path} is no GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
     folder, name = str(path.parent), path.name
-    with _reading(path, setting, remedy):
+    with _reading(path, setting, remedy), _parsing_once():
         model = AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=name, dtype=torch.float32, local_files_only=True, **_unpacked()
         )
@@ -135,8 +136,21 @@ def _from_gguf(path: Path, setting: str, remedy: str) -> Pretrained:
     return Pretrained(model, tokenizer, str(path))
 
 
+@contextmanager
+def _parsing_once() -> Iterator[None]:
+    """Transformers parses the file for the configuration, the weights and the tokenizer; each time takes seconds."""
+    import gguf
+
+    original = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(original)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = original  # type: ignore[misc]
+
+
 def _unpacked() -> dict[str, Any]:
-    """Asks those versions of transformers that can keep GGUF weights packed not to: packed weights cannot be trained."""
+    """Asks for plain weights where transformers could keep them packed, which cannot be trained."""
     try:
         from transformers import GgufConfig
     except ImportError:
@@ -145,11 +159,9 @@ def _unpacked() -> dict[str, Any]:
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:
-    for name in ("hf_quantizer", "quantization_method"):
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         if name in vars(model):
             delattr(model, name)
-    if "is_quantized" in vars(model):
-        model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
 
@@ -158,7 +170,7 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
 def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
     """No progress bars of Hugging Face; what its readers raise on a broken file becomes an error with a remedy."""
     bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     except Exception as error:
@@ -168,7 +180,7 @@ def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
         ) from error
     finally:
         if bars:
-            hf_logging.enable_progress_bar()
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: Exception) -> str:

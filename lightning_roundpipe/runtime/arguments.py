@@ -38,6 +38,6 @@ def refuse_changed(before: tuple[list[Any], TreeSpec], value: Any, layer: str) -
     leaves, spec = flatten(value)
     if len(leaves) != len(before[0]) or spec != before[1] or not all(map(operator.is_, leaves, before[0])):
         raise RoundPipeError(
-            f"layer {layer!r} changes a list or dict among its arguments, which cannot be carried to a worker and back: "
-            "return what it adds instead."
+            f"layer {layer!r} changes a list or dict among its arguments, which cannot be carried to a worker and "
+            "back: return what it adds instead."
         )

@@ -7,6 +7,7 @@ Going over the host is also the way from one worker to the next: no peer access 
 from __future__ import annotations
 
 import weakref
+
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device, Event

@@ -1,4 +1,4 @@
-"""Buffers of a layer's copy: loaded before a call, written back after it, and given back to a recomputation as they were.
+"""Buffers of a layer's copy: loaded before a call, written back after it, and as they were for a recomputation.
 
 A running mean must see each microbatch once, in order, and a recomputation must see what its forward saw, yet change
 nothing. Most buffers never change, so a copy is made only of those that the first batch saw changing.

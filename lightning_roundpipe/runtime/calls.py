@@ -20,6 +20,7 @@ from lightning_roundpipe.runtime.arguments import flatten, refuse_changed
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.events import Where
+from lightning_roundpipe.runtime.notes import noted
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.tape import Entry, Inlet
@@ -35,7 +36,9 @@ class Call:
         seed: of its random numbers; None draws from the caller's state.
         leaves: flattened arguments; a tensor stands as itself if it is on the worker already, else as its `HostCopy`.
         requires_grad: per leaf.
-        graph: whether to run with grad: to keep the graph (fused), or to learn what requires grad (first batch).
+        graph: whether to run with grad: to keep the graph (fused), to learn what requires grad (first batch), or
+            because the layer computes other bits without.
+        probe: whether to find out if it does.
         recomputed: whether the layer will be run again for its backward.
         learning: whether this is the first batch.
         may_mutate: positions of inputs that the layer is known to write to; None while learning.
@@ -52,6 +55,7 @@ class Call:
     seed: int | None
     context: contextvars.Context
     graph: bool = False
+    probe: bool = False
     recomputed: bool = False
     learning: bool = False
     may_mutate: frozenset[int] | None = None
@@ -67,6 +71,7 @@ class Forward:
     mutated: dict[int, Tensor] = field(default_factory=dict)
     buffers: dict[int, Tensor] = field(default_factory=dict)
     activation_bytes: int = 0
+    differs_without_grad: bool = False
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
@@ -105,9 +110,11 @@ class Runner:
             _refuse_hidden_tensors(out_leaves, call.layer.name)
             with device.hold([t for t in out_leaves if isinstance(t, Tensor)], "outputs of the running call"):
                 activation = device.peak_bytes() - before if call.learning else 0
+        differs = call.probe and self._differs_without_grad(slot, call, leaves, out_leaves, given)
         self._write_back_attributes(call, attributes)
         buffers.write_back(snapshot)
         result = Forward(self._safe(out_leaves), spec, inlet, buffers=snapshot or {}, activation_bytes=activation)
+        result.differs_without_grad = differs
         result.mutated = self._mutated(call, given)
         worker.retire(leaves, out_leaves)
         return result
@@ -135,6 +142,22 @@ class Runner:
         refuse_changed((all_given, call.spec), (args, kwargs), call.layer.name)
         return inlet, output, given
 
+    def _differs_without_grad(
+        self, slot: Slot, call: Call, leaves: list[Any], outputs: list[Any], given: dict[int, Tensor]
+    ) -> bool:
+        """Whether the layer computes other bits in no-grad mode, where torch may choose another kernel.
+
+        Attention is such a case. The forward of such a layer has to run with grad as its recomputation does, or the
+        result would depend on which stage it is in. A layer with side effects is not run a second time to find out.
+        """
+        if self._worker.buffers(call.layer).changed() or any(t._version for t in given.values()):
+            return True
+        quiet = dataclasses.replace(call, graph=False)
+        _, output, _ = self._run(slot, quiet, leaves, "")
+        again = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+        first = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+        return not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
     @contextlib.contextmanager
     def _seeded(self, call: Call) -> Iterator[None]:
         if call.seed is None:
@@ -150,7 +173,8 @@ class Runner:
             start = self._device.compute.record(timed=True)
             yield
             end = self._device.compute.record(timed=True)
-        self._worker.recorder.add(kind, self._worker.index, start, end, microbatch, 0, where)
+        if kind:
+            self._worker.recorder.add(kind, self._worker.index, start, end, microbatch, 0, where)
 
     def _safe(self, leaves: list[Any]) -> list[Any]:
         """Outputs that lie in an arena (a layer that returns its weight) must not change with the next slot."""
@@ -163,8 +187,8 @@ class Runner:
         found = {i: t for i, t in given.items() if not t.is_inference() and t._version > 0}
         if call.may_mutate is not None and (new := set(found) - call.may_mutate):
             raise RoundPipeError(
-                f"layer {call.layer.name!r} wrote to its argument {min(new)} in place, which it did not do in the first "
-                "batch; what is recomputed from may be damaged. Make the layer work out of place."
+                f"layer {call.layer.name!r} wrote to its argument {min(new)} in place, which it did not do in the "
+                "first batch; what is recomputed from may be damaged. Make the layer work out of place."
             )
         return found
 
@@ -239,7 +263,8 @@ class Runner:
         with device.hold([t for t in leaves if isinstance(t, Tensor)], "inputs of the running call"):
             # A layer that writes to its inputs must not write to what other calls share.
             private = [t.clone() if i in entry.mutates and isinstance(t, Tensor) else t for i, t in enumerate(leaves)]
-            inlet, output, given = self._run(slot, call, private, "recompute")
+            with noted(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device):
+                inlet, output, given = self._run(slot, call, private, "recompute")
         if replica.written(attributes):
             replica.drop_written()
         buffers.discard()
@@ -258,5 +283,5 @@ def _refuse_hidden_tensors(leaves: list[Any], layer: str) -> None:
         ):
             raise RoundPipeError(
                 f"layer {layer!r} returns a {type(leaf).__name__}, a dataclass that holds tensors and that torch's "
-                "pytree does not know. Register it with torch.utils._pytree.register_dataclass, or return a dict or tuple."
+                "pytree does not know. Register it with torch.utils._pytree.register_dataclass, or return a dict."
             )

@@ -62,6 +62,8 @@ class Engine:
         self.plan: Plan | None = None
         self.costs: Costs | None = None
         self.broken = False
+        self.plans = False
+        """Whether the running step is one that a plan will be made from."""
         self.weights_uploaded = 0
         self._interceptors = [Interceptor(layer) for layer in self.layers]
         self._threads: list[TaskThread] = []
@@ -70,11 +72,17 @@ class Engine:
         self._trainable = self._trainable_now()
         self._hinted: set[str] = set()
         self._report: Callable[[], dict[str, Any]] | None = None
-        self._reserve()
+        try:
+            self._reserve()
+        except BaseException:
+            self.close()
+            raise
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train_batch(self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]) -> Any:
+    def train_batch(
+        self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]
+    ) -> Any:
         """Run ``function`` (training_step) on the microbatches of ``batch``, and their backward.
 
         Args:
@@ -89,6 +97,7 @@ class Engine:
         self._begin()
         sizes = self._sizes(batch)
         parts = microbatch.split(batch, sizes)
+        self.plans = self.plan is None and len(sizes) > 1
         step = Step(self, seed, sizes, self._given_weights(parts))
         args = [(part, *rest) for part in parts]
         started = time.perf_counter()
@@ -102,7 +111,7 @@ class Engine:
                 random_state.restore()
         output = step.finish()
         self._finish_report(step, time.perf_counter() - started)
-        if self.plan is None and len(sizes) > 1:
+        if self.plans:
             self._make_plan(step)
         return output
 
@@ -183,7 +192,7 @@ class Engine:
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     def _make_plan(self, step: Step) -> None:
-        trace = max((run.trace for run in step.runs), key=lambda t: len(t.calls))
+        trace = step.runs[0].trace
         for run in step.runs:
             position = 0
             for call in run.trace.calls:
@@ -284,11 +293,11 @@ class Engine:
         """After a step: nothing is running. After a failure, devices and workers start afresh."""
         if not failed:
             return
-        for worker in self.workers:
-            worker.forget()
         self._sums.clear()
         for device in self.devices:
             device.reset()
+        for worker in self.workers:
+            worker.abandon()
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -336,4 +345,3 @@ class Engine:
         self._threads.clear()
         for device in self.devices:
             device.close()
-

@@ -57,7 +57,7 @@ class Recorder:
 
     def rows(self) -> list[dict[str, Any]]:
         """The events in order of their start, with times in seconds from the first one's start."""
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "kind": kind,
                 "phase": where.phase,

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_roundpipe.config import RoundPipeError
 
+_LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 
 
@@ -86,7 +87,7 @@ class GlueMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _with_proxies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Looks at top-level arguments and at one level of lists, which is where parameters stand in torch functions."""
+        """Looks at top-level arguments and at one level of lists: parameters stand nowhere else in torch functions."""
         if any(isinstance(a, (nn.Parameter, list, tuple)) for a in args):
             args = tuple(self._proxy(a) for a in args)
         if any(isinstance(v, nn.Parameter) for v in kwargs.values()):
@@ -121,12 +122,12 @@ class GlueMode(TorchFunctionMode):
                 return tensor
             return self.proxies.on(tensor, where) if tensor.is_leaf and tensor.requires_grad else tensor.to(where)
 
-        keep_first = name.endswith("_") and not name.endswith("__") or name == "__setitem__"
+        keep_first = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
         moved = tuple(a if keep_first and i == 0 else tree_map_only(Tensor, follow, a) for i, a in enumerate(args))
         return moved, tree_map_only(Tensor, follow, kwargs)
 
     def _count(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bound = dict(zip(("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"), args))
+        bound = dict(zip(_LOSS_ARGUMENTS, args, strict=False))
         bound.update(kwargs)
         logits, target = bound["input"], bound["target"]
         if not (torch.is_grad_enabled() and logits.requires_grad):

@@ -49,7 +49,7 @@ class StepGradients:
         if not self.masters:
             return value
         with torch.enable_grad():
-            loss: Tensor = _StepLoss.apply(self, value, *self.masters)
+            loss: Tensor = _StepLoss.apply(self, value, *self.masters)  # type: ignore[no-untyped-call]
         return loss
 
     def take(self, scale: float) -> list[Tensor]:

@@ -87,8 +87,9 @@ def without_caches(root: nn.Module) -> Iterator[list[str]]:
     A cache would be filled a second time by the recomputation; checkpointing would recompute what is recomputed anyway.
     Yields what was switched off.
     """
-    caches = {id(c): c for m in root.modules() if getattr(c := getattr(m, "config", None), "use_cache", False) is True}
-    checkpointed = [m for m in root.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    configs = [getattr(m, "config", None) for m in root.modules()]
+    caches: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", False) is True}
+    checkpointed: list[Any] = [m for m in root.modules() if getattr(m, "gradient_checkpointing", False) is True]
     for config in caches.values():
         config.use_cache = False
     for module in checkpointed:

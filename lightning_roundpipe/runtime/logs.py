@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def shadowed_log(module: Any, current: Any) -> Iterator[None]:
     """Send ``module.log`` to ``current().log`` (the calling microbatch's recorder)."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs.update(zip(_POSITIONAL, args))
+        kwargs.update(zip(_POSITIONAL, args, strict=False))
         current().log(name, value, **kwargs)
 
     object.__setattr__(module, "log", log)
@@ -77,7 +77,7 @@ def _merged(values: list[Any], reduce_fx: Any, weights: list[float]) -> Any:
         metric = first[0]
         caches = [v[1] for v in values if isinstance(v[1], Tensor) and v[1].numel() == 1]
         if len(caches) == len(values):
-            metric._forward_cache = weighted_mean(caches, weights)
+            cast(Any, metric)._forward_cache = weighted_mean(caches, weights)
         return metric
     if isinstance(first, dict):
         return {k: _merged([v[k] for v in values], reduce_fx, weights) for k in first}

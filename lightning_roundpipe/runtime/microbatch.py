@@ -89,18 +89,18 @@ def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
         changed = {k: change(v) for k, v in value.items()}
         if type(value) is dict:
             return changed
-        fresh = copy.copy(value)
-        if isinstance(getattr(fresh, "data", None), dict):
-            fresh.data = dict(fresh.data)
+        mapping: Any = copy.copy(value)
+        if isinstance(getattr(mapping, "data", None), dict):  # a UserDict's copy shares its dict
+            mapping.data = dict(mapping.data)
         for key, item in changed.items():
-            fresh[key] = item  # type: ignore[index]
-        return fresh
+            mapping[key] = item
+        return mapping
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(change(v) for v in value))
     if isinstance(value, (list, tuple)):
         return type(value)(change(v) for v in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fresh = copy.copy(value)
+        fresh: Any = copy.copy(value)
         for field in dataclasses.fields(value):
             object.__setattr__(fresh, field.name, change(getattr(value, field.name)))
         return fresh
@@ -125,7 +125,7 @@ def merge(outputs: Sequence[Any], sizes: list[int], weights: list[float]) -> Any
         return tensors
     if isinstance(first, Mapping) and all(isinstance(o, Mapping) and o.keys() == first.keys() for o in outputs):
         merged = {k: merge([o[k] for o in outputs], sizes, weights) for k in first}
-        return merged if type(first) is dict else _rebuild(first, lambda v: v) if not merged else type(first)(**merged)
+        return merged if type(first) is dict or not merged else type(first)(**merged)
     if isinstance(first, (list, tuple)) and all(type(o) is type(first) and len(o) == len(first) for o in outputs):
         parts = [merge(list(column), sizes, weights) for column in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

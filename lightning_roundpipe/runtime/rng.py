@@ -118,9 +118,9 @@ class Randomness:
                 parked = self._parked[id(generator)] = reference.manual_seed(_PARKED).get_state()
             if not torch.equal(generator.get_state(), parked):
                 raise RoundPipeError(
-                    f"random numbers were drawn in {what} or beside it, where none were drawn in the first batch: their "
-                    "recomputation could not draw the same. Let the model draw from the first batch on (a dropout whose "
-                    "rate starts at 0 can start at a tiny rate), or set num_microbatches=1 with one device."
+                    f"random numbers were drawn in {what} or beside it, where none were drawn in the first batch: "
+                    "their recomputation could not draw the same. Let the model draw from the first batch on (a dropout "
+                    "whose rate starts at 0 can start at a tiny rate), or set num_microbatches=1 with one device."
                 )
         finally:
             device.generator_lock.release()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +201,8 @@ class MicrobatchRun:
     def _run_forward(self, call: Call, entry: Entry | None, traced: TracedCall) -> tuple[Forward, Slot]:
         fused = not self.learning and self._step.is_fused(call.index)
         call.recomputed = entry is not None and not fused
-        call.graph = entry is not None and (fused or self.learning)
+        call.graph = entry is not None and (fused or self.learning or traced.needs_grad_mode)
+        call.probe = self.learning and self.index == 0 and entry is not None and self._step.engine.plans
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
         saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
         if entry is not None and call.recomputed:
@@ -239,7 +241,7 @@ class MicrobatchRun:
         if self.learning:
             self._learn(call, traced, forward, outputs, taped=entry is not None)
         flags = list(traced.flags) if entry is not None else [False] * len(outputs)
-        if entry is not None and call.graph and not self.learning:
+        if entry is not None and not call.recomputed:
             assert forward.inlet is not None
             entry.graph = (forward.inlet, outputs)
             flags = [t.requires_grad for t in outputs]
@@ -261,6 +263,7 @@ class MicrobatchRun:
         traced.flags = tuple(t.requires_grad for t in outputs)
         traced.taped = taped and any(traced.flags)
         traced.mutates = frozenset(forward.mutated)
+        traced.needs_grad_mode = forward.differs_without_grad
         traced.activation_bytes = max(traced.activation_bytes, forward.activation_bytes)
         traced.boundary_bytes = sum(leaf.nbytes for leaf in call.leaves if isinstance(leaf, (Tensor, HostCopy)))
 
@@ -285,7 +288,7 @@ class MicrobatchRun:
             return None  # Lightning says what is wrong with it
         if loss.numel() != 1:
             raise RoundPipeError(
-                f"training_step returned a loss of shape {tuple(loss.shape)}; it must be a single number (take its mean)."
+                f"training_step returned a loss of shape {tuple(loss.shape)}; it must be one number (take its mean)."
             )
         return loss
 
@@ -308,24 +311,33 @@ class MicrobatchRun:
             traced = self.trace.calls[entry.call]
             slot = self._slots.backward(self.index, entry.call, entry.layer, engine.sums_of(traced))
             worker, runner = engine.workers[slot.worker], engine.runners[slot.worker]
+            task = functools.partial(runner.backward, slot, entry, self._boundaries)
             with noted(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device):
-                grads = worker.run(lambda e=entry, s=slot: runner.backward(s, e, self._boundaries), self._control)  # type: ignore[misc]
+                grads = worker.run(task, self._control)
             self._slot = slot
             self._last = f"layer {entry.layer.name!r}"
             self._boundaries.settle()
             self._hand_on(entry, grads, worker.device)
             self._slots.after(self.index, slot, entry.call)
 
+    def _hand_over(self, entry: Entry, index: int, grad: Tensor | None, device: Device) -> None:
+        """Add to another call's gradient, on the device where that gradient is already."""
+        if grad is not None and entry.grads[index]:
+            there = entry.grads[index][0][1]
+            grad, device = self._boundaries.transfer(grad, device, there), there or device
+        entry.add_grad(index, grad, device)
+
     def _hand_on(self, entry: Entry, grads: list[Tensor | None], device: Device) -> None:
         pushed: list[Tensor | None] = []
         for grad, target, wanted in zip(grads, entry.targets, entry.tensor_flags, strict=True):
             if target is not None:
-                target[0].add_grad(target[1], grad, device)
+                self._hand_over(target[0], target[1], grad, device)
             elif wanted:
                 pushed.append(None if grad is None else self._boundaries.transfer(grad, device, entry.input_home))
         if entry.sink is not None and any(g is not None for g in pushed):
-            with self._step.ambient.entered(), noted(
-                f"glue in front of {self._last}", "backward", self.index, self._slot, device
+            with (
+                self._step.ambient.entered(),
+                noted(f"glue in front of {self._last}", "backward", self.index, self._slot, device),
             ):
                 self._device = entry.input_home
                 self._enter_glue()

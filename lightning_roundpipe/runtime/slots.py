@@ -114,9 +114,7 @@ class Slot:
 
     def _may_run(self, microbatch: int) -> bool:
         return (
-            self.opened
-            and self._position < len(self.microbatches)
-            and self.microbatches[self._position] == microbatch
+            self.opened and self._position < len(self.microbatches) and self.microbatches[self._position] == microbatch
         )
 
     def _wake_next(self) -> None:
@@ -169,7 +167,7 @@ class PlannedSlots:
     def after(self, microbatch: int, slot: Slot, call: int) -> None:
         # A forward slot is left with its last call; in a fused slot the loss and the backward are still to come, and a
         # backward slot ends with its first call.
-        if slot.phase == "forward" and call == slot.calls[-1] or slot.phase == "backward" and call == slot.calls[0]:
+        if (slot.phase == "forward" and call == slot.calls[-1]) or (slot.phase == "backward" and call == slot.calls[0]):
             self._leave_until(microbatch, self._mine[microbatch].index(slot) + 1)
 
     def finish(self, microbatch: int) -> None:

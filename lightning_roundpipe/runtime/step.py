@@ -133,7 +133,7 @@ class Step:
 
     def _leave(self, tasks: list[Task[None]]) -> None:
         for task in tasks:
-            if not task.waiter.wait_for(STUCK_GRACE):
+            if not task.finished and not task.waiter.wait_for(STUCK_GRACE):
                 self.engine.broken = True
 
     # -- slots --------------------------------------------------------------------------------------------------------
@@ -155,9 +155,7 @@ class Step:
             )
         return rounds
 
-    def _slot(
-        self, number: int, stage: Stage, trace: Trace, microbatches: range, predecessor: Slot | None
-    ) -> Slot:
+    def _slot(self, number: int, stage: Stage, trace: Trace, microbatches: range, predecessor: Slot | None) -> Slot:
         calls = range(stage.first, stage.last + 1)
         loaded = [trace.calls[c] for c in calls if stage.phase != "backward" or trace.calls[c].taped]
         sums = {}
@@ -186,9 +184,7 @@ class Step:
         worker.post(lambda: worker.close_slot(slot), self.control)
         self._open_next(slot.worker)
 
-    def _arrive(
-        self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None
-    ) -> Slot:
+    def _arrive(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
         index = self.engine.next_slot()
         worker = self.engine.workers[index % len(self.engine.workers)]
         totals = {call: sums} if sums is not None else {}
@@ -258,5 +254,3 @@ def _stacks() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()
-
-

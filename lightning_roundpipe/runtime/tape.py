@@ -33,9 +33,9 @@ from lightning_roundpipe.config import RoundPipeError
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Device
     from lightning_roundpipe.model.replica import StateDiff
-    from lightning_roundpipe.runtime.boundary import HostCopy
     from lightning_roundpipe.runtime.context import Ambient
     from lightning_roundpipe.runtime.weights import HostLayer
+
 
 class _Driven:
     """How many backwards the engine itself runs now: a Boundary reached while there is none was reached by user code.
@@ -97,12 +97,15 @@ class Entry:
     graph: tuple[Inlet, list[Tensor]] | None = None
 
     def add_grad(self, index: int, grad: Tensor | None, device: Device | None) -> None:
-        """Add to the gradient of output ``index``. Never in place: autograd may share ``grad`` with other nodes."""
+        """Add to the gradient of output ``index``. Never in place: autograd may share ``grad`` with other nodes.
+
+        Parts are summed from the first to the last, wherever they lie, so that no plan changes a bit.
+        """
         if grad is None:
             return
         parts = self.grads[index]
-        if parts and parts[-1][1] is device:
-            parts[-1] = (parts[-1][0] + grad, device)
+        if len(parts) == 1 and parts[0][1] is device:
+            parts[0] = (parts[0][0] + grad, device)
         else:
             parts.append((grad, device))
 
@@ -145,7 +148,7 @@ def boundary(entry: Entry, outputs: list[Tensor], flags: list[bool]) -> list[Ten
         return [t.data for t in outputs]
     anchor = torch.empty((), requires_grad=True)
     with torch.enable_grad():
-        return list(_BoundaryFunction.apply(anchor, entry, outputs, flags))
+        return list(_BoundaryFunction.apply(anchor, entry, outputs, flags))  # type: ignore[no-untyped-call]
 
 
 def source_of(tensor: Tensor) -> tuple[Entry, int] | None:
@@ -179,7 +182,7 @@ class Sink:
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.grads: Sequence[Tensor | None] = ()
         with torch.enable_grad():
-            self._root: Tensor = _SinkFunction.apply(self, *inputs)
+            self._root: Tensor = _SinkFunction.apply(self, *inputs)  # type: ignore[no-untyped-call]
 
     def push(self, grads: Sequence[Tensor | None]) -> None:
         """Send ``grads`` (one per input) into the glue. The graph is retained: other calls may reach it too."""
@@ -202,7 +205,7 @@ class Inlet:
         if not any(flags):
             return [t.data for t in tensors]
         anchor = torch.empty((), requires_grad=True)
-        return list(_InletFunction.apply(anchor, self, tensors, flags))
+        return list(_InletFunction.apply(anchor, self, tensors, flags))  # type: ignore[no-untyped-call]
 
 
 class _InletFunction(torch.autograd.Function):

@@ -22,6 +22,7 @@ class Task(Generic[T]):
     def __init__(self, function: Callable[[], T]) -> None:
         self._function: Callable[[], T] | None = function
         self.waiter = Waiter()
+        self.finished = False
         self._result: T | None = None
         self._error: BaseException | None = None
 
@@ -31,6 +32,7 @@ class Task(Generic[T]):
             self._result = self._function()
         except BaseException as error:
             self._error = error
+        self.finished = True
         self._function = None  # what it closed over may be large
         self.waiter.wake()
 

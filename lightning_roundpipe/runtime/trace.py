@@ -20,6 +20,7 @@ class TracedCall:
         use: how often the layer was called before in the microbatch.
         taped: whether a gradient passes through it or reaches its weights.
         can_tape: whether gradients were on and something could require them.
+        needs_grad_mode: whether its forward computes other bits without grad.
         flags: per tensor output (mutated inputs last), whether it requires grad.
         mutates: positions of arguments that it writes to.
     """
@@ -28,6 +29,7 @@ class TracedCall:
     use: int
     taped: bool = False
     can_tape: bool = False
+    needs_grad_mode: bool = False
     flags: tuple[bool, ...] = ()
     mutates: frozenset[int] = frozenset()
     boundary_bytes: int = 0

@@ -12,6 +12,7 @@ and so do rounds, because a later round's device buffer starts from the sum so f
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -212,9 +213,7 @@ class HostGradients:
         """The gradients by id of the master, times ``factor``; views into the buffer."""
         self.wait()
         taken = {}
-        for segment, position, present in zip(
-            self.layout.segments, self.layout.positions, self.present, strict=True
-        ):
+        for segment, position, present in zip(self.layout.segments, self.layout.positions, self.present, strict=True):
             if present:
                 view = segment.view(self.flat)
                 taken[id(self.layer.masters[position])] = view if factor == 1.0 else view.mul_(factor)
@@ -250,7 +249,7 @@ class DeviceGradients:
                 continue
             if grad.is_sparse:
                 raise RoundPipeError(
-                    f"layer {self.host.layer.name!r} produced a sparse gradient; create the embedding with sparse=False."
+                    f"layer {self.host.layer.name!r} produced a sparse gradient; build its embedding with sparse=False."
                 )
             if grad is not self.views[index]:
                 self.views[index].copy_(grad)

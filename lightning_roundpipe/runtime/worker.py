@@ -47,6 +47,9 @@ class Arena:
         self.buffer = self._device.allocate(nbytes, self._purpose)
 
     def release(self) -> None:
+        """Give the memory back, once what was enqueued on it is done: a gradient may still be on its way down."""
+        if self.free is not None:
+            self.free.wait()
         if self.buffer is not None:
             self._device.free(self.buffer)
         self.buffer = None
@@ -165,9 +168,10 @@ class Worker:
         if not sums:
             return
         arena = self.gradients[self._gradient_turn]
+        stream = self.device.weights_up
         if arena.free is not None:
             self.device.compute.wait(arena.free)
-        stream = self.device.weights_up
+            stream.wait(arena.free)
         for (call, host), segment in zip(sums.items(), arena.cut(s.layout.nbytes for s in sums.values()), strict=True):
             gradients = self._device_gradients[call] = DeviceGradients(host, segment)
             if any(host.present):
@@ -252,3 +256,9 @@ class Worker:
         self._device_gradients.clear()
         self._segments.clear()
         self._in_flight.clear()
+
+    def abandon(self) -> None:
+        """After a failure, when the device is at rest: what was enqueued on the arenas will not happen any more."""
+        self.forget()
+        for arena in (*self.weights, *self.gradients):
+            arena.free = None

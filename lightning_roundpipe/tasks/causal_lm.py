@@ -7,12 +7,12 @@ that a user would write: call the model with labels, log, return the loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -52,7 +52,7 @@ class CausalLM(LightningModule):
         max_new_tokens: int = 32,
     ) -> None:
         super().__init__()
-        self.model = model if lora is None else get_peft_model(model, lora)
+        self.model: PreTrainedModel | PeftModel = model if lora is None else get_peft_model(model, lora)
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
         self.max_new_tokens = max_new_tokens
@@ -66,6 +66,13 @@ class CausalLM(LightningModule):
         self.log("train_loss", loss, prog_bar=True)
         self.log("tokens", float(batch["input_ids"].numel()), reduce_fx="sum")
         return loss
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        # Lightning resets metrics where it used them: after trainer.validate() in inference mode, whose tensors cannot
+        # be updated by the validation within fit. So they start afresh here, in the mode that they will be updated in.
+        self.val_loss.reset()
+        self.val_perplexity.reset()
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -82,7 +89,7 @@ class CausalLM(LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The prompts with their greedy completions: tokens of shape (prompts, length)."""
         prompts = batch["input_ids"]
-        completed: Tensor = self.model.generate(
+        completed: Tensor = cast(Any, self.model).generate(
             input_ids=prompts,
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=self.max_new_tokens,
@@ -102,7 +109,7 @@ class CausalLM(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """With adapters, a checkpoint holds only what is trained: the frozen weights are where they were loaded from."""
+        """With adapters, only what is trained is saved: the frozen weights are where they were loaded from."""
         if self.strict_loading:
             return
         frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}

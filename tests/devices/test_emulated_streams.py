@@ -172,8 +172,7 @@ def test_a_copy_never_broadcasts_or_converts(make: MakeDevice, src: torch.Tensor
 def test_a_finished_copy_keeps_nothing_alive(make: MakeDevice) -> None:
     device = make()
     tensors = [torch.zeros(4), torch.zeros(4)]
-    device.weights_up.copy(*tensors)
-    device.weights_up.synchronize()
+    device.weights_up.copy(*tensors)  # and nothing after it, which would push it out of the thread's hands
     storage = tensors[0].untyped_storage()._weak_ref()
     tensors.clear()
     deadline = time.monotonic() + 5
@@ -361,8 +360,9 @@ def test_fill_and_poison(make: MakeDevice) -> None:
             stream.synchronize()
             assert buffer[:2].isnan().all()
             assert buffer[2:].eq(0).all()
-        scalar = torch.tensor(1, dtype=torch.int64)
-        stream.fill(scalar, 0)
+        with torch.inference_mode():
+            scalar = torch.tensor(1, dtype=torch.int64)
+            stream.fill(scalar, 0)
         stream.synchronize()
         assert scalar.item() == 0
     with pytest.raises(ValueError, match="contiguous"):

@@ -1,0 +1,10 @@
+"""Callbacks of ``roundpipe-train``. They read what a Trainer and its strategy tell, and work with any strategy."""
+
+from __future__ import annotations
+
+from lightning_roundpipe.callbacks.measurements import Measurements
+from lightning_roundpipe.callbacks.plan_table import PlanTable
+from lightning_roundpipe.callbacks.progress import ProgressLines, ProgressRich, progress_bar
+from lightning_roundpipe.callbacks.run_folder import RunFolder
+
+__all__ = ["Measurements", "PlanTable", "ProgressLines", "ProgressRich", "RunFolder", "progress_bar"]

@@ -1,0 +1,105 @@
+"""Times, tokens, losses and memory of a run, measured the same way whatever the strategy is."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_roundpipe.callbacks.host_memory import forget_peak, peak_bytes
+
+
+class Measurements(Callback):
+    """Measures optimizer steps end to end, from the end of one to the end of the next, without validation between them.
+
+    Logs ``tokens_per_s`` of each step, also for the progress bar. Put it before callbacks that show or save what is
+    logged.
+    """
+
+    def __init__(self) -> None:
+        self.step_seconds: list[float] = []
+        self.step_tokens: list[int] = []
+        self.train_losses: list[float] = []
+        self.val_losses: dict[int, float] = {}
+        """Validation loss by the number of optimizer steps before it."""
+        self.peak_host_bytes = 0
+        self._mark: float | None = None
+        self._seconds = 0.0
+        self._tokens = 0
+        self._steps = 0
+        forget_peak()
+
+    @property
+    def step_time_s(self) -> float | None:
+        """The median step. The first is left out if there are more: strategies find things out in it."""
+        return statistics.median(self.step_seconds[1:] or self.step_seconds) if self.step_seconds else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens trained on per second, the first step left out if there are more."""
+        seconds = sum(self.step_seconds[1:] or self.step_seconds)
+        return sum(self.step_tokens[1:] or self.step_tokens) / seconds if seconds else None
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._mark is None:
+            self._mark = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        self._seconds += now - (now if self._mark is None else self._mark)
+        self._mark = now
+        self._tokens += count_tokens(batch)
+        if trainer.global_step == self._steps:
+            return  # gradients are accumulated: the step goes on
+        self._steps = trainer.global_step
+        self.step_seconds.append(self._seconds)
+        self.step_tokens.append(self._tokens)
+        if (loss := _loss(outputs)) is not None:
+            self.train_losses.append(loss)
+        if self._tokens:
+            pl_module.log("tokens_per_s", self._tokens / max(self._seconds, 1e-9), prog_bar=True)
+        self._seconds, self._tokens = 0.0, 0
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mark = None
+        if "val_loss" in trainer.callback_metrics and not trainer.sanity_checking:
+            self.val_losses[trainer.global_step] = float(trainer.callback_metrics["val_loss"])
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.peak_host_bytes = peak_bytes()
+
+
+def count_tokens(batch: Any) -> int:
+    """Tokens of a batch that holds ``input_ids``; 0 for another."""
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return tokens.numel() if isinstance(tokens, Tensor) else 0
+
+
+def _loss(outputs: Any) -> float | None:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def peak_device_bytes(report: Mapping[str, Any]) -> list[int]:
+    """Peak memory of each device: as the strategy reports it, else as CUDA counts it; empty if nobody does."""
+    if reported := report.get("peak_device_bytes"):
+        return [int(peak) for peak in reported]
+    if torch.cuda.is_available():
+        return [torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())]
+    return []

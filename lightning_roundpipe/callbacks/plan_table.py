@@ -1,0 +1,88 @@
+"""The plan that a strategy follows, printed as a table once it is known and again when it has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich import get_console
+from rich.table import Table
+from torch.nn import Module
+from typing_extensions import override
+
+
+class PlanTable(Callback):
+    """Prints the stages, their layers and weights, and the worker that took each in the last step.
+
+    Does nothing under a strategy that has no ``report()``.
+    """
+
+    def __init__(self) -> None:
+        self._printed: str | None = None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._printed is None:  # not each time: a report costs as much as the step had events
+            self._print(strategy_report(trainer), pl_module, final=False)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._print(strategy_report(trainer), pl_module, final=True)
+
+    def _print(self, report: Mapping[str, Any], module: Module, final: bool) -> None:
+        # The first step runs without a plan, each call by itself; that is no news unless nothing follows.
+        if report and report["plan"] != self._printed and (final or not report.get("profiled")):
+            get_console().print(plan_table(report, module))
+            self._printed = report["plan"]
+
+
+def strategy_report(trainer: Trainer) -> dict[str, Any]:
+    """What the strategy tells of its last step; empty if it tells nothing."""
+    report = getattr(trainer.strategy, "report", None)
+    return dict(report() or {}) if callable(report) else {}
+
+
+def plan_table(report: Mapping[str, Any], module: Module) -> Table:
+    """The slots of one round as a table. ``module`` holds the layers under the names that the report calls them by."""
+    slots = [slot for slot in report["slots"] if slot["round"] == report["slots"][0]["round"]]
+    rounds = len({slot["round"] for slot in report["slots"]})
+    short = short_names({layer for slot in slots for layer in slot["layers"]})
+    table = Table(
+        title=f"Plan: {len(slots)} stages go round {report['workers']} workers, {report['microbatches']} microbatches"
+        + (f" in {rounds} rounds" if rounds > 1 else ""),
+        caption=report["plan"],
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("stage", "phase", "layers", "weights", "worker"):
+        table.add_column(heading, justify="right" if heading in ("stage", "weights", "worker") else "left")
+    for position, slot in enumerate(slots):
+        layers = slot["layers"]
+        size = f"{weight_bytes(module, layers) / 2**20:,.1f} MiB"
+        table.add_row(str(position), slot["phase"], span([short[layer] for layer in layers]), size, str(slot["worker"]))
+    return table
+
+
+def span(names: Sequence[str]) -> str:
+    """First and last of several names, and how many they are."""
+    return " … ".join(dict.fromkeys([names[0], names[-1]])) + (f" ({len(names)})" if len(names) > 2 else "")
+
+
+def short_names(names: Collection[str]) -> dict[str, str]:
+    """Each dotted name's shortest ending that no other name has, and that does not begin with a number."""
+    return {name: next(e for e in _endings(name) if sum(e in _endings(n) for n in names) == 1) for name in names}
+
+
+def _endings(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in reversed(range(len(parts))) if not parts[i].isdecimal() or i == 0]
+
+
+def weight_bytes(module: Module, layers: Sequence[str]) -> int:
+    """Bytes of the layers' parameters, each counted once."""
+    modules = dict(module.named_modules())
+    found = {id(p): p for layer in layers if layer in modules for p in modules[layer].parameters()}
+    return sum(p.numel() * p.element_size() for p in found.values())

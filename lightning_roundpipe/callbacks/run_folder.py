@@ -1,0 +1,47 @@
+"""What a run leaves behind beside metrics and checkpoints: its plan, a picture of one step, and its adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from peft import PeftModel
+from typing_extensions import override
+
+from lightning_roundpipe.callbacks.plan_table import strategy_report
+from lightning_roundpipe.timeline import draw_timeline
+
+
+class RunFolder(Callback):
+    """Writes into ``folder`` when training has ended.
+
+    * ``plan.txt``: the plan as text, which ``partition.plan`` takes again;
+    * ``timeline.png``: the last step as it ran; ``step.json``: the same as numbers;
+    * ``adapters/``: PEFT adapters, which plain PEFT loads.
+
+    What there is not (a strategy without a report, a model without adapters) is left out.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write_report(strategy_report(trainer))
+        for module in pl_module.modules():
+            if isinstance(module, PeftModel):
+                # Left to itself, PEFT asks the Hugging Face Hub whether the vocabulary was resized.
+                module.save_pretrained(str(self.folder / "adapters"), save_embedding_layers=False)
+                break
+
+    def _write_report(self, report: dict[str, Any]) -> None:
+        if not report:
+            return
+        (self.folder / "plan.txt").write_text(f"{report['plan']}\n")
+        (self.folder / "step.json").write_text(json.dumps(report))
+        draw_timeline(report, self.folder / "timeline.png")

@@ -1,0 +1,114 @@
+"""A sweep's runs side by side: one table, printed at the end and left as ``sweep.csv``.
+
+The table is made from what the runs left in their folders, so it does not matter which launcher ran them, or where,
+and a run that failed has its row too. ``python -m lightning_roundpipe.sweep FOLDER`` makes it again.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+COLUMNS = (
+    ("step_time_s", "step s", 3),
+    ("tokens_per_s", "tokens/s", 0),
+    ("bubble_pct", "bubble %", 1),
+    ("peak_device_gib", "device GiB", 3),
+    ("peak_host_gib", "host GiB", 2),
+    ("train_loss", "train loss", 4),
+    ("val_loss_after", "val loss", 4),
+)
+"""Keys of ``summary.json``, their headings and digits."""
+
+_current: list[Path] = []
+
+
+class SweepTable(Callback):
+    """Tells where the sweep of this process leaves its runs; ``conf/train.yaml`` has Hydra call it."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        # Resolved here, before the first run: its time stamp is then the same for all of them.
+        _current.append(Path(config.hydra.sweep.dir).absolute())
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if _current:
+            overrides = OmegaConf.to_container(config.hydra.overrides.task)
+            assert isinstance(overrides, list)
+            print(f"\nRun {config.hydra.job.num}: {' '.join(map(str, overrides))}", flush=True)
+
+
+def forget_sweep() -> None:
+    """Before a command: no sweep has run in this process."""
+    _current.clear()
+
+
+def finished_sweep() -> Path | None:
+    """After a command: if it was a sweep whose runs began, prints its table and returns its folder."""
+    if not _current or not (rows := read_runs(_current[-1])):
+        return None
+    write_table(rows, _current[-1] / "sweep.csv")
+    Console().print(draw_table(rows))
+    return _current[-1]
+
+
+def read_runs(folder: Path) -> list[dict[str, Any]]:
+    """The runs in the folders 0, 1, ... of ``folder``: their overrides, and what their summaries say."""
+    rows: list[dict[str, Any]] = []
+    for run in sorted((p for p in folder.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name)):
+        overrides_file, summary_file = run / ".hydra" / "overrides.yaml", run / "summary.json"
+        overrides = list(OmegaConf.load(overrides_file)) if overrides_file.is_file() else []
+        summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {"error": "did not finish"}
+        rows.append(
+            {"run": run.name}
+            | {key: value for key, _, value in (str(override).partition("=") for override in overrides)}
+            | {key: summary.get(key) for key, _, _ in COLUMNS}
+            | {"error": summary.get("error")}
+        )
+    return rows
+
+
+def write_table(rows: list[dict[str, Any]], path: Path) -> None:
+    """The rows as CSV, with every key that any of them has."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw_table(rows: list[dict[str, Any]]) -> Table:
+    """The rows for the screen: overrides only where runs differ, and errors instead of numbers."""
+    known = {"run", "error", *(key for key, _, _ in COLUMNS)}
+    varied = [
+        key
+        for key in dict.fromkeys(key for row in rows for key in row if key not in known)
+        if len({row.get(key) for row in rows}) > 1 or len(rows) == 1
+    ]
+    table = Table(title=f"Sweep: {len(rows)} runs", title_justify="left")
+    for heading in ("run", *(key.rpartition(".")[2] for key in varied), *(heading for _, heading, _ in COLUMNS)):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        values = [_shown(row[key], digits) for key, _, digits in COLUMNS]
+        table.add_row(row["run"], *(str(row.get(key, "")) for key in varied), *values)
+    table.caption = Text("\n".join(f"run {row['run']} failed: {row['error']}" for row in rows if row["error"]))
+    return table
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        raise SystemExit("usage: python -m lightning_roundpipe.sweep FOLDER   (a folder that a sweep left)")
+    found = read_runs(Path(sys.argv[1]))
+    write_table(found, Path(sys.argv[1]) / "sweep.csv")
+    Console().print(draw_table(found))

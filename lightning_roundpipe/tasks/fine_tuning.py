@@ -1,0 +1,150 @@
+"""A fine-tuning run from a composed configuration: build it, and see what training changed.
+
+Everything that is built comes from a ``_target_`` in the configuration. The steps are those of any script around a
+Trainer: validate, complete a prompt, fit, and both again.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ProgressBar
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from lightning_roundpipe.callbacks import Measurements
+from lightning_roundpipe.tasks.results import Completion, Outcome, show_job, show_outcome, summarise
+
+_PROMPT_WITHOUT_TOKENIZER = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs, ready to start."""
+
+    name: str
+    folder: Path
+    started: float
+    source: str
+    trainer: Trainer
+    task: LightningModule
+    data: LightningDataModule
+    tokenizer: PreTrainedTokenizerBase | None
+    measurements: Measurements
+    prompt: str | None
+    ckpt_path: str | None
+
+
+def build(cfg: DictConfig, folder: Path) -> Job:
+    """The job that ``cfg`` describes. Leaves the resolved configuration in ``folder``.
+
+    Raises:
+        ValueError, OSError, ImportError: something in the configuration cannot be; the message says what.
+    """
+    started = time.monotonic()
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    seed_everything(cfg.seed, workers=True, verbose=False)
+    pretrained = _make(cfg.model)
+    wants_tokenizer = OmegaConf.is_missing(cfg.data, "tokenizer")  # "tokenizer: ???"
+    data = _make(cfg.data, **({"tokenizer": pretrained.tokenizer} if wants_tokenizer else {}))
+    task = _make(
+        cfg.task,
+        model=pretrained.model,
+        lora=_make(cfg.lora) if cfg.lora else None,
+        optimizer=_make(cfg.optimizer),
+        scheduler=_make(cfg.scheduler) if cfg.scheduler else None,
+    )
+    measurements = Measurements()
+    return Job(
+        name=cfg.name,
+        folder=folder,
+        started=started,
+        source=pretrained.source,
+        trainer=_make_trainer(cfg, measurements),
+        task=task,
+        data=data,
+        tokenizer=pretrained.tokenizer,
+        measurements=measurements,
+        prompt=cfg.prompt,
+        ckpt_path=cfg.ckpt_path,
+    )
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Trains, prints what it changed, and returns the summary that it leaves in ``summary.json``."""
+    trainer, task, data = job.trainer, job.task, job.data
+    show_job(job.name, job.source, task, trainer, job.folder)
+    trainer.validate(task, datamodule=data, verbose=False)
+    before = _outcome(job)
+    trainer.fit(task, datamodule=data, ckpt_path=job.ckpt_path)
+    if trainer.global_step not in job.measurements.val_losses:
+        trainer.validate(task, datamodule=data, verbose=False)
+    after = _outcome(job)
+    summary = summarise(trainer, job.measurements, before, after, wall_s=time.monotonic() - job.started)
+    (job.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    show_outcome(summary, job.prompt)
+    gc.collect()  # a sweep runs the next job in this process
+    return summary
+
+
+def _make(node: DictConfig, **objects: Any) -> Any:
+    """What a node's ``_target_`` makes of its settings and of ``objects``, which never go through OmegaConf."""
+    try:
+        if node.get("_partial_"):
+            return instantiate(node, _convert_="all", **objects)
+        return instantiate(node, _partial_=True, _convert_="all")(**objects)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, (ValueError, OSError, ImportError)):
+            raise cause from None
+        raise ValueError(str(error).replace("\n", " ")) from error
+
+
+def _make_trainer(cfg: DictConfig, measurements: Measurements) -> Trainer:
+    named = "_target_" not in cfg.strategy
+    strategy = cfg.strategy.name if named else _make(cfg.strategy)
+    devices = cfg.strategy.get("devices") if named else None
+    trainer: Trainer = _make(
+        cfg.trainer,
+        strategy=strategy,
+        callbacks=[measurements, *(_make(node) for node in cfg.callbacks.values() if node)],
+        logger=[_make(node) for node in cfg.logger.values() if node],
+        **({} if devices is None else {"devices": devices}),
+    )
+    return trainer
+
+
+def _outcome(job: Job) -> Outcome:
+    loss = job.measurements.val_losses.get(job.trainer.global_step)
+    return Outcome(loss, _complete(job) if job.prompt is not None else None)
+
+
+def _complete(job: Job) -> Completion:
+    """What the model makes of the prompt, greedily. Without a tokenizer the prompt is a few token numbers."""
+    prompt = list(_PROMPT_WITHOUT_TOKENIZER)
+    if job.tokenizer is not None:
+        prompt = job.tokenizer(job.prompt, add_special_tokens=False)["input_ids"]
+    loader: DataLoader[dict[str, torch.Tensor]] = DataLoader([{"input_ids": torch.tensor(prompt)}])  # type: ignore[arg-type]
+    bar = job.trainer.progress_bar_callback
+    if isinstance(bar, ProgressBar):
+        bar.disable()  # one prompt is no progress
+    try:
+        predictions = job.trainer.predict(job.task, dataloaders=loader)
+    finally:
+        if isinstance(bar, ProgressBar):
+            bar.enable()
+    assert predictions is not None
+    tokens = torch.as_tensor(predictions[0])[0][len(prompt) :].tolist()
+    if job.tokenizer is None:
+        return Completion(" ".join(map(str, tokens)))
+    return Completion(str(job.tokenizer.decode(tokens, skip_special_tokens=True)))

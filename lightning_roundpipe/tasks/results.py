@@ -1,0 +1,115 @@
+"""What a run says for itself: a few lines at its start, and its summary, as data and on the screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NewType
+
+from lightning.pytorch import LightningModule, Trainer
+from rich import get_console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_roundpipe.callbacks import Measurements
+from lightning_roundpipe.callbacks.measurements import peak_device_bytes
+from lightning_roundpipe.callbacks.plan_table import strategy_report
+from lightning_roundpipe.planning.schedule import Plan
+
+Completion = NewType("Completion", str)
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the model can do at one moment: its validation loss, and its completion of the prompt."""
+
+    val_loss: float | None
+    completion: Completion | None
+
+
+def summarise(
+    trainer: Trainer, measurements: Measurements, before: Outcome, after: Outcome, wall_s: float
+) -> dict[str, Any]:
+    """The run in numbers. What only a strategy with a report knows is ``None`` under another.
+
+    Memory and uploads are in GiB, times in seconds; ``step_time_s`` is the median step and, like ``tokens_per_s``,
+    leaves the first step out; ``bubble_pct`` and the plan are the last step's.
+    """
+    report = strategy_report(trainer)
+    plan = Plan.parse(report["plan"]) if report else None
+    uploaded = report.get("weights_bytes_uploaded_total")
+    devices = peak_device_bytes(report)
+    return {
+        "val_loss_before": before.val_loss,
+        "val_loss_after": after.val_loss,
+        "train_loss": measurements.train_losses[-1] if measurements.train_losses else None,
+        "steps": trainer.global_step,
+        "step_time_s": measurements.step_time_s,
+        "first_step_time_s": measurements.step_seconds[0] if measurements.step_seconds else None,
+        "tokens_per_step": measurements.step_tokens[-1] if measurements.step_tokens else None,
+        "tokens_per_s": measurements.tokens_per_s,
+        "bubble_pct": report.get("bubble_pct"),
+        "peak_host_gib": measurements.peak_host_bytes / _GIB,
+        "peak_device_gib": max(devices) / _GIB if devices else None,
+        "plan": report.get("plan"),
+        "workers": report.get("workers"),
+        "forward_stages": len(plan.forward) if plan else None,
+        "fused_stages": 1 if plan else None,
+        "backward_stages": len(plan.backward) if plan else None,
+        "microbatches": report.get("microbatches"),
+        "weights_uploaded_gib": None if uploaded is None else uploaded / _GIB,
+        "wall_s": wall_s,
+        "completion_before": before.completion,
+        "completion_after": after.completion,
+    }
+
+
+def show_job(name: str, source: str, task: LightningModule, trainer: Trainer, folder: Path) -> None:
+    """A few lines that say what is about to be trained, by what, and where the results will be."""
+    total = sum(p.numel() for p in task.parameters())
+    trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
+    strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
+    for label, value in (
+        ("run", name),
+        ("model", f"{source}, {total / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M of them trained"),
+        ("trainer", f"{strategy} on {trainer.num_devices} {trainer.accelerator.name()} device(s), {trainer.precision}"),
+        ("folder", str(folder)),
+    ):
+        get_console().print(Text.assemble((f"{label:8}", "bold"), value), soft_wrap=True)
+
+
+def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
+    """The summary as tables: what training changed, and what it cost."""
+    console = get_console()
+    changed = Table("", "before", "after", title="What training changed", title_justify="left", show_lines=True)
+    before, after = summary["val_loss_before"], summary["val_loss_after"]
+    changed.add_row("validation loss", _number(before, 4), _number(after, 4))
+    changed.add_row("perplexity", *(_number(None if loss is None else math.exp(loss)) for loss in (before, after)))
+    if prompt is not None:
+        # Text: what a model writes may look like rich's markup.
+        changed.add_row(
+            Text(prompt), Text(summary["completion_before"].strip()), Text(summary["completion_after"].strip())
+        )
+    console.print(changed)
+    cost = Table("", "", title="What it cost", title_justify="left", show_header=False)
+    for label, key, unit, digits in (
+        ("optimizer steps", "steps", "", 0),
+        ("step time", "step_time_s", " s", 2),
+        ("speed", "tokens_per_s", " tokens/s", 0),
+        ("bubble", "bubble_pct", " %", 1),
+        ("peak host memory", "peak_host_gib", " GiB", 2),
+        ("peak device memory", "peak_device_gib", " GiB", 3),
+        ("weights uploaded", "weights_uploaded_gib", " GiB", 2),
+        ("wall time", "wall_s", " s", 0),
+    ):
+        if summary[key] is not None:
+            cost.add_row(label, f"{_number(summary[key], digits)}{unit}")
+    console.print(cost)
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"

@@ -1,0 +1,146 @@
+"""``roundpipe-train``: a training run as a configuration says it, on the command line.
+
+The configuration lies in ``conf/``, which is installed as ``lightning_roundpipe.conf``::
+
+    roundpipe-train experiment=smollm2_lora                 the main job
+    roundpipe-train experiment=smollm2_lora strategy=auto   the same job, plain Lightning on one device
+    roundpipe-train -m strategy.microbatch_size=1,2,4       a sweep, and a table of its runs
+    roundpipe-train --help                                  all groups and settings
+
+The last line on standard output is the absolute path of the folder that the run wrote, alone and without spaces, so
+that scripts can take it: ``folder=$(roundpipe-train ... | tail -n 1)``.
+
+Only Hydra is imported here, so that a mistyped setting is answered at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_roundpipe.sweep import finished_sweep, forget_sweep
+
+_CONFIG_PATH = "pkg://lightning_roundpipe.conf"
+
+_NOISE = (
+    r"GPU available: ",
+    r"TPU available: ",
+    r"(?s).*litlogger",
+    r"`Trainer\.fit` stopped: `max_steps=",
+    r"Seed set to ",
+)
+"""What Lightning says in every run that is no news to anybody."""
+
+_IRRELEVANT_WARNINGS = (
+    r".*does not have many workers which may be a bottleneck.*",  # the data are in memory
+    r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",  # Lightning's use of torch
+    r".*`is_gradient_checkpointing` is deprecated.*",  # PEFT's use of transformers
+    r".*GPU available but not used.*",  # accelerator=cpu was asked for
+)
+
+_finished: list[Path] = []
+
+
+def main() -> None:
+    """The console command. Exits with 1, and one line that says what to change, for settings that cannot be."""
+    _finished.clear()
+    forget_sweep()
+    folder: Path | None = None
+    try:
+        _application()
+        folder = _finished[-1] if _finished else None
+    finally:
+        folder = finished_sweep() or folder
+        sys.stderr.flush()
+        if folder is not None:
+            print(folder, flush=True)
+
+
+def run_folder(name: str) -> str:
+    """A new folder's absolute path for a run of that name: in ``runs/`` here, elsewhere if that has spaces in it."""
+    here = Path.cwd() / "runs"
+    if re.search(r"\s", str(here)):
+        here = Path(tempfile.gettempdir()) / "roundpipe-runs"
+    stem = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = here / stem
+    number = 2
+    while folder.exists():
+        folder = here / f"{stem}-{number}"
+        number += 1
+    return str(folder)
+
+
+OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
+
+
+@hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="train")
+def _application(cfg: DictConfig) -> None:
+    settings = HydraConfig.get()
+    folder = Path(settings.runtime.output_dir)
+    try:
+        _check(folder)
+        _quiet()
+        from lightning_roundpipe.tasks.fine_tuning import build, run
+
+        job = build(cfg, folder)
+    except (ValueError, OSError, ImportError) as error:
+        _leave_error(folder, error)
+        if settings.mode == RunMode.MULTIRUN or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        raise SystemExit(f"roundpipe-train: {error}") from None
+    try:
+        run(job)
+    except Exception as error:
+        _leave_error(folder, error)
+        raise
+    _finished.append(folder)
+
+
+def _check(folder: Path) -> None:
+    if re.search(r"\s", str(folder)):
+        raise ValueError(
+            f"the run folder {str(folder)!r} has spaces in its path, and its path is to be one word for scripts. "
+            "Set hydra.run.dir (or hydra.sweep.dir) to a path without spaces."
+        )
+    if re.search(r"\s", str(Path.cwd())) and not folder.is_relative_to(Path.cwd()):
+        print(f"The current folder has spaces in its path, so this run writes to {folder}", flush=True)
+
+
+def _leave_error(folder: Path, error: Exception) -> None:
+    """The failure, for the table of a sweep."""
+    lines = str(error).splitlines() or [""]
+    (folder / "summary.json").write_text(json.dumps({"error": f"{type(error).__name__}: {lines[0]}"}, indent=2))
+
+
+class _WithoutNoise(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not any(re.match(pattern, record.getMessage()) for pattern in _NOISE)
+
+
+def _quiet() -> None:
+    """Silences what is said in every run and concerns no user; everything else is still heard."""
+    for message in _IRRELEVANT_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of loading; Lightning's own take no notice of it
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logger: Any = logging.getLogger(name)
+        if not any(isinstance(known, _WithoutNoise) for known in logger.filters):
+            logger.addFilter(_WithoutNoise())
+
+
+if __name__ == "__main__":
+    main()
