@@ -190,8 +190,8 @@ class RoundPipeStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
                 raise MisconfigurationException(
-                    f"{type(optimizer).__name__} holds parameters that are not the LightningModule's and would never get "
-                    "a gradient: build the optimizer from self.parameters() in configure_optimizers()."
+                    f"{type(optimizer).__name__} holds parameters that are not the LightningModule's and would never "
+                    "get a gradient: build the optimizer from self.parameters() in configure_optimizers()."
                 )
 
     def _start_engine(self, module: LightningModule) -> None:

@@ -15,6 +15,7 @@ Only Hydra is imported here, so that a mistyped setting is answered at once.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -23,8 +24,8 @@ import sys
 import tempfile
 import time
 import warnings
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -130,6 +131,16 @@ class _WithoutNoise(logging.Filter):
         return not any(re.match(pattern, record.getMessage()) for pattern in _NOISE)
 
 
+class _CurrentStderr(io.TextIOBase):
+    """Standard error as it is now: a progress bar that is being drawn replaces it, to print above itself."""
+
+    def write(self, text: str, /) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 def _quiet() -> None:
     """Silences what is said in every run and concerns no user; everything else is still heard."""
     for message in _IRRELEVANT_WARNINGS:
@@ -137,9 +148,14 @@ def _quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of loading; Lightning's own take no notice of it
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logger: Any = logging.getLogger(name)
+        logger = logging.getLogger(name)
         if not any(isinstance(known, _WithoutNoise) for known in logger.filters):
             logger.addFilter(_WithoutNoise())
+    import_module("lightning.pytorch")  # its loggers get their handlers when it is imported
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(_CurrentStderr())
 
 
 if __name__ == "__main__":

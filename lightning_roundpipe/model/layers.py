@@ -91,7 +91,7 @@ def _match_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn
     hits: set[nn.Module]
     for want in requested:
         if isinstance(want, type):
-            hits = {m for _, m in root.named_modules() if isinstance(m, want)}
+            hits = {m for m in root.modules() if issubclass(type(m), want)}
         else:
             hits = {m for n, m in root.named_modules() if n and (n == want or type(m).__name__ == want)}
         hits.discard(root)

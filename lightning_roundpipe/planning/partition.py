@@ -1,7 +1,10 @@
 """The paper's partitioner: cut the trace into stages of nearly equal time, within a worker's memory.
 
-A round-robin pipeline of equal stages takes ``M S + N (N - 1)`` stage times (M microbatches, S stages, N workers): the
-work, and the bubble that is left while workers fill and drain. With unequal stages the longest one sets the pace, so
+A round-robin pipeline of equal stages takes ``M S + N (N - 1)`` stage times of all N workers together (M microbatches, S
+stages): the work, and the bubble that is left while workers fill and drain. That holds for at least as many stages and
+microbatches as workers. With fewer, some workers have nothing to do or wait for a microbatch to come round, which the
+formula does not see (it would put a whole model into one stage on one worker), so there the slots are counted
+(`pipeline_length`). With unequal stages the longest one sets the pace, so
 the objective is that count times ``t_max``. It falls with fewer stages and with a shorter longest stage, which pull
 against each other, and no closed form settles it. But ``t_max`` is always the time of some span of calls, of which
 there are only about L squared, and for each the fewest stages come from filling them greedily: so all are tried
@@ -35,7 +38,7 @@ def greedy_partition(
     stage_bytes: int | None = None,
     slot_overhead_s: float = 0.0,
 ) -> Plan:
-    """The plan that minimises ``(M S + N (N - 1)) t_max + M S slot_overhead_s``; ties go to fewer stages.
+    """The plan that minimises `pipeline_length` times ``t_max``, plus ``M S slot_overhead_s``; ties: fewer stages.
 
     Args:
         costs: what each call costs for one microbatch.
@@ -62,17 +65,30 @@ def greedy_partition(
     best: tuple[int, int] | None = None
     cuts: _Cuts = ([], Span(0, len(costs) - 1), [])
     for t_max in _candidates(phases):
-        if best is not None and (microbatches + workers * (workers - 1)) * t_max > best[0]:
+        if best is not None and microbatches * workers * t_max > best[0]:
             break  # candidates ascend: even a single stage would now take longer
         packed = _pack(phases, t_max)
         if packed is None:
             continue
         stages = len(packed[0]) + 1 + len(packed[2])
-        score = (microbatches * stages + workers * (workers - 1)) * t_max + microbatches * stages * overhead
+        length = pipeline_length(stages, workers, microbatches)
+        score = length * t_max + microbatches * stages * overhead
         if best is None or (score, stages) < best:
             best, cuts = (score, stages), packed
     assert best is not None, "the largest candidate holds every call"
     return Plan(tuple(cuts[0]), cuts[1], tuple(cuts[2]), round_microbatches or microbatches)
+
+
+def pipeline_length(stages: int, workers: int, microbatches: int) -> int:
+    """How long one step of equal stages takes: N times the number of stage times from its first to its last.
+
+    Slot i starts when its worker has finished slot i - N, which takes a stage time for each microbatch, and not before
+    slot i - 1 has finished a microbatch: N stage times after slot i - N if there are fewer microbatches than workers.
+    """
+    if stages >= workers and microbatches >= workers:
+        return microbatches * stages + workers * (workers - 1)
+    turns, place = divmod(stages - 1, workers)
+    return workers * (turns * max(microbatches, workers) + place + microbatches)
 
 
 _Cuts = tuple[list[Span], Span, list[Span]]

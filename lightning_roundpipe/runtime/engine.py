@@ -337,7 +337,12 @@ class Engine:
         return self._report() if self._report is not None else {}
 
     def close(self) -> None:
-        """Stop all threads and give everything on the devices back."""
+        """Stop all threads and give everything on the devices back.
+
+        If a thread is stuck in user code there is nobody to stop it: it is left to end with the process.
+        """
+        if self.broken:
+            return
         for worker in self.workers:
             worker.close()
         for thread in self._threads:

@@ -119,7 +119,7 @@ class Randomness:
             if not torch.equal(generator.get_state(), parked):
                 raise RoundPipeError(
                     f"random numbers were drawn in {what} or beside it, where none were drawn in the first batch: "
-                    "their recomputation could not draw the same. Let the model draw from the first batch on (a dropout "
+                    "their recomputation could not draw the same. Let the model draw from the start (a dropout "
                     "whose rate starts at 0 can start at a tiny rate), or set num_microbatches=1 with one device."
                 )
         finally:

@@ -101,8 +101,10 @@ class Step:
                 self.control.fail(error)
                 self._leave(tasks)
             for worker in self.engine.workers:
-                worker.drain()
-        self.engine.come_to_rest(failed=self.control.failed)
+                if not worker.drain(STUCK_GRACE if self.control.failed else None):
+                    self.engine.broken = True
+        if not self.engine.broken:
+            self.engine.come_to_rest(failed=self.control.failed)
         if self.control.error is not None:
             raise self.control.error
 

@@ -61,8 +61,9 @@ class Trace:
             if self.calls[index].layer is layer:
                 return index
         expected = self.names[position] if position < len(self.calls) else None
+        before = f"layer {self.names[position - 1]!r}" if position else "no other layer"
         raise RoundPipeError(
-            f"microbatch {microbatch} called layer {layer.name!r} where "
+            f"microbatch {microbatch} called layer {layer.name!r} after {before} where "
             + (f"layer {expected!r} was expected" if expected else "no further layer was expected")
             + ": with several microbatches each must call the layers in the order of the first batch's first "
             "microbatch (it may leave some out). Set num_microbatches=1, which allows any control flow."

@@ -1,9 +1,7 @@
 """A layer's parameters in host memory, and their way to a worker and back as gradients.
 
 Masters are moved once into flat host buffers, so that a whole layer goes up in one copy instead of one per parameter.
-The user's ``nn.Parameter`` objects stay who they are; only their ``.data`` becomes a view. Trainable and frozen
-parameters lie in separate buffers, because saving a slice of a storage saves all of it, and an adapter's checkpoint
-must not drag the frozen base along. With fp32 masters and staleness 0 the master is the copy that uploads read.
+The user's ``nn.Parameter`` objects stay who they are; only their ``.data`` moves. With fp32 masters and staleness 0 the master is the copy that uploads read.
 
 Gradients are kept per call, not per layer: a layer that is used twice adds up in the same order whatever the plan is,
 and so do rounds, because a later round's device buffer starts from the sum so far.
@@ -53,6 +51,17 @@ def _is_dense(tensor: Tensor) -> bool:
     return 1 + sum((s - 1) * st for s, st in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
 
 
+def _with_own_storage(segment: Segment, flat: Tensor) -> Tensor:
+    """The parameter's view into ``flat`` as a tensor whose storage ends where the parameter does.
+
+    Saving or copying a tensor saves or copies its whole storage; a checkpoint of one weight must not hold its layer.
+    """
+    if not segment.nbytes:
+        return segment.view(flat)
+    part = torch.frombuffer(flat.numpy(), dtype=torch.uint8, count=segment.nbytes, offset=segment.offset)
+    return part.view(segment.dtype).as_strided(segment.shape, segment.stride)
+
+
 class _Flat:
     """One flat host buffer and the masters that are views into it."""
 
@@ -65,7 +74,7 @@ class _Flat:
             offset += aligned(self.segments[-1].nbytes)
         self.nbytes = offset
         self.buffer = device.host_buffer(offset)
-        self.views = [s.view(self.buffer) for s in self.segments]
+        self.views = [_with_own_storage(s, self.buffer) for s in self.segments]
         self.adopt()
 
     def adopt(self) -> None:

@@ -109,9 +109,13 @@ class Worker:
 
         self._thread.submit(guarded)
 
-    def drain(self) -> None:
-        """Wait until the thread has done everything asked of it so far. Not to be called from it."""
-        self._thread.submit(lambda: None).waiter.wait()
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until the thread has done everything asked of it so far; False if that takes longer than ``timeout``."""
+        waiter = self._thread.submit(lambda: None).waiter
+        if timeout is not None:
+            return waiter.wait_for(timeout)
+        waiter.wait()
+        return True
 
     def close(self) -> None:
         """Stop the thread and give the arenas back."""

@@ -53,6 +53,7 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         self.model: PreTrainedModel | PeftModel = model if lora is None else get_peft_model(model, lora)
+        self.model.train()  # Hugging Face loads models in evaluation mode, and Lightning keeps the mode
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
         self.max_new_tokens = max_new_tokens

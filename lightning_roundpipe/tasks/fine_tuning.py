@@ -25,6 +25,9 @@ from transformers import PreTrainedTokenizerBase
 from lightning_roundpipe.callbacks import Measurements
 from lightning_roundpipe.tasks.results import Completion, Outcome, show_job, show_outcome, summarise
 
+_FILLED_IN = {"data.tokenizer", "data.vocab_size"}
+"""Settings that are left open because the model says them."""
+
 _PROMPT_WITHOUT_TOKENIZER = (1, 2, 3)
 
 
@@ -53,10 +56,12 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     """
     started = time.monotonic()
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    if unset := OmegaConf.missing_keys(cfg) - _FILLED_IN:
+        raise ValueError(f"{min(unset)} must be set, for example on the command line: {min(unset)}=VALUE")
     seed_everything(cfg.seed, workers=True, verbose=False)
     pretrained = _make(cfg.model)
-    wants_tokenizer = OmegaConf.is_missing(cfg.data, "tokenizer")  # "tokenizer: ???"
-    data = _make(cfg.data, **({"tokenizer": pretrained.tokenizer} if wants_tokenizer else {}))
+    facts = {"tokenizer": pretrained.tokenizer, "vocab_size": pretrained.model.config.vocab_size}
+    data = _make(cfg.data, **{key: fact for key, fact in facts.items() if OmegaConf.is_missing(cfg.data, key)})
     task = _make(
         cfg.task,
         model=pretrained.model,

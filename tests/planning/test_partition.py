@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, Span, greedy_partition
+from lightning_roundpipe.planning.partition import pipeline_length
 
 
 def longest_s(plan: Plan, costs: Costs) -> float:
@@ -18,8 +19,38 @@ def longest_s(plan: Plan, costs: Costs) -> float:
 
 
 def objective_s(plan: Plan, costs: Costs, workers: int, microbatches: int, overhead_s: float = 0.0) -> float:
-    work = microbatches * len(plan.stages())
-    return (work + workers * (workers - 1)) * longest_s(plan, costs) + work * overhead_s
+    stages = len(plan.stages())
+    length = pipeline_length(stages, workers, microbatches)
+    return length * longest_s(plan, costs) + microbatches * stages * overhead_s
+
+
+def counted_length(stages: int, workers: int, microbatches: int) -> int:
+    """The last end of ``stages`` slots of length 1, by the engine's rules, one operation after another."""
+    end: dict[tuple[int, int], int] = {}
+    for slot in range(stages):
+        for m in range(microbatches):
+            before = end.get((slot - 1, m), 0)
+            worker = end.get((slot, m - 1), 0) if m else end.get((slot - workers, microbatches - 1), 0)
+            end[slot, m] = max(before, worker) + 1
+    return max(end.values())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+def test_pipeline_length_is_what_counting_slots_gives(workers: int) -> None:
+    for stages in range(1, 20):
+        for microbatches in range(1, 12):
+            counted = workers * counted_length(stages, workers, microbatches)
+            length = pipeline_length(stages, workers, microbatches)
+            if stages < workers or microbatches < workers or stages % workers == 0:
+                assert length == counted, (stages, microbatches)
+            else:
+                assert length <= counted, (stages, microbatches)
+
+
+def test_one_stage_is_no_plan_for_several_workers() -> None:
+    """The paper's count alone gives a single stage the bubble of a full pipeline, and would choose it here."""
+    calls = tuple(call(f"layer{i}") for i in range(6))
+    assert len(greedy_partition(Costs(calls), 2, 3).stages()) > 1
 
 
 def fits(plan: Plan, costs: Costs, stage_bytes: int | None) -> bool:

@@ -1,0 +1,290 @@
+"""The shipped configuration: every choice composes, every target exists, and ``roundpipe-train`` runs it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_roundpipe import train
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+CHOICES = sorted((file.parent.name, file.stem) for file in CONF.glob("*/*.yaml") if file.parent.name != "experiment")
+SUMMARY = [
+    "val_loss_before",
+    "val_loss_after",
+    "step_time_s",
+    "tokens_per_s",
+    "bubble_pct",
+    "peak_host_gib",
+    "plan",
+    "workers",
+    "forward_stages",
+    "backward_stages",
+    "microbatches",
+    "weights_uploaded_gib",
+    "wall_s",
+    "completion_before",
+    "completion_after",
+]
+NEEDED = {"folder": "model.folder=/models/x", "by_hand": "partition.plan=forward none fused 0-8 backward none round 4"}
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def composed(*overrides: str) -> DictConfig:
+    """What ``roundpipe-train`` would run with these overrides, with all interpolations resolved."""
+    with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
+        cfg = compose("train", ["hydra.runtime.output_dir=/run", *overrides], return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+    OmegaConf.set_readonly(cfg, False)
+    OmegaConf.set_struct(cfg, False)
+    del cfg["hydra"]
+    OmegaConf.resolve(cfg)
+    return cfg
+
+
+def targets(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield from ([node["_target_"]] if "_target_" in node else [])
+        node = list(node.values())
+    if isinstance(node, list):
+        for value in node:
+            yield from targets(value)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """``roundpipe-train`` with these arguments, in this process."""
+    monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
+    train.main()
+
+
+def last_line(text: str) -> str:
+    assert text.endswith("\n")
+    return text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes(experiment: str) -> None:
+    cfg = composed(f"experiment={experiment}")
+    assert cfg.name == experiment
+    found = list(targets(OmegaConf.to_container(cfg)))
+    assert len(found) > 8
+    for target in found:
+        assert callable(get_object(target)), target
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes(group: str, choice: str) -> None:
+    cfg = composed(f"{group}={choice}", *([NEEDED[choice]] if choice in NEEDED else []), "~experiment")
+    for target in targets(OmegaConf.to_container(cfg)):
+        assert callable(get_object(target)), target
+
+
+def test_every_option_of_the_strategy_is_configured() -> None:
+    import inspect
+
+    from lightning_roundpipe import RoundPipeStrategy
+
+    settings = set(composed().strategy) - {"_target_"}
+    options = [p.name for p in inspect.signature(RoundPipeStrategy).parameters.values() if p.kind != p.KEYWORD_ONLY]
+    assert settings == set(options) - {"loss_weight"}  # a function, which a configuration cannot write
+
+
+def test_the_main_job_is_what_it_claims_to_be() -> None:
+    cfg = composed("experiment=smollm2_lora")
+    assert cfg.trainer.max_steps >= 12
+    assert cfg.data.sequence_length >= 256
+    assert cfg.data.batch_size == 4
+    assert cfg.data.max_validation_sequences * (cfg.data.sequence_length - 1) >= 4000
+    assert (cfg.trainer.accelerator, cfg.trainer.devices) == ("cpu", 4)
+    assert cfg.lora.target_modules == "all-linear"
+
+
+def test_tiny_leaves_everything(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "experiment=tiny", "lora=all_linear", "trainer.max_steps=2")
+    out, err = capfd.readouterr()
+    folder = Path(last_line(out))
+    assert folder.parent == working_folder / "runs"
+    assert "Error" not in err
+    for text in ("Plan: ", "validation loss", "tokens/s", "Training   [################] 2/2"):
+        assert text in out
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert not [key for key in SUMMARY if summary.get(key) is None]
+    assert summary["workers"] == 4
+    assert summary["microbatches"] == 4
+    assert summary["steps"] == 2
+    assert summary["plan"] == (folder / "plan.txt").read_text().strip()
+    assert len(summary["completion_after"].split()) == 32
+    assert OmegaConf.load(folder / "config.yaml").trainer.max_steps == 2
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "adapters" / "adapter_model.safetensors").is_file()
+    rows = list(csv.DictReader((folder / "csv" / "metrics.csv").open()))
+    assert [row["tokens"] for row in rows if row["tokens"]] == ["128.0", "128.0"]
+    assert len([row for row in rows if row["train_loss"] and row["tokens_per_s"]]) == 2
+    assert [float(row["val_loss"]) for row in rows if row["val_loss"]] == pytest.approx(
+        [summary["val_loss_before"], summary["val_loss_after"]]
+    )
+
+
+def test_a_checkpoint_of_adapters_holds_no_frozen_weights_and_resumes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["lora=all_linear", "prompt=null"]
+    run(monkeypatch, *options, "trainer.max_steps=3", "+callbacks.checkpoint.every_n_train_steps=2")
+    whole = Path(last_line(capfd.readouterr().out))
+    checkpoint = next((whole / "checkpoints").glob("*.ckpt"))
+    names = torch.load(checkpoint, weights_only=False)["state_dict"].keys()
+    assert names
+    assert all("lora_" in name for name in names)
+
+    run(monkeypatch, *options, "trainer.max_steps=2", "hydra.run.dir=first")
+    half = Path(last_line(capfd.readouterr().out)) / "checkpoints" / "step-2.ckpt"
+    run(monkeypatch, *options, "trainer.max_steps=3", "hydra.run.dir=second", f"ckpt_path={half}")
+    resumed = Path(last_line(capfd.readouterr().out))
+    losses = [json.loads((run / "summary.json").read_text())["val_loss_after"] for run in (whole, resumed)]
+    assert losses[0] == losses[1]
+
+    with pytest.raises(ValueError, match="The checkpoint does not fit"):
+        other = torch.load(half, weights_only=False)
+        del other["state_dict"][next(iter(other["state_dict"]))]
+        torch.save(other, "broken.ckpt")
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+        run(monkeypatch, *options, "trainer.max_steps=3", "ckpt_path=broken.ckpt")
+
+
+def test_plain_lightning_is_a_choice(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The comparison: same losses, on one device, and null for what only roundpipe knows."""
+    summaries = []
+    for strategy in ("roundpipe", "auto"):
+        run(monkeypatch, f"strategy={strategy}", "trainer.max_steps=2")
+        folder = Path(last_line(capfd.readouterr().out))
+        summaries.append(json.loads((folder / "summary.json").read_text()))
+    ours, plain = summaries
+    assert ours["val_loss_before"] == pytest.approx(plain["val_loss_before"], rel=1e-5)
+    assert ours["val_loss_after"] == pytest.approx(plain["val_loss_after"], rel=1e-5)
+    assert ours["completion_after"] == plain["completion_after"]
+    assert {key for key in SUMMARY if plain[key] is None} == {
+        *("bubble_pct", "plan", "workers", "forward_stages", "backward_stages", "microbatches", "weights_uploaded_gib")
+    }
+
+
+def test_a_sweep_leaves_a_table(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "-m", "strategy.microbatch_size=1,2,4", "trainer.max_steps=2", "prompt=null")
+    out, _ = capfd.readouterr()
+    folder = Path(last_line(out))
+    assert folder.parent == working_folder / "runs"
+    rows = list(csv.DictReader((folder / "sweep.csv").open()))
+    assert [row["strategy.microbatch_size"] for row in rows] == ["1", "2", "4"]
+    for row in rows:
+        for key in ("step_time_s", "bubble_pct", "peak_device_gib", "peak_host_gib", "train_loss", "val_loss_after"):
+            assert float(row[key]) > 0, key
+    assert len({row["val_loss_after"][:7] for row in rows}) == 1  # microbatches change rounding only
+    microbatches = [json.loads((folder / name / "summary.json").read_text())["microbatches"] for name in "012"]
+    assert microbatches == [4, 2, 1]
+    table = out[out.index("Sweep: 3 runs") :]
+    assert "microbatch_size" in table.replace("…", "") or re.search("micro", table)
+
+
+def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(monkeypatch, "-m", "strategy.num_microbatches=0,2", "trainer.max_steps=1", "prompt=null")
+    assert exit_.value.code == 1
+    out, _ = capfd.readouterr()
+    failed, finished = csv.DictReader((Path(last_line(out)) / "sweep.csv").open())
+    assert "num_microbatches=0 must be" in failed["error"]
+    assert not finished["error"]
+    assert float(finished["step_time_s"]) > 0
+    assert "run 0 failed: ValueError: num_microbatches=0" in out
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("experiment=smolm2", "Could not find 'experiment/smolm2'"),
+        ("trainer.max_step=3", "Key 'max_step' is not in struct"),
+        ("strategy.num_microbatches=0", "roundpipe-train: num_microbatches=0 must be a whole number of at least 1."),
+        ("trainer.accelerator=gpux", "roundpipe-train: .*gpux"),
+        ("data=topics", "roundpipe-train: data=topics needs the model's tokenizer"),
+        ("model=folder", "roundpipe-train: model.folder must be set, .* model.folder=VALUE"),
+        ("hydra.run.dir='with space'", "roundpipe-train: the run folder .* has spaces .* Set hydra.run.dir"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(
+    override: str, message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(monkeypatch, override)
+    text = capfd.readouterr().err + (exit_.value.code if isinstance(exit_.value.code, str) else "")
+    assert exit_.value.code not in (0, None)
+    assert re.search(message, text), text
+    assert "Traceback" not in text
+
+
+def test_a_current_folder_with_spaces(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (working_folder / "my work").mkdir()
+    (working_folder / "temp").mkdir()
+    monkeypatch.chdir(working_folder / "my work")
+    monkeypatch.setattr("tempfile.tempdir", str(working_folder / "temp"))
+    run(monkeypatch, "trainer.max_steps=1", "prompt=null")
+    out, _ = capfd.readouterr()
+    folder = Path(last_line(out))
+    assert folder.parent == working_folder / "temp" / "roundpipe-runs"
+    assert (folder / "summary.json").is_file()
+    assert f"The current folder has spaces in its path, so this run writes to {folder}" in out
+
+
+def test_the_folder_is_the_last_thing_said(working_folder: Path) -> None:
+    """On neither stream does anything follow, not even from what runs when the interpreter ends."""
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-m", "lightning_roundpipe.train"]
+    done = subprocess.run(
+        [*command, "trainer.max_steps=1", "prompt=null"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert Path(last_line(done.stdout)).parent == working_folder / "runs"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("experiment", ["smollm2_lora", "smollm2_full"])
+def test_the_pretrained_experiments_run(
+    experiment: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf")
+    run(monkeypatch, f"experiment={experiment}", "trainer.max_steps=2")
+    folder = Path(last_line(capfd.readouterr().out))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert not [key for key in SUMMARY if summary.get(key) is None]
+    assert 2 < summary["val_loss_after"] < summary["val_loss_before"] < 3
+    assert (folder / "adapters").is_dir() == (experiment == "smollm2_lora")
+    assert summary["forward_stages"] > 1
+    assert summary["backward_stages"] > 1

@@ -1,0 +1,117 @@
+"""Data modules: nothing is in training and validation both, and the same settings give the same batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_roundpipe.data import PackedText, RandomTokens, pydoc_topics
+from lightning_roundpipe.data.packed_text import pack
+from lightning_roundpipe.data.split import SHARED_PARAGRAPH, related, split_texts
+
+LONG = "a paragraph that is long enough to be told from a phrase, " * 3
+
+
+class Letters:
+    """A tokenizer whose tokens are code points."""
+
+    eos_token_id = 0
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def packed(**settings: Any) -> PackedText:
+    texts = {f"topic {number}": f"{number}" * 100 for number in range(10)}
+    options = {"sequence_length": 16, "batch_size": 4, "validation_fraction": 0.3} | settings
+    return PackedText(texts, Letters(), **options)  # type: ignore[arg-type]
+
+
+def test_texts_that_share_a_paragraph_stay_together() -> None:
+    texts = {"a": f"x\n\n{LONG}", "b": "alone", "c": f"{LONG.strip()}\n\ny\n\n{LONG}z", "d": f"w\n\n{LONG}z", "e": "x"}
+    assert related(texts) == [["a", "c", "d"], ["b"], ["e"]]
+
+
+def test_the_topics_of_python_are_split_without_overlap() -> None:
+    texts = pydoc_topics()
+    training, validation = split_texts(texts, 0.1)
+    assert sorted(training + validation) == sorted(texts)
+    share = sum(len(texts[name]) for name in validation) / sum(map(len, texts.values()))
+    assert 0.05 < share <= 0.1
+
+    def paragraphs(names: list[str]) -> set[str]:
+        blocks = (" ".join(block.split()) for name in names for block in texts[name].split("\n\n"))
+        return {block for block in blocks if len(block) >= SHARED_PARAGRAPH}
+
+    assert not paragraphs(training) & paragraphs(validation)
+
+
+def test_the_split_depends_on_its_seed_alone() -> None:
+    texts = pydoc_topics()
+    first = split_texts(texts, 0.1)
+    torch.manual_seed(5)
+    assert split_texts(dict(reversed(texts.items())), 0.1) == first
+    assert split_texts(texts, 0.1, seed=1) != first
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, 1e-9])
+def test_a_split_that_leaves_nothing_is_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match=r"data\.validation_fraction"):
+        split_texts(pydoc_topics(), fraction)
+
+
+def test_packing_joins_and_cuts() -> None:
+    assert pack([[1, 2, 3], [4, 5], [6, 7]], 3).tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_sequences_are_full_and_texts_end_with_the_end_token() -> None:
+    data = packed()
+    assert data.training.shape[1] == data.validation.shape[1] == 16
+    assert 0 in data.training
+    assert not set(data.training.unique().tolist()) & set(data.validation.unique().tolist()) - {0}
+
+
+def test_batches_are_what_a_causal_model_takes() -> None:
+    data = packed()
+    batches = list(data.train_dataloader())
+    assert all(batch["input_ids"].shape == batch["labels"].shape == (4, 16) for batch in batches)
+    assert all(torch.equal(batch["input_ids"], batch["labels"]) for batch in batches)
+    seen = torch.cat([batch["input_ids"] for batch in data.val_dataloader()])
+    assert torch.equal(seen, data.validation)  # in order, and a smaller batch at the end is kept
+
+
+def test_order_depends_on_the_seed_alone() -> None:
+    def order(data: PackedText | RandomTokens) -> torch.Tensor:
+        return torch.cat([batch["input_ids"] for batch in data.train_dataloader()])
+
+    first = order(packed())
+    torch.manual_seed(5)
+    assert torch.equal(order(packed()), first)
+    assert not torch.equal(order(packed(seed=1)), first)
+    assert torch.equal(order(RandomTokens(50, 8, 2)), order(RandomTokens(50, 8, 2)))
+    assert not torch.equal(order(RandomTokens(50, 8, 2)), order(RandomTokens(50, 8, 2, seed=1)))
+
+
+def test_fewer_validation_sequences_are_spread_over_the_text() -> None:
+    everything, some = packed().validation, packed(max_validation_sequences=3).validation
+    assert torch.equal(some, everything[[0, (len(everything) - 1) // 2, -1]])
+
+
+def test_random_tokens_are_learnt_by_heart() -> None:
+    data = RandomTokens(vocab_size=50, sequence_length=8, batch_size=2, sequences=6)
+    assert data.training.shape == (6, 8)
+    assert 0 <= data.training.min() <= data.training.max() < 50
+    assert torch.equal(data.validation, data.training[:2])
+
+
+def test_settings_that_cannot_be_are_named() -> None:
+    with pytest.raises(ValueError, match=r"data=topics needs the model's tokenizer"):
+        PackedText({"a": "b"}, None, 16, 4)
+    with pytest.raises(ValueError, match=r"data\.sequence_length=1 "):
+        packed(sequence_length=1)
+    with pytest.raises(ValueError, match=r"data\.sequence_length=5000 is longer than all text for training"):
+        packed(sequence_length=5000)
+    with pytest.raises(ValueError, match=r"data\.batch_size=1000 is more than the \d+ training sequences"):
+        packed(batch_size=1000).train_dataloader()

