@@ -1,5 +1,6 @@
 """What must work after ``pip install`` of the wheel alone, away from the checkout. Run by .ci/smoke."""
 
+import json
 import subprocess
 import sys
 from importlib.resources import files
@@ -30,8 +31,18 @@ def check_command_answers() -> None:
     assert "roundpipe" in text.lower(), text
 
 
+def check_main_job_runs_two_steps() -> None:
+    """The main job as it is shipped, only shorter: real weights, four emulated devices, the run folder."""
+    folder = Path(run("experiment=smollm2_lora", "trainer.max_steps=2").splitlines()[-1])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2, summary
+    assert summary["workers"] == 4 and summary["microbatches"] == 4, summary
+    assert summary["val_loss_before"] > summary["val_loss_after"] > 0, summary
+    assert (folder / "timeline.png").stat().st_size > 10_000
+
+
 def run(*arguments: str) -> str:
-    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"roundpipe-train {' '.join(arguments)}: {done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -41,6 +52,7 @@ if __name__ == "__main__":
         check_strategy_is_known_without_importing_the_package,
         check_configuration_is_in_the_wheel,
         check_command_answers,
+        check_main_job_runs_two_steps,
     ):
         check()
         print("ok:", check.__name__.replace("_", " "))

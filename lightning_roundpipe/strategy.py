@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.engine import Engine
 
@@ -97,10 +98,20 @@ class RoundPipeStrategy(ParallelStrategy):
             microbatch_scope=microbatch_scope,
             emulation=Emulation.of(emulation),
         )
+        if plan is not None:
+            self._check_plan(plan)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._engine: Engine | None = None
         self._last_report: dict[str, Any] = {}
         self._seed = 0
+
+    def _check_plan(self, text: str) -> None:
+        """What can be said of a plan before there is a trace."""
+        size, asked = Plan.parse(text).round_microbatches, self.options.round_microbatches
+        if asked is not None and asked != size:
+            raise ValueError(
+                f"plan says 'round {size}' and round_microbatches={asked}, which are the same thing: set the plan's only."
+            )
 
     # -- devices and processes ----------------------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ _IRRELEVANT_WARNINGS = (
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated.*",  # Lightning's use of torch
     r".*`is_gradient_checkpointing` is deprecated.*",  # PEFT's use of transformers
     r".*GPU available but not used.*",  # accelerator=cpu was asked for
+    r"The dirpath has changed from .*",  # a resumed run has a folder of its own
 )
 
 _finished: list[Path] = []

@@ -94,6 +94,33 @@ def test_order_depends_on_the_seed_alone() -> None:
     assert not torch.equal(order(RandomTokens(50, 8, 2)), order(RandomTokens(50, 8, 2, seed=1)))
 
 
+def test_a_loader_goes_on_where_its_state_was_taken() -> None:
+    whole = packed().train_dataloader()
+    epochs = [[batch["input_ids"] for batch in whole] for _ in range(3)]
+    assert not torch.equal(torch.cat(epochs[0]), torch.cat(epochs[1]))
+
+    for epoch, done in ((0, 1), (1, 3), (1, len(epochs[0]))):
+        first = packed().train_dataloader()
+        for _ in range(epoch):
+            list(first)
+        iterator = iter(first)
+        for _ in range(done):
+            next(iterator)
+        second = packed().train_dataloader()
+        second.load_state_dict(first.state_dict())
+        left = [*epochs[epoch][done:], *epochs[epoch + 1]]
+        found = [batch["input_ids"] for batch in second]
+        if done < len(epochs[0]):
+            found += [batch["input_ids"] for batch in second]
+        assert torch.equal(torch.cat(found), torch.cat(left))
+
+
+def test_an_epoch_that_was_left_early_is_not_repeated() -> None:
+    loader = packed().train_dataloader()
+    first = next(iter(loader))["input_ids"]
+    assert not torch.equal(next(iter(loader))["input_ids"], first)
+
+
 def test_fewer_validation_sequences_are_spread_over_the_text() -> None:
     everything, some = packed().validation, packed(max_validation_sequences=3).validation
     assert torch.equal(some, everything[[0, (len(everything) - 1) // 2, -1]])

@@ -440,7 +440,6 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("emulated latency", {"emulation": {"latency": -1}}, {}, ["emulation.latency"]),
     ("unknown option", {"microbatches": 3}, {}, ["microbatches"]),
     ("16-true", TWO, {"precision": "16-true"}, ["precision", "16-true"]),
-    ("64-true", TWO, {"precision": "64-true"}, ["precision", "64-true"]),
     ("bf16-true", TWO, {"precision": "bf16-true"}, ["precision", "bf16-true"]),
     ("64-true", TWO, {"precision": "64-true"}, ["precision", "64-true"]),
     ("several machines", TWO, {"num_nodes": 2}, ["node"]),

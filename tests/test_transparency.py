@@ -260,8 +260,8 @@ def test_workers_rounds_and_plans_do_not_change_a_bit(name: str, lora: bool) -> 
 
 # Microbatches round each one's gradient to bfloat16 instead of the sum's. Over several steps the tiny models amplify
 # that without bound, so the weights stay as they are here (learning rate 0), and the whole gradient is compared as one
-# vector. By hand, splitting under autocast gives a distance of 0.005 where every microbatch's loss is scaled as the whole
-# batch's would be. The engine does not know the number of targets before the last microbatch and corrects afterwards,
+# vector. By hand, splitting under autocast gives a distance of 0.005 where every microbatch's loss is scaled as the
+# whole batch's would be. The engine does not know the number of targets before the last microbatch and corrects afterwards,
 # which rounds the other way and gives up to twice that. With one microbatch it is exact (see below).
 BF16_TOLERANCE = 1.5e-2
 bf16_models = pytest.mark.parametrize(

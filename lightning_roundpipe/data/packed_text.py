@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_roundpipe.data.sequences import sequence_loader
+from lightning_roundpipe.data.sequences import Sequences, ShuffledLoader
 from lightning_roundpipe.data.split import split_texts
 
 
@@ -66,12 +66,12 @@ class PackedText(LightningDataModule):
         return tokens if end is None else [*tokens, end]
 
     @override
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return sequence_loader(self.training, self.batch_size, shuffle_seed=self.seed, num_workers=self.num_workers)
+    def train_dataloader(self) -> ShuffledLoader:
+        return ShuffledLoader(self.training, self.batch_size, self.seed, self.num_workers)
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return sequence_loader(self.validation, self.batch_size, num_workers=self.num_workers)
+        return DataLoader(Sequences(self.validation), self.batch_size, num_workers=self.num_workers)
 
 
 def pack(texts: Sequence[Sequence[int]], length: int) -> Tensor:

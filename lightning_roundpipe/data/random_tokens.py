@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_roundpipe.data.sequences import sequence_loader
+from lightning_roundpipe.data.sequences import Sequences, ShuffledLoader
 
 
 class RandomTokens(LightningDataModule):
@@ -41,9 +41,9 @@ class RandomTokens(LightningDataModule):
         self.seed = seed
 
     @override
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return sequence_loader(self.training, self.batch_size, shuffle_seed=self.seed, num_workers=self.num_workers)
+    def train_dataloader(self) -> ShuffledLoader:
+        return ShuffledLoader(self.training, self.batch_size, self.seed, self.num_workers)
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return sequence_loader(self.validation, self.batch_size, num_workers=self.num_workers)
+        return DataLoader(Sequences(self.validation), self.batch_size, num_workers=self.num_workers)

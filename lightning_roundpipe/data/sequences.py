@@ -1,14 +1,19 @@
-"""Rows of tokens as the batches of a causal language model."""
+"""Rows of tokens as the batches of a causal language model, in an order that a resumed run goes on with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
+Batch = dict[str, Tensor]
 
-class Sequences(Dataset[dict[str, Tensor]]):
+
+class Sequences(Dataset[Batch]):
     """Each row of ``tokens``, shape (rows, length), as ``input_ids`` and ``labels`` (the model shifts the labels)."""
 
     def __init__(self, tokens: Tensor) -> None:
@@ -18,20 +23,59 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return len(self.tokens)
 
     @override
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def sequence_loader(
-    tokens: Tensor, batch_size: int, shuffle_seed: int | None = None, num_workers: int = 0
-) -> DataLoader[dict[str, Tensor]]:
-    """Batches of ``Sequences``; with a ``shuffle_seed`` in random order and without a smaller batch at the end."""
-    if shuffle_seed is None:
-        return DataLoader(Sequences(tokens), batch_size, num_workers=num_workers)
-    if len(tokens) < batch_size:
-        raise ValueError(f"data.batch_size={batch_size} is more than the {len(tokens)} training sequences there are.")
-    # Its own generator: the order is the same whatever else draws random numbers.
-    generator = torch.Generator().manual_seed(shuffle_seed)
-    return DataLoader(
-        Sequences(tokens), batch_size, shuffle=True, drop_last=True, generator=generator, num_workers=num_workers
-    )
+class ShuffledLoader(DataLoader[Batch]):
+    """Batches in an order that depends on ``seed`` and the number of the epoch only; a smaller last one is left out.
+
+    Lightning saves ``state_dict`` in its checkpoints, so a run that is resumed within an epoch takes the batches that
+    are left. An ordinary shuffled loader would start the epoch again, in another order.
+    """
+
+    def __init__(self, tokens: Tensor, batch_size: int, seed: int, num_workers: int = 0) -> None:
+        if len(tokens) < batch_size:
+            raise ValueError(
+                f"data.batch_size={batch_size} is more than the {len(tokens)} training sequences there are."
+            )
+        self._order = _Order(len(tokens), seed)
+        self._batches = 0
+        self._resumed = False
+        super().__init__(Sequences(tokens), batch_size, sampler=self._order, drop_last=True, num_workers=num_workers)
+
+    @override
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        if not self._resumed:
+            self._order.epoch += 1
+            self._batches = 0
+        self._resumed = False
+        assert self.batch_size is not None
+        self._order.skip = self._batches * self.batch_size
+        for batch in super().__iter__():
+            self._batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._order.epoch, "batches": self._batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order.epoch, self._batches = state["epoch"], state["batches"]
+        self._resumed = self._batches < len(self)  # else that epoch was over
+
+
+class _Order(Sampler[int]):
+    def __init__(self, rows: int, seed: int) -> None:
+        self.rows = rows
+        self.seed = seed
+        self.epoch = -1
+        self.skip = 0
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        # Its own generator: the order is the same whatever else draws random numbers.
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        yield from torch.randperm(self.rows, generator=generator).tolist()[self.skip :]

@@ -133,7 +133,6 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
     _forget_quantisation(model)
-    model.config._name_or_path = str(path)
     return Pretrained(model, tokenizer, source)
 
 

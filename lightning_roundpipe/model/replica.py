@@ -58,6 +58,7 @@ class Replica:
         placeholders = [_placeholder(p, device) for p in unique_parameters(layer)]
         self.parameters = placeholders
         by_id = {id(p): q for p, q in zip(unique_parameters(layer), placeholders, strict=True)}
+        self._memo.update(by_id)  # some modules keep lists of their parameters (recurrent ones do)
         for module, clone in zip(self.originals, self.modules, strict=True):
             self._fill(module, clone, by_id)
         self.module = self.modules[0]
@@ -72,11 +73,13 @@ class Replica:
             state[key] = value if key in _STRUCTURE and key != "forward" else self.translate(value)
         state["_parameters"] = {n: None if p is None else parameters[id(p)] for n, p in module._parameters.items()}
         state["_buffers"] = dict(module._buffers)
+        if "_orig_mod" in module._modules:  # torch.compile's wrapper: its forward is bound to the original
+            state["forward"] = self._memo[id(module._modules["_orig_mod"])]
         state["_modules"] = {n: None if m is None else self._memo[id(m)] for n, m in module._modules.items()}
 
     def translate(self, value: Any) -> Any:
-        """``value`` with the layer's own modules replaced by their copies, also inside methods and containers."""
-        if isinstance(value, nn.Module):
+        """``value`` with the layer's own modules and parameters replaced by their copies, also inside methods and containers."""
+        if isinstance(value, (nn.Module, nn.Parameter)):
             return self._memo.get(id(value), value)
         if isinstance(value, types.MethodType) and id(value.__self__) in self._memo:
             return types.MethodType(value.__func__, self._memo[id(value.__self__)])

@@ -18,6 +18,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.replica import StateDiff
 from lightning_roundpipe.runtime.arguments import flatten, refuse_changed
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
+from lightning_roundpipe.runtime.collector import collecting
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.events import Where
 from lightning_roundpipe.runtime.notes import noted
@@ -63,7 +64,7 @@ class Call:
 
 @dataclass
 class Forward:
-    """What a forward gave: flattened outputs (tensors still with their graph if there is one)."""
+    """What a forward gave: the layer's output and what it collected, flattened (with its graph if there is one)."""
 
     leaves: list[Any]
     spec: TreeSpec
@@ -138,7 +139,7 @@ class Runner:
             args, kwargs = tree_unflatten(all_given, call.spec)
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
             with self._computing(kind, where, call.microbatch), saved:
-                output = call.context.run(replica.module.forward, *args, **kwargs)
+                output = call.context.run(collecting, replica.module.forward, *args, **kwargs)
         refuse_changed((all_given, call.spec), (args, kwargs), call.layer.name)
         return inlet, output, given
 

@@ -20,6 +20,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.arguments import flatten
 from lightning_roundpipe.runtime.boundary import Boundaries
 from lightning_roundpipe.runtime.calls import Call
+from lightning_roundpipe.runtime.collector import hand_over
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.control import Control
 from lightning_roundpipe.runtime.glue import GlueMode
@@ -85,4 +86,4 @@ class Evaluation:
             self._device = worker.device
             self._boundaries.settle()
             worker.post(lambda: worker.close_slot(slot), self._control)
-            return tree_unflatten(forward.leaves, forward.spec)
+            return hand_over(tree_unflatten(forward.leaves, forward.spec))

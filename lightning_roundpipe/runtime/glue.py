@@ -148,12 +148,6 @@ class GlueMode(TorchFunctionMode):
         self.counts.append(float(count))
 
 
-def weight_of(modes: list[GlueMode], index: int, samples: list[int]) -> float:
-    """How much microbatch ``index`` weighs, by what its glue counted; by samples where nothing was counted."""
-    counts = modes[index].counts
-    return counts[0] if counts else float(samples[index])
-
-
 def check_counts(modes: list[GlueMode]) -> None:
     """Refuse losses whose counts cannot be turned into one weight per microbatch.
 

@@ -27,6 +27,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.arguments import flatten, refuse_caches
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.calls import Call, Forward
+from lightning_roundpipe.runtime.collector import hand_over
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.control import Control, UserLock, Waiter
 from lightning_roundpipe.runtime.glue import GlueMode
@@ -257,7 +258,7 @@ class MicrobatchRun:
         else:
             aliases = [t if call.ambient.inference else t.data for t in outputs]
         self._write_inputs(call, mutated, aliases[len(outputs) - len(mutated) :], args, kwargs)
-        return _replace_tensors(forward, aliases)
+        return hand_over(_replace_tensors(forward, aliases))
 
     def _learn(self, call: Call, traced: TracedCall, forward: Forward, outputs: list[Tensor], *, taped: bool) -> None:
         traced.flags = tuple(t.requires_grad for t in outputs)

@@ -1,7 +1,8 @@
 """A layer's parameters in host memory, and their way to a worker and back as gradients.
 
 Masters are moved once into flat host buffers, so that a whole layer goes up in one copy instead of one per parameter.
-The user's ``nn.Parameter`` objects stay who they are; only their ``.data`` moves. With fp32 masters and staleness 0 the master is the copy that uploads read.
+The user's ``nn.Parameter`` objects stay who they are; only their ``.data`` moves. With fp32 masters and staleness 0 the
+master is the copy that uploads read.
 
 Gradients are kept per call, not per layer: a layer that is used twice adds up in the same order whatever the plan is,
 and so do rounds, because a later round's device buffer starts from the sum so far.
@@ -269,8 +270,3 @@ class DeviceGradients:
         stream.copy(self.host.flat, self.segment[: self.host.layout.nbytes])
         self.host.arrived = stream.record()
         self.host.present = self.present
-
-
-def master_names(root: nn.Module) -> dict[int, str]:
-    """Qualified names by id of the parameter."""
-    return {id(p): n for n, p in root.named_parameters()}

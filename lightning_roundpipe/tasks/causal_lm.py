@@ -113,7 +113,8 @@ class CausalLM(LightningModule):
         """With adapters, only what is trained is saved: the frozen weights are where they were loaded from."""
         if self.strict_loading:
             return
-        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        named = self.named_parameters(remove_duplicate=False)  # tied weights are saved under all of their names
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in frozen}
 
     @override
