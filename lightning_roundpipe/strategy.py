@@ -110,7 +110,7 @@ class RoundPipeStrategy(ParallelStrategy):
         size, asked = Plan.parse(text).round_microbatches, self.options.round_microbatches
         if asked is not None and asked != size:
             raise ValueError(
-                f"plan says 'round {size}' and round_microbatches={asked}, which are the same thing: set the plan's only."
+                f"plan says 'round {size}' and round_microbatches={asked}, which are the same: set only the plan."
             )
 
     # -- devices and processes ----------------------------------------------------------------------------------------

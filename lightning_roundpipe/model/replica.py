@@ -78,7 +78,7 @@ class Replica:
         state["_modules"] = {n: None if m is None else self._memo[id(m)] for n, m in module._modules.items()}
 
     def translate(self, value: Any) -> Any:
-        """``value`` with the layer's own modules and parameters replaced by their copies, also inside methods and containers."""
+        """``value`` with the layer's own modules and parameters replaced, also inside methods and containers."""
         if isinstance(value, (nn.Module, nn.Parameter)):
             return self._memo.get(id(value), value)
         if isinstance(value, types.MethodType) and id(value.__self__) in self._memo:

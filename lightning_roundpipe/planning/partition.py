@@ -1,10 +1,10 @@
 """The paper's partitioner: cut the trace into stages of nearly equal time, within a worker's memory.
 
 A round-robin pipeline of equal stages takes ``M S + N (N - 1)`` stage times of all N workers together (M
-microbatches, S stages): the work, and the bubble that is left while workers fill and drain. That holds for at least as many stages and
-microbatches as workers. With fewer, some workers have nothing to do or wait for a microbatch to come round, which the
-formula does not see (it would put a whole model into one stage on one worker), so there the slots are counted
-(`pipeline_length`). With unequal stages the longest one sets the pace, so
+microbatches, S stages): the work, and the bubble that is left while workers fill and drain. That holds for at least
+as many stages and microbatches as workers. With fewer, some workers have nothing to do or wait for a microbatch to
+come round, which the formula does not see (it would put a whole model into one stage on one worker), so there the
+slots are counted (`pipeline_length`). With unequal stages the longest one sets the pace, so
 the objective is that count times ``t_max``. It falls with fewer stages and with a shorter longest stage, which pull
 against each other, and no closed form settles it. But ``t_max`` is always the time of some span of calls, of which
 there are only about L squared, and for each the fewest stages come from filling them greedily: so all are tried

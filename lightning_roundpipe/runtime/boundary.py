@@ -81,6 +81,10 @@ class Boundaries:
             device.compute.wait(ready)
         self._pending.clear()
 
+    def end_forward(self) -> None:
+        """Nothing is saved any more: from here on a copy lives as long as its call is on the tape."""
+        self._saved.clear()
+
     def on(self, device: Device, copy: HostCopy) -> Tensor:
         """``copy`` on ``device``, brought there once while the microbatch stays."""
         self.move_to(device)

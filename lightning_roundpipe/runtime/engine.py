@@ -304,7 +304,18 @@ class Engine:
     def _finish_report(self, step: Step, seconds: float) -> None:
         recorder, plan, workers = self.recorder, self.plan, len(self.workers)
         peaks = [d.peak_bytes() for d in self.devices]
-        names = [[layer.name for layer in slot.layers] for slot in step.slots]
+        # Only rows are kept: the step itself holds every boundary tensor.
+        slots = [
+            {
+                "slot": s.index,
+                "worker": s.worker,
+                "round": s.round,
+                "phase": s.phase,
+                "layers": [x.name for x in s.layers],
+            }
+            for s in step.slots
+        ]
+        microbatches = len(step.sizes)
         self.weights_uploaded += sum(recorder.nbytes(("upload_weights",), workers))
         total = self.weights_uploaded
         text = str(plan) if plan is not None else str(Plan.per_call(len(step.runs[0].trace.calls) or 1))
@@ -315,11 +326,8 @@ class Engine:
                 "plan": text,
                 "profiled": plan is None,
                 "workers": workers,
-                "microbatches": len(step.sizes),
-                "slots": [
-                    {"slot": s.index, "worker": s.worker, "round": s.round, "phase": s.phase, "layers": n}
-                    for s, n in zip(step.slots, names, strict=True)
-                ],
+                "microbatches": microbatches,
+                "slots": slots,
                 "bytes_uploaded": sum(recorder.nbytes(UPLOADS, workers)),
                 "bytes_downloaded": sum(recorder.nbytes(DOWNLOADS, workers)),
                 "weights_bytes_uploaded_total": total,

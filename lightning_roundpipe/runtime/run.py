@@ -110,6 +110,7 @@ class MicrobatchRun:
             self.output = _detach(output)
             del output, loss
             self._leave_glue()
+        self._boundaries.end_forward()
         self._walk_tape()
 
     def _noted(self) -> contextlib.AbstractContextManager[None]:
