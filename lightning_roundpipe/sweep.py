@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-COLUMNS = (
-    ("step_time_s", "step s", 3),
-    ("tokens_per_s", "tokens/s", 0),
-    ("bubble_pct", "bubble %", 1),
-    ("peak_device_gib", "device GiB", 3),
-    ("peak_host_gib", "host GiB", 2),
-    ("train_loss", "train loss", 4),
-    ("val_loss_after", "val loss", 4),
+COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("step_time_s", "step time", "{:,.3f} s".format),
+    ("bubble_pct", "bubble", "{:.1f} %".format),
+    ("peak_device_gib", "device peak", lambda gib: memory(gib)),
+    ("peak_host_gib", "host peak", lambda gib: memory(gib)),
+    ("train_loss", "train loss", "{:.4f}".format),
+    ("val_loss_after", "val loss", "{:.4f}".format),
 )
-"""Keys of ``summary.json``, their headings and digits."""
+"""Keys of ``summary.json``, their headings (of short words, which fit into 80 columns), and how they are shown."""
 
 _current: list[Path] = []
 
@@ -93,17 +93,19 @@ def draw_table(rows: list[dict[str, Any]]) -> Table:
         if len({row.get(key) for row in rows}) > 1 or len(rows) == 1
     ]
     table = Table(title=f"Sweep: {len(rows)} runs", title_justify="left")
-    for heading in ("run", *(key.rpartition(".")[2] for key in varied), *(heading for _, heading, _ in COLUMNS)):
+    settings = [key.rpartition(".")[2].replace("_", " ") for key in varied]
+    for heading in ("run", *settings, *(heading for _, heading, _ in COLUMNS)):
         table.add_column(heading, justify="right")
     for row in rows:
-        values = [_shown(row[key], digits) for key, _, digits in COLUMNS]
+        values = ["–" if row[key] is None else show(row[key]) for key, _, show in COLUMNS]
         table.add_row(row["run"], *(str(row.get(key, "")) for key in varied), *values)
     table.caption = Text("\n".join(f"run {row['run']} failed: {row['error']}" for row in rows if row["error"]))
     return table
 
 
-def _shown(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
+def memory(gib: float) -> str:
+    """A size in the unit that suits it."""
+    return f"{gib:,.2f} GiB" if gib >= 1 else f"{gib * 1024:,.1f} MiB"
 
 
 if __name__ == "__main__":

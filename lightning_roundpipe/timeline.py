@@ -288,16 +288,16 @@ def _corners(worker: int, lane: str, start_s: float, end_s: float) -> list[tuple
 
 def _write_numbers(axes: Axes, events: Sequence[Event], points_per_s: float) -> None:
     """The microbatch's number into each block that is wide enough for it, smaller where room is scarce."""
+    digits = len(str(max(event.microbatch for event in events)))  # of the widest: half a row with numbers looks broken
     for block in _blocks(events):
-        text = str(block.microbatch)
-        size = min(8.5, (points_per_s * (block.end_s - block.start_s) - 1.5) / (0.65 * len(text)))
+        size = min(8.5, (points_per_s * (block.end_s - block.start_s) - 2.0) / (0.65 * digits))
         if block.microbatch < 0 or size < 5.5:
             continue
         dark = block.fill in (_FUSED, _BACKWARD)
         axes.text(
             (block.start_s + block.end_s) / 2,
             block.worker + _PLACE[_COMPUTE][1] / 2,
-            text,
+            str(block.microbatch),
             ha="center",
             va="center_baseline",
             fontsize=size,

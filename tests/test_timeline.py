@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.timeline import Event, draw_timeline, read_events, stage_names, write_trace
@@ -14,17 +18,22 @@ FORWARD_S, BACKWARD_S = 0.010, 0.020
 
 
 def synthetic(workers: int = 4, microbatches: int = 4, text: str = PLAN) -> dict[str, Any]:
-    """A report as an engine with free turns and slow copies would write it: each call takes 10 ms forward, 20 ms back."""
+    """A report as an engine with slow copies would write it; each call takes 10 ms forward and 20 ms backward."""
     plan = Plan.parse(text)
     events: list[dict[str, Any]] = []
     slots: list[dict[str, Any]] = []
     free = [0.0] * workers  # per worker
     ready = [0.0] * microbatches  # per microbatch, on the host
+    copied: dict[tuple[str, int], float] = {}  # per kind of copy and worker: each has a stream of its own
 
     def add(kind: str, phase: str, slot: int, call: int, microbatch: int, start: float, length: float) -> float:
+        worker = slot % workers
+        if "load" in kind:
+            start = max(start, copied.get((kind, worker), 0.0))
+            copied[kind, worker] = start + length
         events.append(
-            {"worker": slot % workers, "kind": kind, "phase": phase, "slot": slot, "call": call}
-            | {"layer": f"layers.{call}", "microbatch": microbatch, "start_s": start, "end_s": start + length}
+            {"worker": worker, "kind": kind, "phase": phase, "slot": slot, "call": call, "layer": f"layers.{call}"}
+            | {"microbatch": microbatch, "start_s": start, "end_s": start + length}
         )
         return start + length
 
@@ -45,8 +54,10 @@ def synthetic(workers: int = 4, microbatches: int = 4, text: str = PLAN) -> dict
             if phase != "backward":
                 for call in calls:
                     now = add("forward", phase, slot, call, microbatch, now, FORWARD_S)
+                    add("download_activations", phase, slot, call, microbatch, now, 0.002)
             for call in reversed(calls) if phase != "forward" else ():
                 if phase == "backward":
+                    add("upload_activations", phase, slot, call, microbatch, now - 0.01, 0.002)
                     now = add("recompute", phase, slot, call, microbatch, now, FORWARD_S)
                 now = add("backward", phase, slot, call, microbatch, now, BACKWARD_S)
             free[worker] = now
@@ -66,4 +77,154 @@ def synthetic(workers: int = 4, microbatches: int = 4, text: str = PLAN) -> dict
     }
 
 
-TINY = {"workers": 1, "microbatches": 1, "text": "forward none; fused 0; backward none; round 1"}
+TINY: dict[str, Any] = {"workers": 1, "microbatches": 1, "text": "forward none; fused 0; backward none; round 1"}
+
+
+def is_picture(path: Path, least_width: int = 1000) -> bool:
+    head = path.read_bytes()[:24]
+    return head.startswith(b"\x89PNG") and int.from_bytes(head[16:20], "big") >= least_width
+
+
+def changed(**change: Any) -> dict[str, Any]:
+    """A report with one thing changed in its first event."""
+    report = synthetic(**TINY)
+    report["events"][0].update(change)
+    return report
+
+
+def without(key: str) -> dict[str, Any]:
+    report = synthetic(**TINY)
+    del report[key]
+    return report
+
+
+# -- the picture -----------------------------------------------------------------------------------------------------
+
+
+def test_picture_of_a_step(tmp_path: Path) -> None:
+    draw_timeline(synthetic(), tmp_path / "step.png", title="A step")
+    assert is_picture(tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 30_000
+
+
+def test_picture_of_very_little(tmp_path: Path) -> None:
+    draw_timeline(synthetic(**TINY), tmp_path / "step.png")
+    assert is_picture(tmp_path / "step.png")
+
+
+def test_picture_of_a_step_in_which_no_time_passed(tmp_path: Path) -> None:
+    report = synthetic(**TINY) | {"step_time_s": 0.0}
+    for event in report["events"]:
+        event.update(start_s=0.0, end_s=0.0)
+    draw_timeline(report, tmp_path / "step.png")
+    assert is_picture(tmp_path / "step.png")
+
+
+def test_picture_of_a_profiled_step_without_slots(tmp_path: Path) -> None:
+    report = synthetic(**TINY) | {"slots": []}
+    for event in report["events"]:
+        event.update(phase="profile")
+    draw_timeline(report, tmp_path / "step.png")
+    assert is_picture(tmp_path / "step.png")
+
+
+def test_title_legend_and_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in the picture, read from the figure before it becomes pixels."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    draw_timeline(synthetic() | {"step_time_s": 2.345, "bubble_pct": 12.34}, tmp_path / "ms.png", title="Run 7")
+    slow = synthetic()
+    for event in slow["events"]:
+        event.update(start_s=10 * event["start_s"], end_s=10 * event["end_s"])
+    draw_timeline(slow | {"step_time_s": 23.45, "bubble_pct": 12.34}, tmp_path / "s.png")
+
+    first, second = (figure.axes[0] for figure in figures)
+    assert first.get_title(loc="left") == "Run 7\n4 workers, 4 microbatches, step 2,345 ms, bubble 12.3 %"
+    assert second.get_title(loc="left") == "RoundPipe: 4 workers, 4 microbatches, step 23.45 s, bubble 12.3 %"
+    assert (first.get_xlabel(), second.get_xlabel()) == ("time in the step (ms)", "time in the step (s)")
+    texts = [text.get_text() for text in first.texts]
+    assert {"F1", "F2", "fused", "B1", "B5"} <= set(texts)
+    assert texts.count("3") == 9  # eight stages, and the fused one has a forward and a backward
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [
+        "forward", "fused forward", "recompute", "backward", "weight upload", "activation copy", "gradient copy"
+    ]  # fmt: skip
+
+
+def test_backend_of_the_program_is_left_alone(tmp_path: Path) -> None:
+    """No pyplot: a training script's own figures and backend must not change under it."""
+    script = (
+        "import sys, json; from pathlib import Path; from lightning_roundpipe.timeline import draw_timeline;"
+        "draw_timeline(json.loads(sys.stdin.read()), Path(sys.argv[1])); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    report = json.dumps(synthetic(**TINY))
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "step.png")], input=report, text=True, check=True)
+    assert is_picture(tmp_path / "step.png")
+
+
+# -- the trace -------------------------------------------------------------------------------------------------------
+
+
+def test_trace_holds_every_event(tmp_path: Path) -> None:
+    report = synthetic()
+    write_trace(report, tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    complete = [record for record in trace["traceEvents"] if record["ph"] == "X"]
+    assert len(complete) == len(report["events"])
+    given, written = report["events"][-2], complete[-2]
+    assert written["pid"] == given["worker"]
+    assert written["ts"] == pytest.approx(1e6 * given["start_s"])
+    assert written["dur"] == pytest.approx(1e6 * (given["end_s"] - given["start_s"]))
+    assert written["args"]["stage"] == "B5"
+    assert trace["otherData"]["plan"] == PLAN
+
+
+def test_nothing_overlaps_on_a_track_of_the_trace(tmp_path: Path) -> None:
+    """Perfetto drops or misplaces events that overlap on one track without being nested."""
+    write_trace(synthetic(), tmp_path / "trace.json")
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for record in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
+        if record["ph"] == "X":
+            tracks.setdefault((record["pid"], record["tid"]), []).append((record["ts"], record["ts"] + record["dur"]))
+    for spans in tracks.values():
+        for (_, end), (start, _) in pairwise(sorted(spans)):
+            assert start >= end - 1e-3
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_stage_names_count_anew_each_round() -> None:
+    phases = ["forward", "forward", "fused", "backward"]
+    slots = [{"slot": n, "worker": 0, "round": n // 4, "phase": phases[n % 4], "layers": []} for n in range(8)]
+    names = stage_names({"slots": slots})
+    assert [names[n] for n in range(8)] == ["F1", "F2", "fused", "B1"] * 2
+    assert stage_names({}) == {}
+
+
+def test_events_of_a_call_are_read_with_what_they_are_called() -> None:
+    labels = {(event.kind, event.phase): event.label for event in read_events(synthetic())}
+    assert labels["forward", "forward"] == "forward"
+    assert labels["forward", "fused"] == "fused forward"
+    assert labels["upload_gradients", "backward"] == "gradient copy"
+    assert Event(0, "forward", "profile", 0, "a", 0, 0.0, 1.0).label == "forward"
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({}, "The report lacks 'workers': pass what RoundPipeStrategy.report"),
+        (without("events"), "The report lacks 'events'"),
+        (without("bubble_pct"), "The report lacks 'bubble_pct'"),
+        (without("step_time_s"), "The report lacks 'step_time_s'"),
+        (synthetic(**TINY) | {"events": []}, "no events.*has a training step finished"),
+        (changed(kind="thinking"), "Event 0 of the report is of kind 'thinking'; known are forward, recompute"),
+        (changed(worker=1), "Event 0 of the report ran on worker 1, but there are 1 workers"),
+        (changed(start_s=5.0, end_s=4.0), "Event 0 of the report ends at 4.0 s, before its start at 5.0 s"),
+        (changed(end_s=float("nan")), "Event 0 of the report ends at nan s"),
+        (synthetic(**TINY) | {"events": [{"worker": 0}]}, "Event 0 of the report lacks 'kind'; it needs worker"),
+    ],
+)
+def test_bad_report_is_refused_by_name(report: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        draw_timeline(report, tmp_path / "step.png")
+    assert not (tmp_path / "step.png").exists()

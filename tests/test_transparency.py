@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import zoo
 from harness import Result, assert_identical, assert_same, by_hand, ours, run
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 MODELS = [
     pytest.param("llama", False, id="llama"),
@@ -260,9 +261,10 @@ def test_workers_rounds_and_plans_do_not_change_a_bit(name: str, lora: bool) -> 
 
 # Microbatches round each one's gradient to bfloat16 instead of the sum's. Over several steps the tiny models amplify
 # that without bound, so the weights stay as they are here (learning rate 0), and the whole gradient is compared as one
-# vector. By hand, splitting under autocast gives a distance of 0.005 where every microbatch's loss is scaled as the
-# whole batch's would be. The engine does not know the number of targets before the last microbatch and corrects afterwards,
-# which rounds the other way and gives up to twice that. With one microbatch it is exact (see below).
+# vector. By hand, splitting under autocast gives a distance of 0.0025 where every microbatch's loss is scaled as the
+# whole batch's would be. The engine does not know the number of targets before the last microbatch and corrects
+# afterwards, which rounds other bits: by hand that gives up to 0.0125. Neither is nearer to the truth, so what counts
+# is that the distance to fp32 is that of plain training. With one microbatch bf16-mixed is exact (see below).
 BF16_TOLERANCE = 1.5e-2
 bf16_models = pytest.mark.parametrize(
     ("name", "lora"),
@@ -302,6 +304,10 @@ def test_bf16_mixed_with_microbatches(name: str, lora: bool) -> None:
     batches = zoo.make_batches(name)
     result = run(ours(num_microbatches=3), resting, batches, devices=2, precision="bf16-mixed")
     harness.assert_close_overall(expected, result, BF16_TOLERANCE)
+    exact = by_hand(resting, batches, 1)
+    for step in range(3):
+        allowed = 1.15 * harness.relative_distance(exact.grads[step], expected.grads[step])
+        assert harness.relative_distance(exact.grads[step], result.grads[step]) <= allowed
 
 
 def test_bf16_mixed_really_computes_in_bf16() -> None:
@@ -393,3 +399,132 @@ def test_frozen_parts(frozen: str) -> None:
     batches = zoo.make_batches("mlp")
     expected = run("auto", part, batches)
     assert_same(expected, run(ours(num_microbatches=3), part, batches, devices=2))
+
+
+# --------------------------------------------------------------------------------------------- glue of unusual shapes
+
+
+class Glue(nn.Module):
+    """Layers, and a function that says what happens between them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, zoo.WIDTH)
+        self.blocks = nn.ModuleList(zoo.ResidualBlock(zoo.WIDTH) for _ in range(4))
+        self.table = nn.Embedding(zoo.WIDTH, zoo.WIDTH)
+        self.mixers = nn.ModuleList(Mixer() for _ in range(2))
+        self.head = nn.Linear(zoo.WIDTH, 5)
+        self.kind = kind
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.stem(x)
+        return self.head(getattr(self, self.kind)(h))
+
+    def one_layer_three_times(self, h: Tensor) -> Tensor:
+        for _ in range(3):
+            h = self.blocks[0](h)
+        return h
+
+    def distant_outputs_combined(self, a: Tensor) -> Tensor:
+        b = self.blocks[0](a)
+        d = self.blocks[2](self.blocks[1](b) + b)
+        return self.blocks[3](d + a) + 0.5 * a
+
+    def one_gate_for_all(self, h: Tensor) -> Tensor:
+        gate = torch.sigmoid(h.mean(1, keepdim=True))
+        for block in self.blocks:
+            h = h + gate * block(h)
+        return h
+
+    def checkpointed(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return h
+
+    def kept_on_the_module(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+            self.kept = h
+        assert self.kept is not None
+        return h + self.kept.tanh()
+
+    def weight_read_outside(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return h + F.linear(F.linear(h, self.stem.weight.t()), self.stem.weight)
+
+    def weight_as_an_argument(self, h: Tensor) -> Tensor:
+        for mixer in self.mixers:
+            h = mixer(h, self.table.weight)
+        return h
+
+    def views(self, h: Tensor) -> Tensor:
+        h = h.view(-1, 2, zoo.WIDTH // 2).flatten(1)
+        for block in self.blocks:
+            first, second = block(h).chunk(2, -1)
+            h = torch.cat([second, first], -1)
+        return h
+
+    def without_gradients_in_part(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.blocks[0](h)
+        h = self.blocks[1](h + target)
+        return self.blocks[2](h.detach()) + h
+
+    def autograd_in_glue(self, h: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(h.square().sum(), h, create_graph=True)
+        return self.blocks[0](h) + slope
+
+    def hook_on_a_tensor(self, h: Tensor) -> Tensor:
+        h.register_hook(lambda grad: grad * 2)
+        return self.blocks[0](h)
+
+    def output_changed_and_used_twice(self, h: Tensor) -> Tensor:
+        out = self.blocks[0](h)
+        out[:, :3] = 0
+        out.add_(h)
+        return self.blocks[1](out) + out
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(zoo.WIDTH, zoo.WIDTH)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) @ table.softmax(0)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one_layer_three_times",
+        "distant_outputs_combined",
+        "one_gate_for_all",
+        "checkpointed",
+        "kept_on_the_module",
+        "weight_read_outside",
+        "weight_as_an_argument",
+        "views",
+        "without_gradients_in_part",
+        "autograd_in_glue",
+        "hook_on_a_tensor",
+        "output_changed_and_used_twice",
+    ],
+)
+def test_unusual_glue(kind: str) -> None:
+    odd = zoo.PlainClassifier(Glue(kind))
+    batches = zoo.make_batches("mlp")
+    layers = ["Linear", "ResidualBlock", "Mixer", "Embedding"]
+    assert_same(run("auto", odd, batches), run(ours(num_microbatches=3, layers=layers), odd, batches, devices=2))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_running_statistics_see_every_microbatch_once(microbatches: int) -> None:
+    """BatchNorm as in plain training that runs the same microbatches one after another."""
+    normed = zoo.make_module("mlp")
+    normed.model.stem = nn.Sequential(normed.model.stem, nn.BatchNorm1d(zoo.WIDTH))
+    batches = zoo.make_batches("mlp")
+    hand = by_hand(normed, batches, microbatches)
+    assert_same(hand, run(ours(num_microbatches=microbatches), normed, batches, devices=2))

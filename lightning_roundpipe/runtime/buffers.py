@@ -41,9 +41,9 @@ class Buffers:
             copy._buffers[name] = here
             self._loaded[index] = (host, _version(host), here, _version(here))
 
-    def snapshot(self, learning: bool) -> dict[int, Tensor]:
-        """Copies of the layer's buffers that a forward may change, for its recomputation."""
-        wanted = range(len(self.places)) if learning else self._layer.mutable_buffers
+    def snapshot(self, thorough: bool) -> dict[int, Tensor]:
+        """Copies of the layer's buffers that a forward may change (all, if ``thorough``), for its recomputation."""
+        wanted = range(len(self.places)) if thorough else self._layer.mutable_buffers
         found = {}
         for index in wanted:
             original, _, name = self.places[index]
@@ -52,19 +52,27 @@ class Buffers:
                 found[index] = host.detach().clone()
         return found
 
-    def changed(self) -> list[int]:
-        """Which buffers the call has changed, by version or by replacing them."""
+    def changed(self, thorough: bool) -> list[int]:
+        """Which buffers the call has changed.
+
+        Versions do not tell all: batch norm moves its running statistics without moving their versions. So values are
+        compared too, of buffers that are known to change, and of all if ``thorough``.
+        """
         found = []
         for index, (_, copy, name) in enumerate(self.places):
             loaded = self._loaded[index]
             now = copy._buffers.get(name)
             if loaded is None or now is not loaded[2] or _version(now) != loaded[3]:
                 found.append(index)
+            elif now is not None and (thorough or index in self._layer.mutable_buffers):
+                assert loaded[0] is not None
+                if not torch.equal(now.cpu(), loaded[0]):
+                    found.append(index)
         return found
 
-    def write_back(self, saved: dict[int, Tensor] | None) -> None:
+    def write_back(self, saved: dict[int, Tensor] | None, thorough: bool) -> None:
         """Give the layer what a forward changed. ``saved`` is its snapshot, None where nothing is recomputed."""
-        for index in self.changed():
+        for index in self.changed(thorough):
             original, copy, name = self.places[index]
             if saved is not None and index not in saved:
                 raise RoundPipeError(
@@ -77,7 +85,7 @@ class Buffers:
 
     def discard(self) -> None:
         """Forget what a recomputation changed."""
-        for index in self.changed():
+        for index in {*self.changed(thorough=False), *self._layer.mutable_buffers}:
             self._loaded[index] = None
 
 

@@ -98,7 +98,8 @@ class Runner:
         buffers = worker.buffers(call.layer)
         worker.ready(slot, call.layer)
         leaves = [boundaries.on(device, leaf) if isinstance(leaf, HostCopy) else leaf for leaf in call.leaves]
-        snapshot = buffers.snapshot(call.learning) if call.recomputed else None
+        thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
+        snapshot = buffers.snapshot(thorough) if call.recomputed else None
         buffers.load()
         replica.apply(call.state)
         before = device.resident_bytes() if call.learning else 0
@@ -113,7 +114,7 @@ class Runner:
                 activation = device.peak_bytes() - before if call.learning else 0
         differs = call.probe and self._differs_without_grad(slot, call, leaves, out_leaves, given)
         self._write_back_attributes(call, attributes)
-        buffers.write_back(snapshot)
+        buffers.write_back(snapshot, thorough)
         result = Forward(self._safe(out_leaves), spec, inlet, buffers=snapshot or {}, activation_bytes=activation)
         result.differs_without_grad = differs
         result.mutated = self._mutated(call, given)
@@ -151,7 +152,7 @@ class Runner:
         Attention is such a case. The forward of such a layer has to run with grad as its recomputation does, or the
         result would depend on which stage it is in. A layer with side effects is not run a second time to find out.
         """
-        if self._worker.buffers(call.layer).changed() or any(t._version for t in given.values()):
+        if self._worker.buffers(call.layer).changed(thorough=True) or any(t._version for t in given.values()):
             return True
         quiet = dataclasses.replace(call, graph=False)
         _, output, _ = self._run(slot, quiet, leaves, "")

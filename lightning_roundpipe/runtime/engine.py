@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
@@ -184,10 +185,16 @@ class Engine:
         return weights
 
     def _hint(self, switched_off: list[str]) -> None:
-        for name in switched_off:
+        hints = {n: f"training runs with {n}=False: the strategy recomputes layers itself." for n in switched_off}
+        if self.plans and any(isinstance(m, _BatchNorm) and m.training for m in self.module.modules()):
+            hints["batch norm"] = (
+                "batch norm computes its statistics over each microbatch, not over the whole batch, as it does under "
+                "gradient accumulation; num_microbatches=1 keeps them whole."
+            )
+        for name, text in hints.items():
             if name not in self._hinted:
                 self._hinted.add(name)
-                self.inform(f"training runs with {name}=False: the strategy recomputes layers itself.")
+                self.inform(text)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.tape import refuse_layers_between
 
 _LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
@@ -82,6 +83,9 @@ class GlueMode(TorchFunctionMode):
             args, kwargs = self._with_proxies(args, kwargs)
             if func in _COUNTED:
                 self._count(func, args, kwargs)
+            elif func is torch.autograd.grad:
+                given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+                refuse_layers_between(given["outputs"], given["inputs"])
         if self._accelerator is not None:
             args, kwargs = self._on_one_device(name, args, kwargs)
         return func(*args, **kwargs)
@@ -89,17 +93,21 @@ class GlueMode(TorchFunctionMode):
     def _with_proxies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Looks at top-level arguments and at one level of lists: parameters stand nowhere else in torch functions."""
         if any(isinstance(a, (nn.Parameter, list, tuple)) for a in args):
-            args = tuple(self._proxy(a) for a in args)
+            args = tuple(self._proxied(a) for a in args)
         if any(isinstance(v, nn.Parameter) for v in kwargs.values()):
-            kwargs = {k: self._proxy(v) for k, v in kwargs.items()}
+            kwargs = {k: self.stand_in(v) for k, v in kwargs.items()}
         return args, kwargs
 
-    def _proxy(self, value: Any) -> Any:
-        if isinstance(value, nn.Parameter):
-            return self.proxies.of(value) if value.requires_grad and id(value) in self._masters else value
-        if type(value) in (list, tuple) and any(isinstance(v, nn.Parameter) for v in value):
-            return type(value)(self._proxy(v) for v in value)
+    def stand_in(self, value: Any) -> Any:
+        """This microbatch's stand-in if ``value`` is a master that is trained, else ``value``."""
+        if isinstance(value, nn.Parameter) and value.requires_grad and id(value) in self._masters:
+            return self.proxies.of(value)
         return value
+
+    def _proxied(self, value: Any) -> Any:
+        if type(value) in (list, tuple) and any(isinstance(v, nn.Parameter) for v in value):
+            return type(value)(map(self.stand_in, value))
+        return self.stand_in(value)
 
     def _on_one_device(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

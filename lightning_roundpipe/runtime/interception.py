@@ -8,10 +8,12 @@ itself run around it, in the glue, as they do in plain training.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from lightning_roundpipe.runtime.weights import HostLayer
@@ -50,8 +52,14 @@ class Interceptor:
     def __init__(self, layer: HostLayer) -> None:
         self._layer = layer
         self._own = layer.module.__dict__.get("forward")
+        # Glue that is compiled must not trace through the engine; who compiles has imported dynamo by now.
+        compiles = "torch._dynamo" in sys.modules
+        self._ask = torch.compiler.disable(self._hand_over) if compiles else self._hand_over  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask(*args, **kwargs)
+
+    def _hand_over(self, *args: Any, **kwargs: Any) -> Any:
         context = current()
         if context is not None:
             return context.call(self._layer, args, kwargs)

@@ -158,6 +158,7 @@ class MicrobatchRun:
     ) -> tuple[Call, Entry | None, TracedCall]:
         index, traced = self._next(layer)
         leaves, spec = flatten((args, kwargs))
+        leaves = [self.mode.stand_in(leaf) for leaf in leaves]
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         ambient = Ambient.capture(self._step.engine.device_types)
         can_tape = ambient.grad and (any(requires_grad) or any(layer.trainable()))

@@ -23,7 +23,7 @@ import contextvars
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -126,13 +126,36 @@ class _BoundaryFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
         entry: Entry = ctx.entry
         if not driven_backward.depth:
-            raise RoundPipeError(
-                f"a backward pass inside training_step reached layer {entry.layer.name!r}: gradients across layers "
-                "(torch.autograd.grad, loss.backward(), create_graph) are not supported in automatic optimization."
-            )
+            _refuse(entry)
         for index, grad in enumerate(grads):
             entry.add_grad(index, grad, entry.home)
         return None, None, None, None
+
+
+def _refuse(entry: Entry) -> NoReturn:
+    raise RoundPipeError(
+        f"a backward pass inside training_step reached layer {entry.layer.name!r}: gradients across layers "
+        "(torch.autograd.grad, loss.backward(), create_graph) are not supported in automatic optimization."
+    )
+
+
+def refuse_layers_between(outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor]) -> None:
+    """Refuse user code that differentiates ``outputs`` by ``inputs`` where a layer lies between: gradients stop there."""
+    wanted = {t.grad_fn or t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
+    nodes: list[Any] = [t.grad_fn for t in ([outputs] if isinstance(outputs, Tensor) else outputs)]
+    seen: set[Any] = set()
+    layers: list[Entry] = []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        wanted -= {node, getattr(node, "variable", node)}
+        if (entry := getattr(node, "entry", None)) is not None:
+            layers.append(entry)
+        nodes += [following for following, _ in node.next_functions]
+    if wanted and layers:
+        _refuse(layers[0])
 
 
 def boundary(entry: Entry, outputs: list[Tensor], flags: list[bool]) -> list[Tensor]:

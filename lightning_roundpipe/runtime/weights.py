@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event, Stream
-from lightning_roundpipe.model.replica import ModuleState, parameter_places, unique_parameters
+from lightning_roundpipe.model.replica import ModuleState, StateDiff, parameter_places, unique_parameters
 
 ALIGNMENT = 256
 
@@ -114,6 +114,7 @@ class HostLayer:
         self.state = ModuleState(name, module)
         self.mutable_buffers: set[int] = set()
         """Which of the layer's buffers its forward changes, as far as it has been seen."""
+        self._seen_states: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
         for inner, key, parameter in parameter_places(module):
             if parameter.is_meta:
@@ -139,6 +140,13 @@ class HostLayer:
         self.places = [places[id(p)] for p in self.masters]
         self.nbytes = base
         self._tied_places = [places[id(p)] for p in self.tied]
+
+    def is_new_state(self, state: StateDiff | None) -> bool:
+        """Whether the layer has not run with these attributes before: in another mode it may do other things."""
+        if any(known is state for known in self._seen_states):
+            return False
+        self._seen_states = [*self._seen_states[-15:], state]
+        return True
 
     def adopt(self) -> None:
         for flat in self.flats:

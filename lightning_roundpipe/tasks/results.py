@@ -17,6 +17,7 @@ from lightning_roundpipe.callbacks import Measurements
 from lightning_roundpipe.callbacks.measurements import peak_device_bytes
 from lightning_roundpipe.callbacks.plan_table import strategy_report
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.sweep import memory
 
 Completion = NewType("Completion", str)
 
@@ -96,18 +97,18 @@ def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
         )
     console.print(changed)
     cost = Table("", "", title="What it cost", title_justify="left", show_header=False)
-    for label, key, unit, digits in (
-        ("optimizer steps", "steps", "", 0),
-        ("step time", "step_time_s", " s", 2),
-        ("speed", "tokens_per_s", " tokens/s", 0),
-        ("bubble", "bubble_pct", " %", 1),
-        ("peak host memory", "peak_host_gib", " GiB", 2),
-        ("peak device memory", "peak_device_gib", " GiB", 3),
-        ("weights uploaded", "weights_uploaded_gib", " GiB", 2),
-        ("wall time", "wall_s", " s", 0),
+    for label, key, show in (
+        ("optimizer steps", "steps", str),
+        ("step time", "step_time_s", "{:,.2f} s".format),
+        ("speed", "tokens_per_s", "{:,.0f} tokens/s".format),
+        ("bubble", "bubble_pct", "{:.1f} %".format),
+        ("host memory at its peak", "peak_host_gib", memory),
+        ("a device's at its peak", "peak_device_gib", memory),
+        ("weights uploaded", "weights_uploaded_gib", memory),
+        ("wall time", "wall_s", "{:,.0f} s".format),
     ):
         if summary[key] is not None:
-            cost.add_row(label, f"{_number(summary[key], digits)}{unit}")
+            cost.add_row(label, show(summary[key]))
     console.print(cost)
 
 
