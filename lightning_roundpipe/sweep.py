@@ -15,6 +15,7 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -92,10 +93,10 @@ def draw_table(rows: list[dict[str, Any]]) -> Table:
         for key in dict.fromkeys(key for row in rows for key in row if key not in known)
         if len({row.get(key) for row in rows}) > 1 or len(rows) == 1
     ]
-    table = Table(title=f"Sweep: {len(rows)} runs", title_justify="left")
+    table = Table(title=f"Sweep: {len(rows)} runs", title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
     settings = [key.rpartition(".")[2].replace("_", " ") for key in varied]
     for heading in ("run", *settings, *(heading for _, heading, _ in COLUMNS)):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     for row in rows:
         values = ["–" if row[key] is None else show(row[key]) for key, _, show in COLUMNS]
         table.add_row(row["run"], *(str(row.get(key, "")) for key in varied), *values)
@@ -105,7 +106,8 @@ def draw_table(rows: list[dict[str, Any]]) -> Table:
 
 def memory(gib: float) -> str:
     """A size in the unit that suits it."""
-    return f"{gib:,.2f} GiB" if gib >= 1 else f"{gib * 1024:,.1f} MiB"
+    mib = gib * 1024
+    return f"{gib:,.2f} GiB" if gib >= 1 else f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:,.1f} MiB"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -92,22 +93,21 @@ OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replac
 def _application(cfg: DictConfig) -> None:
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
+    started = False
     try:
         _check(folder)
         _quiet()
         from lightning_roundpipe.tasks.fine_tuning import build, run
 
         job = build(cfg, folder)
-    except (ValueError, OSError, ImportError) as error:
-        _leave_error(folder, error)
-        if settings.mode == RunMode.MULTIRUN or os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        raise SystemExit(f"roundpipe-train: {error}") from None
-    try:
+        started = True
         run(job)
     except Exception as error:
         _leave_error(folder, error)
-        raise
+        wants_trace = settings.mode == RunMode.MULTIRUN or os.environ.get("HYDRA_FULL_ERROR") == "1"
+        if wants_trace or not _is_mistake(error, started):
+            raise
+        raise SystemExit(f"roundpipe-train: {' '.join(str(error).split())}") from None
     _finished.append(folder)
 
 
@@ -119,6 +119,20 @@ def _check(folder: Path) -> None:
         )
     if re.search(r"\s", str(Path.cwd())) and not folder.is_relative_to(Path.cwd()):
         print(f"The current folder has spaces in its path, so this run writes to {folder}", flush=True)
+
+
+def _is_mistake(error: Exception, started: bool) -> bool:
+    """Whether the error's message alone tells the user what to change, so that its traceback would only hide it.
+
+    While the configuration becomes objects, that holds for all ordinary errors; later for those only that this package
+    raises itself.
+    """
+    if type(error).__name__ == "MisconfigurationException":
+        return True
+    if not started:
+        return isinstance(error, (ValueError, OSError, ImportError))
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, ValueError) and str(frame.f_globals["__name__"]).startswith("lightning_roundpipe.")
 
 
 def _leave_error(folder: Path, error: Exception) -> None:

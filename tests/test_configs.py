@@ -258,6 +258,9 @@ def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: py
         ("trainer.accelerator=gpux", "roundpipe-train: .*gpux"),
         ("data=topics", "roundpipe-train: data=topics needs the model's tokenizer"),
         ("model=folder", "roundpipe-train: model.folder must be set, .* model.folder=VALUE"),
+        ("partition=by_hand", "roundpipe-train: partition.plan must be set"),
+        ("strategy.layers=[Foo]", "roundpipe-train: .*Foo"),
+        ("trainer.devices=0", "roundpipe-train: .*devices=0"),
         ("hydra.run.dir='with space'", "roundpipe-train: the run folder .* has spaces .* Set hydra.run.dir"),
     ],
 )
@@ -289,9 +292,8 @@ def test_a_current_folder_with_spaces(
 
 def test_the_folder_is_the_last_thing_said(working_folder: Path) -> None:
     """On neither stream does anything follow, not even from what runs when the interpreter ends."""
-    command = [sys.executable, "-X", "dev", "-W", "ignore", "-m", "lightning_roundpipe.train"]
     done = subprocess.run(
-        [*command, "trainer.max_steps=1", "prompt=null"],
+        [sys.executable, "-m", "lightning_roundpipe.train", "trainer.max_steps=1", "prompt=null"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

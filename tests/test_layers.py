@@ -21,11 +21,10 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"devices", "planning", "model"},
     {"runtime"},
-    {"optim"},
     {"precision"},
-    {"strategy", "events"},
-    {"callbacks", "timeline", "tasks", "data"},
-    {"train", "plan", "simulate"},
+    {"strategy"},
+    {"callbacks", "timeline", "tasks", "data", "sweep"},
+    {"train"},
 ]
 STRANGERS = {"devices", "planning", "model"}
 """Packages of one layer that know nothing of each other."""

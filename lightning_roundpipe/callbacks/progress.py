@@ -70,8 +70,8 @@ class ProgressRich(RichProgressBar):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_start(trainer, pl_module)
-        self._update(self.train_progress_bar_id, trainer.global_step)
+        if self.train_progress_bar_id is None:  # else its clock would start again in each epoch
+            super().on_train_epoch_start(trainer, pl_module)
 
     @override
     def on_train_batch_end(

@@ -140,7 +140,7 @@ def _refuse(entry: Entry) -> NoReturn:
 
 
 def refuse_layers_between(outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor]) -> None:
-    """Refuse user code that differentiates ``outputs`` by ``inputs`` where a layer lies between: gradients stop there."""
+    """Refuse user code that differentiates ``outputs`` by ``inputs`` across a layer: gradients would stop there."""
     wanted = {t.grad_fn or t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
     nodes: list[Any] = [t.grad_fn for t in ([outputs] if isinstance(outputs, Tensor) else outputs)]
     seen: set[Any] = set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,12 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     """The job that ``cfg`` describes. Leaves the resolved configuration in ``folder``.
 
     Raises:
-        ValueError, OSError, ImportError: something in the configuration cannot be; the message says what.
+        ValueError, OSError, ImportError, MisconfigurationException: something cannot be; the message says what.
     """
     started = time.monotonic()
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
-    if unset := OmegaConf.missing_keys(cfg) - _FILLED_IN:
+    if unset := set(_unset(OmegaConf.to_container(cfg))) - _FILLED_IN:
         raise ValueError(f"{min(unset)} must be set, for example on the command line: {min(unset)}=VALUE")
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     seed_everything(cfg.seed, workers=True, verbose=False)
     pretrained = _make(cfg.model)
     facts = {"tokenizer": pretrained.tokenizer, "vocab_size": pretrained.model.config.vocab_size}
@@ -102,6 +103,14 @@ def run(job: Job) -> dict[str, Any]:
     return summary
 
 
+def _unset(node: Any, path: str = "") -> Iterator[str]:
+    """Where ``node`` says "???". (OmegaConf's own search fails where something else refers to such a setting.)"""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from _unset(value, f"{path}.{key}" if path else str(key))
+    if node == "???":
+        yield path
+
+
 def _make(node: DictConfig, **objects: Any) -> Any:
     """What a node's ``_target_`` makes of its settings and of ``objects``, which never go through OmegaConf."""
     try:
@@ -110,9 +119,7 @@ def _make(node: DictConfig, **objects: Any) -> Any:
         return instantiate(node, _partial_=True, _convert_="all")(**objects)
     except InstantiationException as error:
         cause = error.__cause__
-        if isinstance(cause, (ValueError, OSError, ImportError)):
-            raise cause from None
-        raise ValueError(str(error).replace("\n", " ")) from error
+        raise (cause if isinstance(cause, (ValueError, OSError)) else ValueError(str(error))) from None
 
 
 def _make_trainer(cfg: DictConfig, measurements: Measurements) -> Trainer:
