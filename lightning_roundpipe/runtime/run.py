@@ -219,9 +219,36 @@ class MicrobatchRun:
                 call.leaves[i] = saved.get(i) or self._save(t)
         if entry is not None:
             entry.home = worker.device
+            self._watch_inputs(call, entry, traced, tensors)
         runner = self._step.engine.runners[slot.worker]
         with noted(f"layer {call.layer.name!r}", "forward", self.index, slot, worker.device):
             return worker.run(lambda: runner.forward(slot, call, self._boundaries), self._control), slot
+
+    def _watch_inputs(self, call: Call, entry: Entry, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
+        """A kept graph computes its gradients from the inputs themselves, which glue may write to (``h += layer(h)``).
+
+        Those that it was seen to write to in the first batch are given to the layer as copies.
+        """
+        if call.recomputed and not self.learning:
+            return  # what is recomputed from was saved before the call
+        for i, tensor in tensors.items():
+            if isinstance(call.leaves[i], HostCopy) and not self.learning:
+                continue  # the layer gets a copy anyway
+            if i in traced.overwritten:
+                call.leaves[i] = tensor.clone()
+            elif i not in traced.mutates:
+                entry.given.append((i, tensor, tensor._version))
+
+    def _check_inputs(self, entry: Entry, traced: TracedCall) -> None:
+        overwritten = entry.overwritten() - traced.mutates
+        entry.given.clear()
+        if self.learning:
+            traced.overwritten |= overwritten
+        elif overwritten:
+            raise RoundPipeError(
+                f"code between layers wrote in place to argument {min(overwritten)} of layer {entry.layer.name!r} "
+                "after the call, which it did not do in the first batch: gradients would be wrong. Write out of place."
+            )
 
     def _save(self, tensor: Tensor) -> HostCopy:
         return self._boundaries.save(tensor, self._locate(tensor))
@@ -312,6 +339,7 @@ class MicrobatchRun:
             if not entry.wants_backward():
                 continue
             traced = self.trace.calls[entry.call]
+            self._check_inputs(entry, traced)
             slot = self._slots.backward(self.index, entry.call, entry.layer, engine.sums_of(traced))
             worker, runner = engine.workers[slot.worker], engine.runners[slot.worker]
             task = functools.partial(runner.backward, slot, entry, self._boundaries)

@@ -73,6 +73,7 @@ class Entry:
         grads: per tensor output, the gradient so far, in parts that lie on different devices.
         mutates: positions of arguments that the layer writes to; they are outputs as well.
         home: where the call's outputs, and so their gradients, live; ``input_home``: where its inputs do.
+        given: tensors that glue could overwrite while they are needed, as (position, tensor, version then).
         graph: the kept graph of a fused call, as (inlet, outputs).
     """
 
@@ -94,6 +95,7 @@ class Entry:
     tensor_flags: list[bool] = field(default_factory=list)
     targets: list[tuple[Entry, int] | None] = field(default_factory=list)
     sink: Sink | None = None
+    given: list[tuple[int, Tensor, int]] = field(default_factory=list)
     graph: tuple[Inlet, list[Tensor]] | None = None
 
     def add_grad(self, index: int, grad: Tensor | None, device: Device | None) -> None:
@@ -108,6 +110,10 @@ class Entry:
             parts[0] = (parts[0][0] + grad, device)
         else:
             parts.append((grad, device))
+
+    def overwritten(self) -> set[int]:
+        """Positions of arguments that have been written to since the call."""
+        return {position for position, tensor, version in self.given if tensor._version != version}
 
     def wants_backward(self) -> bool:
         return any(self.grads)

@@ -23,6 +23,7 @@ class TracedCall:
         needs_grad_mode: whether its forward computes other bits without grad.
         flags: per tensor output (mutated inputs last), whether it requires grad.
         mutates: positions of arguments that it writes to.
+        overwritten: positions of arguments that glue writes to between the call and its backward.
     """
 
     layer: HostLayer
@@ -32,6 +33,7 @@ class TracedCall:
     needs_grad_mode: bool = False
     flags: tuple[bool, ...] = ()
     mutates: frozenset[int] = frozenset()
+    overwritten: set[int] = field(default_factory=set)
     boundary_bytes: int = 0
     activation_bytes: int = 0
 

@@ -1,0 +1,111 @@
+"""Cutting a call out of the graph and joining it again, without threads: gradients are those of the uncut graph."""
+
+from __future__ import annotations
+
+import contextvars
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.context import Ambient
+from lightning_roundpipe.runtime.tape import Entry, Inlet, Sink, boundary, driven_backward, source_of
+
+
+class Named:
+    name = "the layer"
+
+
+def entry() -> Entry:
+    ambient = Ambient.capture(("cpu",))
+    return Entry(0, Named(), 0, None, [], [], ambient, None, 0, contextvars.copy_context())  # type: ignore[arg-type]
+
+
+def cut(layer: nn.Module, tape: list[Entry], x: Tensor) -> Tensor:
+    """What glue sees of ``layer(x)``; its graph is kept on the entry."""
+    made = entry()
+    made.targets = [source_of(x)]
+    made.sink = Sink([x]) if x.requires_grad and made.targets[0] is None else None
+    inlet = Inlet()
+    with torch.enable_grad():
+        [inner] = inlet.open([x], [x.requires_grad])
+        output = layer(inner)
+    made.graph = (inlet, [output])
+    tape.append(made)
+    [alias] = boundary(made, [output], [True])
+    return alias
+
+
+def walk(tape: list[Entry]) -> None:
+    while tape:
+        taken = tape.pop()
+        assert taken.graph is not None
+        inlet, outputs = taken.graph
+        torch.autograd.backward(outputs, [taken.grads[0][0][0]])
+        [grad] = inlet.grads
+        if taken.targets[0] is not None:
+            taken.targets[0][0].add_grad(taken.targets[0][1], grad, None)
+        elif taken.sink is not None:
+            taken.sink.push([grad])
+
+
+def run(x: Tensor, first: nn.Module, second: nn.Module, call) -> Tensor:  # type: ignore[no-untyped-def]
+    h = call(first, x * 2)
+    h = torch.tanh(h) + x
+    more = call(second, h)
+    more += h
+    h = more
+    return call(first, h).square().sum()
+
+
+def test_gradients_equal_those_of_the_whole_graph() -> None:
+    """Glue in front, between and behind; a residual written in place; a layer used twice."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    plain_x = torch.randn(3, 4, requires_grad=True)
+    run(plain_x, first, second, lambda layer, x: layer(x)).backward()
+    expected = [p.grad.clone() for p in (*first.parameters(), *second.parameters())]
+    first.zero_grad(), second.zero_grad()
+
+    x = plain_x.detach().clone().requires_grad_()
+    tape: list[Entry] = []
+    loss = run(x, first, second, lambda layer, y: cut(layer, tape, y))
+    with driven_backward:
+        loss.backward(retain_graph=True)
+    walk(tape)
+    torch.testing.assert_close(x.grad, plain_x.grad)
+    for got, wanted in zip((*first.parameters(), *second.parameters()), expected, strict=True):
+        torch.testing.assert_close(got.grad, wanted)
+
+
+def test_an_output_that_goes_straight_on_walks_no_glue() -> None:
+    tape: list[Entry] = []
+    h = cut(nn.Linear(4, 4), tape, torch.randn(2, 4))
+    assert source_of(h) == (tape[0], 0)
+    assert source_of(h * 1) is None
+    h.register_hook(lambda g: g)
+    assert source_of(h) is None, "a hook on the tensor would be passed by"
+
+
+def test_user_code_cannot_differentiate_across_a_layer() -> None:
+    tape: list[Entry] = []
+    h = cut(nn.Linear(4, 4), tape, torch.randn(2, 4))
+    with pytest.raises(RoundPipeError, match="'the layer'"):
+        h.sum().backward()
+
+
+def test_a_layer_may_write_to_its_input() -> None:
+    x = torch.randn(3, requires_grad=True)
+    inlet = Inlet()
+    [inner] = inlet.open([x.detach().clone()], [True])
+    inner.mul_(3).add_(1)
+    inner.sum().backward()
+    assert inlet.grads[0].tolist() == [3, 3, 3]
+
+
+def test_outputs_that_need_no_gradient() -> None:
+    made = entry()
+    first, second = boundary(made, [torch.ones(2), torch.ones(2, dtype=torch.long)], [True, False])
+    assert first.requires_grad and not second.requires_grad
+    assert boundary(made, [torch.ones(2)], [False])[0].grad_fn is None

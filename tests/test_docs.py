@@ -1,0 +1,120 @@
+"""What the documents say about the code is true: options, links, commands, plans, messages; and their Python compiles."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.planning.schedule import Plan
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "examples" / "README.md",
+]
+documents = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def blocks(path: Path) -> list[tuple[str, int, str]]:
+    """The fenced code blocks: language, number of the first line, text."""
+    found, language, start, lines = [], None, 0, []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        fence = re.fullmatch(r"\s*```(\S*)", line)
+        if fence is None:
+            lines.append(line)
+        elif language is None:
+            language, start, lines = fence[1], number + 1, []
+        else:
+            found.append((language, start, textwrap.dedent("\n".join(lines))))
+            language = None
+    assert language is None, f"{path}: the code block from line {start} on is not closed"
+    return found
+
+
+def prose(path: Path) -> str:
+    """The document without its code blocks."""
+    return re.sub(r"^\s*```.*?^\s*```\s*$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of all table rows."""
+    lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def anchors(path: Path) -> set[str]:
+    """What GitHub lets a link point to: each heading in lower case, without punctuation, with dashes for spaces."""
+    headings = re.findall(r"^#+ (.+?)\s*$", prose(path), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_readme_has_every_option_with_its_default() -> None:
+    parameters = inspect.signature(RoundPipeStrategy).parameters.values()
+    # The keyword-only ones are Lightning's own, and it fills them in itself.
+    options = {p.name: repr(p.default) for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY}
+    section = re.split(r"^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    [table] = [part for part in section if part.startswith("Options\n")]
+    said = {row[0].strip("`"): row[1].strip("`").replace('"', "'") for row in rows(table)[2:]}
+    assert said == options
+
+
+# -- links, commands, plans, messages ----------------------------------------------------------------------------------
+
+
+@documents
+def test_relative_links_resolve(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.is_relative_to(ROOT), f"{path.name} links outside the repository: {target}"
+        assert there.exists(), f"{path.name} links to {target}, which is not there"
+        assert not anchor or anchor in anchors(there), f"{path.name} links to {target}, but there is no such heading"
+
+
+@documents
+def test_make_targets_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for command in re.findall(r"`make ([a-z -]+)", path.read_text()):
+        assert set(command.split()) <= targets, f"{path.name}: make {command}"
+
+
+@documents
+def test_plans_parse(path: Path) -> None:
+    for plan in re.findall(r"forward (?:none|\d)[^`\"\n]*", path.read_text()):
+        assert str(Plan.parse(plan)) == plan
+
+
+def test_quoted_messages_exist() -> None:
+    """The left column under "When it fails" quotes errors that the package raises; … stands for what varies."""
+    package = (ROOT / "lightning_roundpipe").rglob("*.py")
+    nodes = [node for file in package for node in ast.walk(ast.parse(file.read_text()))]
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    guide = (ROOT / "docs" / "getting-started.md").read_text()
+    quoted = [text for row in rows(guide.split("## When it fails")[1])[2:] for text in re.findall(r"`([^`]+)`", row[0])]
+    assert quoted
+    for fragment in (part.strip() for text in quoted for part in text.split("…")):
+        assert any(fragment in string for string in strings), f"no message says {fragment!r}"
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+
+@documents
+def test_python_compiles(path: Path) -> None:
+    for language, line, text in blocks(path):
+        if language == "python":
+            compile("\n" * (line - 1) + text, str(path), "exec")
