@@ -1,4 +1,4 @@
-"""What the documents say about the code is true: options, links, commands, plans, messages; and their Python compiles."""
+"""What the documents say about the code is true: options, links, commands, plans, messages. Their Python compiles."""
 
 from __future__ import annotations
 
