@@ -288,7 +288,7 @@ class RoundPipeStrategy(ParallelStrategy):
 
         Returns:
             ``plan`` (text), ``workers``, ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
-            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (per worker), ``peak_host_bytes``,
+            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (each per worker), ``peak_host_bytes``,
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``step_time_s``,
             ``weights_bytes_uploaded_total`` since setup, ``profiled`` (whether it was a step without a plan, each call
             a slot of its own), and ``events``: every call and copy with its worker, slot and times in seconds.

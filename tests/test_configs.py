@@ -303,6 +303,22 @@ def test_the_folder_is_the_last_thing_said(working_folder: Path) -> None:
     assert Path(last_line(done.stdout)).parent == working_folder / "runs"
 
 
+def test_the_example_trains_as_plain_lightning_does() -> None:
+    """`examples/plain_lightning.py`, as a user runs it: the losses of its two runs agree in every line it prints."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "plain_lightning.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    rows = re.findall(r"^ *\S+ +(\d\.\d+) +(\d\.\d+) +\S+$", done.stdout, re.MULTILINE)
+    assert len(rows) > 7
+    for plain, ours in rows:
+        assert float(ours) == pytest.approx(float(plain), rel=1e-4)
+    assert {f"worker {worker}" in done.stdout for worker in range(4)} == {True}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("experiment", ["smollm2_lora", "smollm2_full"])
