@@ -101,6 +101,10 @@ def _match_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn
                 f"layers={want!r} matches no module of {type(root).__name__}. Give a module class, a class name or a "
                 f"qualified module name; its module classes are {', '.join(classes)}."
             )
+        if uncalled := next((m for m in hits if isinstance(m, _UNCALLED)), None):
+            raise ValueError(
+                f"layers={want!r} names a {type(uncalled).__name__}, which is never called as a whole: name its items."
+            )
         matched |= hits
     return {m for m in matched if not any(m is not other and _inside(m, other) for other in matched)}
 
@@ -121,11 +125,12 @@ def _size(module: nn.Module) -> int:
 
 
 def _wraps_one_leaf(module: nn.Module) -> bool:
-    """An adapter around a plain layer (as PEFT makes them): one leaf child holds nearly everything."""
+    """An adapter around a plain layer (as PEFT makes them): one leaf, and dictionaries of small things beside it."""
     if isinstance(module, _PURE_CONTAINERS):
         return False
-    leaves = [_size(c) for c in module.children() if not any(True for _ in c.children())]
-    return bool(leaves) and max(leaves) > 0.5 * _size(module)
+    held = [c for c in module.children() if any(True for _ in c.parameters())]
+    leaves = [c for c in held if not any(True for _ in c.children()) and not isinstance(c, _UNCALLED)]
+    return len(leaves) == 1 and all(isinstance(c, _UNCALLED) for c in held if c is not leaves[0])
 
 
 def _holds_blocks(module: nn.Module) -> bool:

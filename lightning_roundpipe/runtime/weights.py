@@ -149,6 +149,16 @@ class HostLayer:
         return True
 
     def adopt(self) -> None:
+        """Before a step: bring what user code put in place of a master's values into the flat buffers.
+
+        Raises:
+            RoundPipeError: if the layer has other parameters than when training was set up.
+        """
+        if [id(p) for p in self.module.parameters()] != [id(p) for p in self.masters]:
+            raise RoundPipeError(
+                f"layer {self.name!r} has other parameters than at the start of training (a module or parameter was "
+                "replaced). Change the model before fit(), or write new values into the parameters it has."
+            )
         for flat in self.flats:
             flat.adopt()
 

@@ -357,11 +357,6 @@ class NewModule(pl.Callback):
             block.up.weight.mul_(2)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="layers are taken down once, at setup, and never compared with the module again",
-)
 @pytest.mark.parametrize("callback", [NewParameter, NewModule])
 def test_a_layer_that_was_changed_in_training(callback: type[pl.Callback]) -> None:
     """The workers would go on computing with what is no longer there."""
