@@ -332,5 +332,6 @@ def test_the_pretrained_experiments_run(
     assert not [key for key in SUMMARY if summary.get(key) is None]
     assert 2 < summary["val_loss_after"] < summary["val_loss_before"] < 3
     assert (folder / "adapters").is_dir() == (experiment == "smollm2_lora")
-    assert summary["forward_stages"] > 1
-    assert summary["backward_stages"] > 1
+    # How many stages there are depends on times that were measured while other things ran.
+    stages = summary["forward_stages"] + summary["fused_stages"] + summary["backward_stages"]
+    assert summary["forward_stages"] >= 1 and summary["backward_stages"] > 1 and stages > summary["workers"]
