@@ -1,0 +1,210 @@
+"""Waiting for each other, and leaving together."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lightning_roundpipe.runtime.control import Aborted, Control, UserLock, Waiter
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def start(functions: list[Callable[[], None]]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=f, name="roundpipe-test", daemon=True) for f in functions]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(10)
+    assert not any(t.is_alive() for t in threads), "a thread hangs"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failure_wakes_everybody() -> None:
+    """The first one is kept, those who come to wait later leave as well, and devices are told once."""
+    told: list[str] = []
+    control = Control(lambda: told.append(threading.current_thread().name))
+    left: list[type] = []
+
+    def wait() -> None:
+        try:
+            control.wait(Waiter())
+        except Aborted as error:
+            left.append(type(error))
+
+    threads = start([wait] * 5)
+    until(lambda: len(control._waiters) == 5)
+    control.check()
+    first = ValueError("first")
+    control.fail(first)
+    control.fail(ValueError("second"))
+    join(threads)
+    assert left == [Aborted] * 5 and control.error is first and control.failed
+    assert told == [threading.current_thread().name]
+    assert not control._waiters
+    with pytest.raises(Aborted):
+        control.wait(Waiter())
+    with pytest.raises(Aborted):
+        control.check()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_failure_at_any_moment_leaves_nobody_behind(seed: int) -> None:
+    """Between being registered and waiting, while being woken, or before: each thread leaves with `Aborted`."""
+    control, drawn = Control(), random.Random(seed)
+    delays = [drawn.random() * 0.004 for _ in range(12)]
+    left: list[int] = []
+
+    def wait(delay: float, number: int) -> Callable[[], None]:
+        def run() -> None:
+            time.sleep(delay)
+            try:
+                control.wait(Waiter())
+            except Aborted:
+                left.append(number)
+
+        return run
+
+    threads = start([wait(delay, number) for number, delay in enumerate(delays)])
+    time.sleep(0.002)
+    control.fail(ValueError())
+    join(threads)
+    assert sorted(left) == list(range(12))
+
+
+def test_user_code_does_not_catch_an_abort() -> None:
+    """``except Exception`` in a training_step must not swallow the failure of another thread."""
+    assert issubclass(Aborted, BaseException) and not issubclass(Aborted, Exception)
+
+
+def test_a_wake_before_the_wait_is_not_lost() -> None:
+    waiter, control = Waiter(), Control()
+    waiter.wake()
+    control.wait(waiter)
+    assert not waiter.wait_for(0.001), "and it is a wake for one wait only"
+    waiter.wake()
+    assert waiter.wait_for(0.001)
+
+
+def test_waiting_is_progress() -> None:
+    """What the watchdog looks at: a step in which nobody goes on is stuck."""
+    control, waiter = Control(), Waiter()
+    before = control.progress
+    waiter.wake()
+    control.wait(waiter)
+    assert control.progress > before
+
+
+# ------------------------------------------------------------------------------------------------------ the user's lock
+
+
+def test_user_code_runs_lowest_first() -> None:
+    """By (slot, microbatch), and first come first served where these are equal, whoever came first."""
+    lock = UserLock(Control())
+    lock.acquire((0, 0))
+    order: list[tuple[int, int]] = []
+
+    def take(priority: tuple[int, int]) -> Callable[[], None]:
+        def run() -> None:
+            lock.acquire(priority)
+            order.append(priority)
+            lock.release()
+
+        return run
+
+    wanted = [(3, 1), (1, 2), (3, 0), (1, 0), (-1, 4)]
+    threads: list[threading.Thread] = []
+    for count, priority in enumerate(wanted, 1):
+        threads += start([take(priority)])
+        until(lambda count=count: len(lock._queue) == count)  # type: ignore[misc]
+    lock.release()
+    join(threads)
+    assert order == sorted(wanted)
+    lock.acquire((0, 0))  # free again
+    lock.release()
+
+
+def test_equal_priorities_are_served_in_order() -> None:
+    lock = UserLock(Control())
+    lock.acquire((0, 0))
+    order: list[int] = []
+
+    def take(number: int) -> Callable[[], None]:
+        def run() -> None:
+            lock.acquire((1, 1))
+            order.append(number)
+            lock.release()
+
+        return run
+
+    threads: list[threading.Thread] = []
+    for number in range(4):
+        threads += start([take(number)])
+        until(lambda number=number: len(lock._queue) == number + 1)  # type: ignore[misc]
+    lock.release()
+    join(threads)
+    assert order == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_at_a_time(seed: int) -> None:
+    lock = UserLock(Control())
+    inside, most, done = itertools.count(), [0], [0]
+    level = [0]
+
+    def work(number: int) -> Callable[[], None]:
+        def run() -> None:
+            drawn = random.Random(seed * 100 + number)
+            for _ in range(20):
+                lock.acquire((drawn.randint(0, 5), number))
+                level[0] += 1
+                most[0] = max(most[0], level[0])
+                next(inside)
+                if drawn.random() < 0.2:
+                    time.sleep(0.0002)
+                level[0] -= 1
+                done[0] += 1
+                lock.release()
+
+        return run
+
+    join(start([work(number) for number in range(6)]))
+    assert most == [1] and done == [120]
+
+
+def test_a_failure_wakes_those_who_wait_for_the_lock() -> None:
+    control = Control()
+    lock = UserLock(control)
+    lock.acquire((0, 0))
+    left: list[bool] = []
+
+    def take() -> None:
+        try:
+            lock.acquire((1, 0))
+        except Aborted:
+            left.append(True)
+
+    threads = start([take] * 3)
+    until(lambda: len(control._waiters) == 3)
+    control.fail(ValueError())
+    join(threads)
+    assert left == [True] * 3
+    lock.release()
