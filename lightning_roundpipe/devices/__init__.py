@@ -13,6 +13,7 @@ import torch
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices.base import POISON, Device, Event, Hold, Stream
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, StreamAborted, StreamError
+from lightning_roundpipe.devices.permit import emulated_work
 
 __all__ = [
     "POISON",
@@ -23,6 +24,7 @@ __all__ = [
     "Stream",
     "StreamAborted",
     "StreamError",
+    "emulated_work",
     "make_devices",
 ]
 

@@ -217,13 +217,11 @@ class Device(ABC):
         """Bytes that this worker may use in all, with what it uses already; ``None``: no limit."""
 
     @abstractmethod
-    def permit(self, sleeping: bool = False) -> AbstractContextManager[None]:
+    def permit(self) -> AbstractContextManager[None]:
         """Held while a layer computes; never while waiting, which an emulated device checks. Not reentrant.
 
-        Emulated devices share the machine's cores, and four forwards at once take longer than one after another.
-
-        Args:
-            sleeping: the layer only sleeps (a simulated cost) and takes no core.
+        Emulated devices share the machine's cores, and four forwards at once take longer than one after another. Layers
+        that only pretend to compute give it back meanwhile (`emulated_work`).
         """
 
     @abstractmethod

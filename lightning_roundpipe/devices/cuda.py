@@ -125,7 +125,7 @@ class CudaDevice(Device):
     # -- computing
 
     @contextmanager
-    def permit(self, sleeping: bool = False) -> Iterator[None]:
+    def permit(self) -> Iterator[None]:
         self._switch.check()
         yield
 

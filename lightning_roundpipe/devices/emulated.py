@@ -121,9 +121,9 @@ class EmulatedDevice(Device):
     # -- computing
 
     @contextmanager
-    def permit(self, sleeping: bool = False) -> Iterator[None]:
+    def permit(self) -> Iterator[None]:
         self._switch.sleep(0 if self._permit_delays is None else self._permit_delays.next())
-        with nullcontext() if sleeping else permit.holding(self._permits):
+        with permit.holding(self._permits):
             yield
 
     def activate(self) -> AbstractContextManager[None]:

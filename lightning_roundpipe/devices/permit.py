@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,15 +35,36 @@ def semaphore() -> threading.Semaphore:
 @contextmanager
 def holding(permits: threading.Semaphore) -> Iterator[None]:
     """Hold one, and be known to."""
-    assert not getattr(_mine, "held", False), "a permit is not reentrant: this thread would wait for itself"
+    assert getattr(_mine, "held", None) is None, "a permit is not reentrant: this thread would wait for itself"
     with permits:
-        _mine.held = True
+        _mine.held = permits
         try:
             yield
         finally:
-            _mine.held = False
+            _mine.held = None
+
+
+def emulated_work(seconds: float) -> None:
+    """Take ``seconds`` as a device's work would: without a core, so that all emulated devices can work at once.
+
+    For layers of known duration that compute nothing. Called inside a layer's forward, or in the backward of an
+    autograd Function there, it gives the thread's permit to others meanwhile.
+    """
+    permits: threading.Semaphore | None = getattr(_mine, "held", None)
+    if permits is None:
+        time.sleep(seconds)
+        return
+    _mine.held = None
+    permits.release()
+    try:
+        time.sleep(seconds)
+    finally:
+        permits.acquire()
+        _mine.held = permits
 
 
 def assert_none_held() -> None:
     """Called by whatever may block."""
-    assert not getattr(_mine, "held", False), "a thread must not wait while it holds a permit: others need it to go on"
+    assert getattr(_mine, "held", None) is None, (
+        "a thread must not wait while it holds a permit: others need it to go on"
+    )

@@ -201,7 +201,7 @@ def test_delays_are_slept_by_copies_and_permits(make: MakeDevice, monkeypatch: p
     device.weights_up.copy(torch.zeros(1), torch.ones(1))
     device.weights_up.synchronize()
     assert 0.1 <= time.perf_counter() - start < 0.19
-    with device.permit(sleeping=True):
+    with device.permit():
         assert time.perf_counter() - start >= 0.2
 
 

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from lightning_roundpipe.devices import Device, permit
+from lightning_roundpipe.devices import Device, emulated_work, permit
 
 MakeAll = Callable[..., list[Device]]
 
 
-def most_at_once(devices: list[Device], sleeping: bool) -> int:
+def most_at_once(devices: list[Device], work: Callable[[float], object]) -> int:
     """How many of one thread per device were seen inside ``permit`` at the same time."""
     inside, most, lock = 0, 0, threading.Lock()
     together = threading.Barrier(len(devices))
 
-    def work(device: Device) -> None:
+    def run(device: Device) -> None:
         nonlocal inside, most
         together.wait()
-        with device.permit(sleeping):
+        with device.permit():
             with lock:
                 inside += 1
                 most = max(most, inside)
-            threading.Event().wait(0.05)
+            work(0.05)
             with lock:
                 inside -= 1
 
-    threads = [threading.Thread(target=work, args=(device,)) for device in devices]
+    threads = [threading.Thread(target=run, args=(device,)) for device in devices]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -44,8 +45,20 @@ def test_layers_share_the_cores_of_all_devices(
     monkeypatch.setattr(permit, "cores", lambda: cores)
     torch.set_num_threads(intra_op)
     devices = make_all(2) + make_all(2)  # of two strategies, even
-    assert most_at_once(devices, sleeping=False) == permits
-    assert most_at_once(devices, sleeping=True) == 4
+    assert most_at_once(devices, time.sleep) == permits
+    assert most_at_once(devices, emulated_work) == 4
+
+
+def test_pretended_work_takes_its_time_and_the_permit_is_back_afterwards(make_all: MakeAll) -> None:
+    (device,) = make_all(1)
+    started = time.monotonic()
+    with device.permit():
+        emulated_work(0.05)
+        with pytest.raises(AssertionError, match="not reentrant"), device.permit():
+            pass
+    emulated_work(0.05)  # outside of a layer too
+    assert 0.1 <= time.monotonic() - started < 5
+    assert most_at_once([device], time.sleep) == 1
 
 
 def test_waiting_with_a_permit_is_refused(make_all: MakeAll) -> None:
@@ -56,8 +69,6 @@ def test_waiting_with_a_permit_is_refused(make_all: MakeAll) -> None:
         event.wait()  # even though it would not block today
     with device.permit(), pytest.raises(AssertionError, match="not reentrant"), device.permit():
         pass
-    with device.permit(sleeping=True):
-        event.wait()
     event.wait()
 
 

@@ -1,0 +1,122 @@
+"""What the benchmarks share: the Trainer they use, a stopwatch, and a model whose layers only take time."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_roundpipe.devices import emulated_work
+
+
+class Stopwatch(pl.Callback):
+    """Seconds of each optimizer step of ``batches`` batches, from the first batch's start to the last one's end."""
+
+    def __init__(self, batches: int = 1) -> None:
+        self._batches = batches
+        self._start = 0.0
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self._batches == 0:
+            self._start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self._batches == 0:
+            self.seconds.append(time.perf_counter() - self._start)
+
+
+def quiet() -> None:
+    """Only the benchmark's own output."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_roundpipe", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def trainer(strategy: Any, devices: int = 1, **options: Any) -> pl.Trainer:
+    """A Trainer on the CPU that neither writes nor draws."""
+    return pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def batches(data: Tensor, size: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(data), batch_size=size)
+
+
+class Pace:
+    """How fast layers that only take time are; 0 skips the waiting, for the step that learns the trace."""
+
+    def __init__(self) -> None:
+        self.factor = 0.0
+
+
+class _TakeTime(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float, pace: Pace) -> Tensor:
+        ctx.backward_s, ctx.pace = backward_s, pace
+        ctx.save_for_backward(weight)
+        if pace.factor:
+            emulated_work(pace.factor * forward_s)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        (weight,) = ctx.saved_tensors
+        if ctx.pace.factor:
+            emulated_work(ctx.pace.factor * ctx.backward_s)
+        return grad * weight, grad.sum().reshape(1), None, None, None
+
+
+class Sleeper(nn.Module):
+    """A layer of known duration: it sleeps in its forward and in its backward, and uses no core meanwhile."""
+
+    def __init__(self, forward_s: float, backward_s: float, pace: Pace) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.times = forward_s, backward_s
+        # Not an attribute that copies of the layer would have a copy of.
+        self.pace = lambda: pace
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _TakeTime.apply(x, self.weight, *self.times, self.pace())  # type: ignore[no-untyped-call]
+        return result
+
+
+class Sleepers(pl.LightningModule):
+    """Layers of known durations, one after another.
+
+    Args:
+        seconds: (forward, backward) of each.
+    """
+
+    def __init__(self, seconds: list[tuple[float, float]]) -> None:
+        super().__init__()
+        self.pace = Pace()
+        self.layers = nn.ModuleList(Sleeper(forward, backward, self.pace) for forward, backward in seconds)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        h = batch[0]
+        for layer in self.layers:
+            h = layer(h)
+        return h.mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.pace.factor = 1.0  # the first step has found the trace
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)

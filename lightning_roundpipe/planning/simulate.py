@@ -1,0 +1,121 @@
+"""When everything of a step happens under a plan: the engine's own rules, walked with a clock instead of a model.
+
+    slot i runs on worker i mod N, its microbatches in order                                          [1]
+    a worker takes its next slot when the last microbatch has left the one before                     [2]
+    a slot of a later round waits until the same stage of the round before is closed (same sums)      [3]
+    a microbatch enters a stage when it has left the one before, wherever that ran                    [4]
+    the fused slot is held from a microbatch's first call until its backward through the stage ends   [5]
+
+Every turn depends only on turns of a lower slot, or of a lower microbatch in its own slot, so one pass in that order is
+the whole simulation. Copies are taken to be hidden, and the optimizer not to run meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_roundpipe.planning.costs import Costs, Phase
+from lightning_roundpipe.planning.schedule import Plan, Stage
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One microbatch's stay in one slot; times are seconds from the start of the step."""
+
+    slot: int
+    worker: int
+    round: int
+    phase: Phase
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """What the engine itself takes, in seconds, while the worker has nothing to compute.
+
+    Args:
+        call_s: for every call that a turn makes; a recomputed call and its backward are one.
+        turn_s: for every turn.
+        hop_s: from one worker to another, for a microbatch that changes workers between two stages.
+    """
+
+    call_s: float = 0.0
+    turn_s: float = 0.0
+    hop_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("call_s", "turn_s", "hop_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be 0 or more seconds.")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What `simulate` found.
+
+    Attributes:
+        turns: in the order (slot, microbatch).
+        workers: N.
+        busy_s: seconds of layer code, all workers together; host time is not in it.
+    """
+
+    turns: tuple[Turn, ...]
+    workers: int
+    busy_s: float
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the start of the first turn to the end of the last."""
+        return max(turn.end_s for turn in self.turns)
+
+    @property
+    def bubble_pct(self) -> float:
+        """100 (1 - compute time / (workers x makespan))."""
+        span = self.workers * self.makespan_s
+        return 100.0 * (1.0 - self.busy_s / span) if span else 0.0
+
+
+def simulate(plan: Plan, costs: Costs, workers: int, microbatches: int, host: HostTime | None = None) -> Simulation:
+    """One step of ``microbatches`` (M) under ``plan`` on ``workers`` (N) that are idle when it begins.
+
+    Raises:
+        ValueError: the plan does not fit the costs' calls, or a number makes no sense.
+    """
+    for name, value in (("workers", workers), ("microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r} must be at least 1 to simulate a step.")
+    plan.validate(costs.layers)
+    host = host or HostTime()
+    stages = plan.stages()
+    computing = [costs.stage_time_s(s.first, s.last, s.phase) for s in stages]
+    hosting = [host.turn_s + _calls_made(costs, s) * host.call_s for s in stages]
+    free = [0.0] * workers
+    left = [0.0] * microbatches
+    closed = [0.0] * len(stages)
+    turns: list[Turn] = []
+    slot = 0
+    for round_, begin in enumerate(range(0, microbatches, plan.round_microbatches)):
+        members = range(begin, min(begin + plan.round_microbatches, microbatches))
+        for stage in stages:
+            worker = slot % workers  # [1]
+            free[worker] = max(free[worker], closed[stage.position])  # [2] [3]
+            hop = host.hop_s if stage.position and workers > 1 else 0.0
+            for m in members:
+                start = max(free[worker], left[m] + hop)  # [4]
+                end = start + hosting[stage.position] + computing[stage.position]  # [5]
+                free[worker] = left[m] = end
+                turns.append(Turn(slot, worker, round_, stage.phase, m, start, end))
+            closed[stage.position] = free[worker]
+            slot += 1
+    return Simulation(tuple(turns), workers, microbatches * sum(computing))
+
+
+def _calls_made(costs: Costs, stage: Stage) -> int:
+    """Calls that a turn makes: in a fused stage a call and its backward are two trips to the worker."""
+    calls = costs.calls[stage.first : stage.last + 1]
+    backward = sum(call.needs_backward for call in calls)
+    if stage.phase == "forward":
+        return len(calls)
+    return backward + (len(calls) if stage.phase == "fused" else 0)
