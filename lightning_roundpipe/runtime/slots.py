@@ -4,7 +4,8 @@
     a worker opens its next slot when the one before it is closed                            [2]
     ... and when the same stage of the round before is closed: it adds to the same sums      [3]
     an open slot serves its microbatches in order                                            [4]
-    the last microbatch to leave a slot closes it                                            [5]
+    the last microbatch to leave a slot closes it; if all left before it was open, it is     [5]
+    closed as it opens
 
 The order (slot, microbatch) is total, and a microbatch holds at most the turn that it is running, so there is always
 somebody who may go on: the lowest. A microbatch that skips a stage leaves it without having entered it.
@@ -70,11 +71,12 @@ class Slot:
         self._waiting: dict[int, Waiter] = {}
         self._lock = threading.Lock()
 
-    def open(self) -> None:
-        """Let the first microbatch in [4]."""
+    def open(self) -> bool:
+        """Let the first microbatch in [4]. True if all have left already and the slot is to be closed [5]."""
         with self._lock:
             self.opened = True
             self._wake_next()
+            return self._position == len(self.microbatches)
 
     def enter(self, microbatch: int, control: Control) -> None:
         """Wait for the turn of ``microbatch``."""
@@ -85,13 +87,16 @@ class Slot:
         control.wait(waiter)
 
     def leave(self, microbatch: int) -> bool:
-        """Give the turn on. True if that was the last microbatch and the slot is to be closed [5]."""
+        """Give the turn on. True if that was the last microbatch and the slot is to be closed [5].
+
+        A slot that all have left before it was open is closed by who opens it.
+        """
         with self._lock:
             self._left.add(microbatch)
             while self._position < len(self.microbatches) and self.microbatches[self._position] in self._left:
                 self._position += 1
             self._wake_next()
-            return self._position == len(self.microbatches)
+            return self.opened and self._position == len(self.microbatches)
 
     def close(self) -> None:
         """Let the same stage of the next round open."""

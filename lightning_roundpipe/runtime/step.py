@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.runtime.context import Ambient
-from lightning_roundpipe.runtime.control import Control, UserLock
+from lightning_roundpipe.runtime.control import Control, UserLock, Waiter
 from lightning_roundpipe.runtime.glue import check_counts
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.logs import issue, shadowed_log
@@ -63,6 +64,9 @@ class Step:
         self._provisional: float | None = sum(weights) if weights else None
         self._plan: Plan | None = None
         self._order: list[deque[Slot]] = [deque() for _ in engine.workers]
+        self._unclosed = 0
+        self._unclosed_lock = threading.Lock()
+        self._all_closed = Waiter()
         self.runs: list[MicrobatchRun] = []
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -71,6 +75,7 @@ class Step:
         """All microbatches at once, under ``plan``."""
         self._plan = plan
         slots = PlannedSlots(self._make_rounds(plan, trace), plan, self.control, self._close)
+        self._unclosed = len(self.slots)
         self.runs = [MicrobatchRun(self, m, trace, slots) for m in range(len(args))]
         for worker, order in zip(self.engine.workers, self._order, strict=True):
             if order:
@@ -92,11 +97,13 @@ class Step:
                     thread = self.engine.thread(index if together else 0)
                     tasks.append(thread.submit(lambda r=run, g=given, b=before: r.run(function, g, b)))  # type: ignore[misc]
                     if not together:
-                        self._watch(tasks[-1])
+                        self._watch(tasks[-1].waiter)
                         if self.control.failed:
                             break
                 for task in tasks if together else ():
-                    self._watch(task)
+                    self._watch(task.waiter)
+                if together:  # slots that nobody needed may be on their way still
+                    self._watch(self._all_closed, unless_failed=True)
             except BaseException as error:  # a KeyboardInterrupt, most likely
                 self.control.fail(error)
                 self._leave(tasks)
@@ -120,11 +127,11 @@ class Step:
             )
         return context.logs
 
-    def _watch(self, task: Task[None]) -> None:
-        """Wait for ``task``; fail the step if nothing at all happens for the watchdog's time."""
+    def _watch(self, waiter: Waiter, *, unless_failed: bool = False) -> None:
+        """Wait for ``waiter``; fail the step if nothing at all happens for the watchdog's time."""
         limit = self.engine.options.watchdog_timeout
         seen, since = self.control.progress, time.monotonic()
-        while not task.waiter.wait_for(min(1.0, limit)):
+        while not (unless_failed and self.control.failed) and not waiter.wait_for(min(1.0, limit)):
             if self.control.progress != seen:
                 seen, since = self.control.progress, time.monotonic()
             elif time.monotonic() - since > limit:
@@ -179,11 +186,24 @@ class Step:
         slot = order.popleft()
         following = order[0] if order and self.engine.options.prefetch else None
         worker = self.engine.workers[index]
-        worker.post(lambda: worker.open(slot, following, self.control), self.control)
+
+        def open_it() -> None:
+            if worker.open(slot, following, self.control):
+                self._close(slot)
+
+        worker.post(open_it, self.control)
 
     def _close(self, slot: Slot) -> None:
         worker = self.engine.workers[slot.worker]
-        worker.post(lambda: worker.close_slot(slot), self.control)
+
+        def close_it() -> None:
+            worker.close_slot(slot)
+            with self._unclosed_lock:
+                self._unclosed -= 1
+                if not self._unclosed:
+                    self._all_closed.wake()
+
+        worker.post(close_it, self.control)
         self._open_next(slot.worker)
 
     def _arrive(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:

@@ -150,8 +150,12 @@ class Worker:
             where = Where(slot.index, slot.phase, -1, layer.name)
             self.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
 
-    def open(self, slot: Slot, following: Slot | None, control: Control) -> None:
-        """Make ``slot`` the resident one, and begin to upload the one after it."""
+    def open(self, slot: Slot, following: Slot | None, control: Control) -> bool:
+        """Make ``slot`` the resident one, and begin to upload the one after it.
+
+        Returns:
+            Whether nobody is going to run in it, so that it is to be closed again.
+        """
         if slot.arena is None:
             self.prepare(slot)
         assert slot.arena is not None
@@ -164,7 +168,7 @@ class Worker:
         self._open_gradients(slot)
         if following is not None and following.arena is None:
             self.prepare(following)
-        slot.open()
+        return slot.open()
 
     def _open_gradients(self, slot: Slot) -> None:
         sums = {call: s for call, s in slot.sums.items() if s.layout.nbytes}
