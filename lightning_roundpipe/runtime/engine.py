@@ -60,6 +60,8 @@ class Engine:
         self.randomness = Randomness()
         self.runners = [Runner(w, lambda: self.randomness) for w in self.workers]
         self.trace: Trace | None = None
+        self.recent: Trace | None = None
+        """What the last batch of one microbatch called, as a guess at what the next one will."""
         self.plan: Plan | None = None
         self.costs: Costs | None = None
         self.broken = False
@@ -98,7 +100,7 @@ class Engine:
         self._begin()
         sizes = self._sizes(batch)
         parts = microbatch.split(batch, sizes)
-        self.plans = self.plan is None and len(sizes) > 1
+        self.plans = self.plan is None and (len(sizes) > 1 or self.options.plan is not None)
         step = Step(self, seed, sizes, self._given_weights(parts))
         args = [(part, *rest) for part in parts]
         started = time.perf_counter()
@@ -114,6 +116,8 @@ class Engine:
         self._finish_report(step, time.perf_counter() - started)
         if self.plans:
             self._make_plan(step)
+        elif len(sizes) == 1:
+            self.recent = step.runs[0].trace
         return output
 
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +163,7 @@ class Engine:
 
     def _forget_plan(self) -> None:
         """Other parameters are trained now: gradients flow elsewhere, so everything is learned again."""
-        self.trace, self.plan, self.costs = None, None, None
+        self.trace, self.recent, self.plan, self.costs = None, None, None, None
         self.randomness = Randomness()
         self._sums.clear()
         for worker in self.workers:

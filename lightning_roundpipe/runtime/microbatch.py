@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.config import RoundPipeError
+
 
 def batch_size(batch: Any) -> int:
     """The first dimension of the batch's first tensor; of the first list if it has no tensor.
@@ -149,3 +151,28 @@ def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
         if weight:
             result += tensor.detach().cpu().double() * (weight / total)
     return result.to(dtype) if total else tensors[0].detach().cpu()
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned; None if there is none, of which Lightning says what is wrong.
+
+    Raises:
+        RoundPipeError: it is not one number.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        return None
+    if loss.numel() != 1:
+        raise RoundPipeError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be one number (take its mean)."
+        )
+    return loss
+
+
+def detached(output: Any) -> Any:
+    """What ``training_step`` returned, without the graph."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, Mapping):
+        return {k: detached(v) for k, v in output.items()}
+    return output

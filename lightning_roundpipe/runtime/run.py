@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
@@ -30,9 +29,11 @@ from lightning_roundpipe.runtime.calls import Call, Forward
 from lightning_roundpipe.runtime.collector import hand_over
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.control import Control, UserLock, Waiter
+from lightning_roundpipe.runtime.foresight import Foresight
 from lightning_roundpipe.runtime.glue import GlueMode
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.logs import LogRecorder
+from lightning_roundpipe.runtime.microbatch import detached, loss_of
 from lightning_roundpipe.runtime.notes import noted
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.slots import Slot, Slots
@@ -52,9 +53,10 @@ class MicrobatchRun:
         index: its number.
         trace: what it is expected to call; None to record it (``learning``).
         slots: where its calls run.
+        recent: what it probably calls, though any other calls are as right. Only while learning.
     """
 
-    def __init__(self, step: Step, index: int, trace: Trace | None, slots: Slots) -> None:
+    def __init__(self, step: Step, index: int, trace: Trace | None, slots: Slots, recent: Trace | None = None) -> None:
         self.index = index
         self.logs = LogRecorder()
         self.mode = GlueMode(step.engine.master_ids, train=True, accelerator=step.engine.accelerator)
@@ -63,6 +65,7 @@ class MicrobatchRun:
         self.weight = 0.0
         self.learning = trace is None
         self.trace = trace or Trace()
+        self._foresight = Foresight(slots, step.engine.sums_of, recent)
         self._step = step
         self._control: Control = step.control
         self._lock: UserLock = step.user_lock
@@ -102,12 +105,12 @@ class MicrobatchRun:
             self._enter_glue()
             with self._noted():
                 output = function(*args)
-                loss = self._loss_of(output)
+                loss = loss_of(output)
             self._announce()
             if loss is not None:
                 self.weight = self._step.weigh(self)
                 self._backward_of_loss(loss)
-            self.output = _detach(output)
+            self.output = detached(output)
             del output, loss
             self._leave_glue()
         self._boundaries.end_forward()
@@ -183,7 +186,9 @@ class MicrobatchRun:
     def _next(self, layer: HostLayer) -> tuple[int, TracedCall]:
         if self.learning:
             traced = self.trace.append(layer)
-            return len(self.trace.calls) - 1, traced
+            index = len(self.trace.calls) - 1
+            self._foresight.see(index, layer)
+            return index, traced
         index = self.trace.find(layer, self._position, self.index)
         self._position = index + 1
         return index, self.trace.calls[index]
@@ -203,6 +208,9 @@ class MicrobatchRun:
 
     def _run_forward(self, call: Call, entry: Entry | None, traced: TracedCall) -> tuple[Forward, Slot]:
         fused = not self.learning and self._step.is_fused(call.index)
+        # Probably the last call: its graph is kept, but should another one come, it is recomputed after all.
+        held = entry is not None and self._foresight.is_last(call.index)
+        call.kept = entry is not None and (fused or held)
         call.recomputed = entry is not None and not fused
         call.graph = entry is not None and (fused or self.learning or traced.needs_grad_mode)
         call.probe = self.learning and self.index == 0 and entry is not None and self._step.engine.plans
@@ -212,7 +220,11 @@ class MicrobatchRun:
             entry.leaves = [saved.get(i, leaf) for i, leaf in enumerate(call.leaves)]
         if self.learning or traced.mutates:
             self._boundaries.settle()
-        slot = self._slots.forward(self.index, call.index, call.layer)
+        if held:
+            slot = self._slots.hold(self.index, call.index, call.layer, self._step.engine.sums_of(traced))
+        else:
+            slot = self._slots.forward(self.index, call.index, call.layer)
+        self._foresight.after_forward(self.index, call.index, self._tape, self.trace)
         worker = self._step.engine.workers[slot.worker]
         for i, t in tensors.items():
             if self._locate(t) is not worker.device:
@@ -244,6 +256,8 @@ class MicrobatchRun:
         entry.given.clear()
         if self.learning:
             traced.overwritten |= overwritten
+            if overwritten:
+                entry.graph = None  # it would compute from what was written
         elif overwritten:
             raise RoundPipeError(
                 f"code between layers wrote in place to argument {min(overwritten)} of layer {entry.layer.name!r} "
@@ -271,7 +285,7 @@ class MicrobatchRun:
         if self.learning:
             self._learn(call, traced, forward, outputs, taped=entry is not None)
         flags = list(traced.flags) if entry is not None else [False] * len(outputs)
-        if entry is not None and not call.recomputed:
+        if entry is not None and call.kept:
             assert forward.inlet is not None
             entry.graph = (forward.inlet, outputs)
             flags = [t.requires_grad for t in outputs]
@@ -287,7 +301,7 @@ class MicrobatchRun:
         else:
             aliases = [t if call.ambient.inference else t.data for t in outputs]
         self._write_inputs(call, mutated, aliases[len(outputs) - len(mutated) :], args, kwargs)
-        return hand_over(_replace_tensors(forward, aliases))
+        return hand_over(forward.with_tensors(aliases))
 
     def _learn(self, call: Call, traced: TracedCall, forward: Forward, outputs: list[Tensor], *, taped: bool) -> None:
         traced.flags = tuple(t.requires_grad for t in outputs)
@@ -310,18 +324,6 @@ class MicrobatchRun:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _loss_of(self, output: Any) -> Tensor | None:
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if output is None:
-            return None
-        if not isinstance(loss, Tensor):
-            return None  # Lightning says what is wrong with it
-        if loss.numel() != 1:
-            raise RoundPipeError(
-                f"training_step returned a loss of shape {tuple(loss.shape)}; it must be one number (take its mean)."
-            )
-        return loss
-
     def _backward_of_loss(self, loss: Tensor) -> None:
         """Backward from the loss through the glue behind the last layer [4]."""
         self._phase = "backward"
@@ -340,7 +342,10 @@ class MicrobatchRun:
                 continue
             traced = self.trace.calls[entry.call]
             self._check_inputs(entry, traced)
+            if not self._slots.holds(entry.call):
+                entry.graph = None
             slot = self._slots.backward(self.index, entry.call, entry.layer, engine.sums_of(traced))
+            self._foresight.backward(self.index, self._tape, self.trace)
             worker, runner = engine.workers[slot.worker], engine.runners[slot.worker]
             task = functools.partial(runner.backward, slot, entry, self._boundaries)
             with noted(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device):
@@ -376,18 +381,3 @@ class MicrobatchRun:
                     entry.sink.push(pushed)
                 finally:
                     self._leave_glue()
-
-
-def _detach(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.detach()
-    if isinstance(output, Mapping):
-        return {k: _detach(v) for k, v in output.items()}
-    return output
-
-
-def _replace_tensors(forward: Forward, aliases: list[Tensor]) -> Any:
-    replaced = iter(aliases)
-    return tree_unflatten(
-        [next(replaced) if isinstance(leaf, Tensor) else leaf for leaf in forward.leaves], forward.spec
-    )

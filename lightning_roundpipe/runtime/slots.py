@@ -11,7 +11,8 @@ The order (slot, microbatch) is total, and a microbatch holds at most the turn t
 somebody who may go on: the lowest. A microbatch that skips a stage leaves it without having entered it.
 
 `PlannedSlots` hands out the slots of a plan. `SlotsOnArrival` makes one slot of every call as it comes, which needs no
-trace: for the first batch, for evaluation, and for steps of one microbatch, where any control flow is allowed.
+trace: for the first batch, for evaluation, and for steps of one microbatch, where any control flow is allowed. There
+the step before says what will probably come, so that its weights are on their way already; being wrong costs only time.
 """
 
 from __future__ import annotations
@@ -138,6 +139,15 @@ class Slots(Protocol):
     def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
         """The slot of a call's recomputation and backward, in its turn."""
 
+    def hold(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
+        """The slot of a call whose forward and backward run without anything between them, to keep its graph."""
+
+    def holds(self, call: int) -> bool:
+        """Whether the slot that a call was held in is open still, so that its graph finds its weights."""
+
+    def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradients | None) -> None:
+        """What will probably be asked for next."""
+
     def after(self, microbatch: int, slot: Slot, call: int) -> None:
         """The call is done."""
 
@@ -163,6 +173,15 @@ class PlannedSlots:
     def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
         return self._enter(microbatch, self._backward[call])
 
+    def hold(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
+        return self._enter(microbatch, self._forward[call])
+
+    def holds(self, call: int) -> bool:
+        return self._forward[call] == self._backward[call]
+
+    def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradients | None) -> None:
+        pass  # the plan has said it
+
     def _enter(self, microbatch: int, position: int) -> Slot:
         self._leave_until(microbatch, position)
         slot = self._mine[microbatch][position]
@@ -187,29 +206,84 @@ class PlannedSlots:
 
 
 class SlotsOnArrival:
-    """A slot for each call, made when it comes. Only one microbatch runs at a time.
+    """A slot for each call, made when it comes, or when it is foreseen. Only one microbatch runs at a time.
 
     Args:
-        make: makes, uploads and opens a slot for (phase, call, layer, sums).
+        make: makes a slot for (phase, microbatch, call, layer, sums).
+        prepare: begins to upload a slot's weights.
+        cancel: takes that back.
+        open: makes a slot the resident one.
         close: closes it.
     """
 
     def __init__(
         self,
         make: Callable[[Phase, int, int, HostLayer, HostGradients | None], Slot],
+        prepare: Callable[[Slot], None],
+        cancel: Callable[[Slot], None],
+        open: Callable[[Slot], None],
         close: Callable[[Slot], None],
     ) -> None:
         self._make = make
+        self._prepare = prepare
+        self._cancel = cancel
+        self._open = open
         self._close = close
+        self._foreseen: Slot | None = None
+        self._held: Slot | None = None
 
     def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
-        return self._make("forward", microbatch, call, layer, None)
+        self._let_go()
+        return self._arrive("forward", microbatch, call, layer, None)
+
+    def hold(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
+        """A slot for the forward of what is probably the last call; it stays open for the backward."""
+        self._let_go()
+        self._held = self._arrive("fused", microbatch, call, layer, sums)
+        return self._held
+
+    def holds(self, call: int) -> bool:
+        return self._held is not None and call in self._held.calls
 
     def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
-        return self._make("backward", microbatch, call, layer, sums)
+        if self._held is not None and self.holds(call):
+            held, self._held = self._held, None
+            return held
+        self._let_go()
+        return self._arrive("backward", microbatch, call, layer, sums)
+
+    def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradients | None) -> None:
+        if not self._is_foreseen(phase, call, layer):
+            self._drop_foreseen()
+            self._foreseen = self._make(phase, microbatch, call, layer, sums)
+            self._prepare(self._foreseen)
 
     def after(self, microbatch: int, slot: Slot, call: int) -> None:
-        self._close(slot)
+        if slot is not self._held:
+            self._close(slot)
 
     def finish(self, microbatch: int) -> None:
-        pass
+        self._drop_foreseen()
+        self._let_go()
+
+    def _arrive(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
+        self.foresee(microbatch, phase, call, layer, sums)
+        slot, self._foreseen = self._foreseen, None
+        assert slot is not None
+        self._open(slot)
+        return slot
+
+    def _is_foreseen(self, phase: Phase, call: int, layer: HostLayer) -> bool:
+        slot = self._foreseen
+        return slot is not None and (slot.phase, slot.calls[0], slot.layers[0]) == (phase, call, layer)
+
+    def _drop_foreseen(self) -> None:
+        if self._foreseen is not None:
+            foreseen, self._foreseen = self._foreseen, None
+            self._cancel(foreseen)
+
+    def _let_go(self) -> None:
+        """Close the held slot: its call was not the last one, or needs no backward."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._close(held)

@@ -84,8 +84,9 @@ class Step:
 
     def run_one_by_one(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
         """One microbatch after another, a slot for each call: needs no trace, and records one."""
-        slots = SlotsOnArrival(self._arrive, self._close)
-        self.runs = [MicrobatchRun(self, m, None, slots) for m in range(len(args))]
+        slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
+        recent = self.engine.recent if len(args) == 1 else None
+        self.runs = [MicrobatchRun(self, m, None, slots, recent) for m in range(len(args))]
         self._join(function, args, together=False)
 
     def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
@@ -206,14 +207,26 @@ class Step:
         worker.post(close_it, self.control)
         self._open_next(slot.worker)
 
-    def _arrive(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
+    def _make_slot(
+        self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None
+    ) -> Slot:
         index = self.engine.next_slot()
-        worker = self.engine.workers[index % len(self.engine.workers)]
         totals = {call: sums} if sums is not None else {}
-        slot = Slot(index, worker.index, 0, phase, range(call, call + 1), [layer], totals, [microbatch])
+        worker = index % len(self.engine.workers)
+        return Slot(index, worker, 0, phase, range(call, call + 1), [layer], totals, [microbatch])
+
+    def _prepare(self, slot: Slot) -> None:
+        worker = self.engine.workers[slot.worker]
+        worker.post(lambda: worker.prepare(slot), self.control)
+
+    def _cancel(self, slot: Slot) -> None:
+        worker = self.engine.workers[slot.worker]
+        worker.post(lambda: worker.cancel(slot), self.control)
+
+    def _open(self, slot: Slot) -> None:
         self.slots.append(slot)
+        worker = self.engine.workers[slot.worker]
         worker.run(lambda: worker.open(slot, None, self.control), self.control)
-        return slot
 
     # -- weights of the microbatches ----------------------------------------------------------------------------------
 

@@ -51,6 +51,14 @@ class Trace:
         self.calls.append(TracedCall(layer, uses[layer.index]))
         return self.calls[-1]
 
+    def has(self, position: int, layer: HostLayer) -> bool:
+        """Whether the call at ``position`` is one of ``layer``."""
+        return position < len(self.calls) and self.calls[position].layer is layer
+
+    def ends_with(self, position: int) -> bool:
+        """Whether ``position`` is that of the last call."""
+        return position == len(self.calls) - 1
+
     def find(self, layer: HostLayer, position: int, microbatch: int) -> int:
         """The call that a microbatch makes when it calls ``layer`` with ``position`` calls behind it.
 
@@ -68,7 +76,7 @@ class Trace:
             f"microbatch {microbatch} called layer {layer.name!r} after {before} where "
             + (f"layer {expected!r} was expected" if expected else "no further layer was expected")
             + ": with several microbatches each must call the layers in the order of the first batch's first "
-            "microbatch (it may leave some out). Set num_microbatches=1, which allows any control flow."
+            "microbatch (it may leave some out). Set num_microbatches=1, without a plan, which allows any control flow."
         )
 
     def costs(self, recorder: Recorder) -> Costs:

@@ -150,6 +150,12 @@ class Worker:
             where = Where(slot.index, slot.phase, -1, layer.name)
             self.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
 
+    def cancel(self, slot: Slot) -> None:
+        """Take back `prepare`: the slot will not come. The next upload is in the same stream, so behind this one's."""
+        assert slot.arena == 1 - self._turn, "only what was prepared last can be taken back"
+        self._turn = slot.arena
+        slot.arena = None
+
     def open(self, slot: Slot, following: Slot | None, control: Control) -> bool:
         """Make ``slot`` the resident one, and begin to upload the one after it.
 

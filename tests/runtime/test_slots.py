@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.control import Aborted, Control
-from lightning_roundpipe.runtime.slots import PlannedSlots, Slot, SlotsOnArrival
+from lightning_roundpipe.runtime.slots import PlannedSlots, Slot
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -353,19 +353,3 @@ def test_a_slot_may_be_left_by_all_before_it_is_open() -> None:
     plan = "forward 0-1; fused 2-2; backward 0-1; round 1"
     strategy = ours(num_microbatches=3, plan=plan, layers=["Linear"], watchdog_timeout=2)
     assert_same(plain, run(strategy, module, batches, devices=3))
-
-
-def test_slots_on_arrival() -> None:
-    """A slot for each call as it comes, closed after it: any order of calls is fine."""
-    events: list[Any] = []
-
-    def make(phase: Any, microbatch: int, call: int, layer: Any, sums: Any) -> Slot:
-        events.append((phase, microbatch, call, layer, sums))
-        return make_slot(len(events), [microbatch], phase)
-
-    sums: Any = object()
-    slots = SlotsOnArrival(make, lambda slot: events.append(slot.phase))
-    slots.after(3, slots.forward(3, 7, "layer"), 7)  # type: ignore[arg-type]
-    slots.after(3, slots.backward(3, 7, "layer", sums), 7)  # type: ignore[arg-type]
-    slots.finish(3)
-    assert events == [("forward", 3, 7, "layer", None), "forward", ("backward", 3, 7, "layer", sums), "backward"]

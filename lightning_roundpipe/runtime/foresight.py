@@ -1,0 +1,56 @@
+"""A guess at what a step of one microbatch calls next, from what the last one called. Being wrong costs only time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_roundpipe.runtime.slots import Slots
+from lightning_roundpipe.runtime.tape import Entry
+from lightning_roundpipe.runtime.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
+
+
+class Foresight:
+    """What is said to the slots ahead of time, for one microbatch.
+
+    Args:
+        slots: get to know what will probably come.
+        sums_of: where a call's gradients are summed.
+        recent: the calls of the last such step; None: only the backward is foreseen.
+    """
+
+    def __init__(
+        self, slots: Slots, sums_of: Callable[[TracedCall], HostGradients | None], recent: Trace | None
+    ) -> None:
+        self._slots = slots
+        self._sums_of = sums_of
+        self._recent = recent
+
+    def see(self, index: int, layer: HostLayer) -> None:
+        """What call ``index`` is. A microbatch that leaves the way of the last one is not foreseen any further."""
+        if self._recent is not None and not self._recent.has(index, layer):
+            self._recent = None
+
+    def is_last(self, index: int) -> bool:
+        """Whether there is probably no call after ``index``."""
+        return self._recent is not None and self._recent.ends_with(index)
+
+    def after_forward(self, microbatch: int, index: int, tape: Sequence[Entry], trace: Trace) -> None:
+        """Let the weights of what comes after call ``index`` travel meanwhile."""
+        if self._recent is None:
+            return
+        if self._recent.ends_with(index):
+            self.backward(microbatch, tape, trace)
+            return
+        following = self._recent.calls[index + 1]
+        if following.taped and self._recent.ends_with(index + 1):
+            self._slots.foresee(microbatch, "fused", index + 1, following.layer, self._sums_of(following))
+        else:
+            self._slots.foresee(microbatch, "forward", index + 1, following.layer, None)
+
+    def backward(self, microbatch: int, tape: Sequence[Entry], trace: Trace) -> None:
+        """The deepest call that is still on the tape will come, unless no gradient reaches it."""
+        if tape:
+            entry = tape[-1]
+            sums = self._sums_of(trace.calls[entry.call])
+            self._slots.foresee(microbatch, "backward", entry.call, entry.layer, sums)
