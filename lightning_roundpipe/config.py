@@ -45,8 +45,10 @@ class Emulation:
         memory: bytes (or ``"2GiB"``) that each device has; more raises out-of-memory. ``None``: no limit.
         bandwidth: bytes per second of each direction of a device's link. ``None``: as fast as the host copies.
         latency: seconds that each copy takes before its first byte arrives.
-        poison: fill freed device buffers with NaN, so that a read after free shows as a wrong number.
-        delay_seed: seed of random delays before copies and layers, which shake out missing waits. ``None``: no delays.
+        poison: fill buffers with NaN when they are made and when they are freed, so that a read too early or too late
+            shows as a wrong number.
+        delay_seed: seed of random delays before copies, layers and glue and between them, which shake out missing
+            waits. ``None``: no delays.
     """
 
     memory: int | str | None = None

@@ -6,9 +6,11 @@ bandwidth), and on request the nuisances that make missing waits show: random de
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -46,7 +48,9 @@ class EmulatedDevice(Device):
         bandwidth = None if emulation.bandwidth is None else float(emulation.bandwidth)
         self._up = Link(bandwidth, emulation.latency, self._switch)
         self._down = Link(bandwidth, emulation.latency, self._switch)
-        self.compute = InlineStream(f"roundpipe-dev{index}-compute", self._switch, emulation.poison)
+        self._glue_delays = self._delays("glue")
+        name = f"roundpipe-dev{index}-compute"
+        self.compute = InlineStream(name, self._switch, emulation.poison, self._delays("compute"))
         self.weights_up = self._copy_stream("weights_up", self._up)
         self.activations_up = self._copy_stream("activations_up", self._up)
         self.activations_down = self._copy_stream("activations_down", self._down)
@@ -69,8 +73,7 @@ class EmulatedDevice(Device):
             arena = room[start : start + nbytes]
         self._ledger.add(arena.untyped_storage()._cdata, nbytes, purpose)
         self._arenas[id(arena)] = (arena, purpose)
-        self._poison(arena)  # so that a read before the first write shows as well
-        return arena
+        return self._poison(arena)  # so that a read before the first write shows as well
 
     def free(self, buffer: Tensor) -> None:
         arena, purpose = self._arenas.pop(id(buffer), (None, ""))
@@ -81,21 +84,25 @@ class EmulatedDevice(Device):
         self._poison(arena)
         self._ledger.end(arena.untyped_storage()._cdata, purpose)
 
-    def _poison(self, arena: Tensor) -> None:
+    def _poison(self, fresh: Tensor) -> Tensor:
+        """Nothing that was allocated may be read before it is written, and memory that is used again often still holds
+        what is right: the same tensor of the step before."""
         if self._emulation.poison:
-            arena.data.fill_(POISON)
+            ctypes.memset(fresh.untyped_storage().data_ptr(), POISON, fresh.untyped_storage().nbytes())
+        return fresh
 
     def host_buffer(self, nbytes: int) -> Tensor:
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return self._poison(torch.empty(nbytes, dtype=torch.uint8))
 
     def host_like(self, t: Tensor) -> Tensor:
         with torch.inference_mode(False):
-            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
+            return self._poison(torch.empty_strided(t.size(), t.stride(), dtype=t.dtype))
 
     def device_like(self, t: Tensor, filled_on: Stream) -> Tensor:
         with torch.inference_mode(False):
-            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=self.torch_device)
+            like = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=self.torch_device)
+            return self._poison(like)
 
     def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:
         return CountedHold(self._ledger, tensors, purpose)
@@ -126,8 +133,11 @@ class EmulatedDevice(Device):
         with permit.holding(self._permits):
             yield
 
-    def activate(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        if self._glue_delays is not None:
+            time.sleep(self._glue_delays.next())
+        yield
 
     # -- ending
 

@@ -32,12 +32,13 @@ from lightning_roundpipe.devices.errors import raise_kept
 class InlineStream(Stream):
     """``compute``: the calling thread itself. What it is asked to do is done when the call returns."""
 
-    def __init__(self, name: str, switch: AbortSwitch, poisons: bool) -> None:
+    def __init__(self, name: str, switch: AbortSwitch, poisons: bool, delays: Delays | None) -> None:
         self.name = name
-        self._switch, self._poisons = switch, poisons
+        self._switch, self._poisons, self._delays = switch, poisons, delays
 
     def record(self, *, timed: bool = False) -> Event:
-        self._switch.check()
+        # Not where a call is timed: that is within the permit, and layers have their own delay.
+        self._switch.sleep(0 if timed or self._delays is None else self._delays.next())
         event = EmulatedEvent(self.name, self._switch, timed)
         event.settle(None)
         return event

@@ -301,8 +301,13 @@ class Engine:
             device.abort()
 
     def come_to_rest(self, *, failed: bool) -> None:
-        """After a step: nothing is running. After a failure, devices and workers start afresh."""
+        """After a step: nothing is running. After a failure, devices and workers start afresh.
+
+        The caller looks at outputs from a stream of its own, which knows nothing of ours; so all is computed by then.
+        """
         if not failed:
+            for device in self.devices:
+                device.compute.synchronize()
             return
         self._sums.clear()
         for device in self.devices:

@@ -41,6 +41,7 @@ class Evaluation:
         self._control = Control(engine.abort_devices)
         self._boundaries = Boundaries(-1, engine.recorder)
         self._device: Device | None = None
+        self._glue = contextlib.ExitStack()
         self._calls = 0
         self._slot: Slot | None = None
 
@@ -51,7 +52,8 @@ class Evaluation:
         mode = follow if self._engine.accelerator else contextlib.nullcontext()
         failed = True
         try:
-            with calling(self), mode, self._engine.devices[0].activate(), noted("glue", "evaluation", 0, None, None):
+            with calling(self), mode, self._glue, noted("glue", "evaluation", 0, None, None):
+                self._glue.enter_context(self._engine.devices[0].activate())
                 output = function(*args, **kwargs)
             failed = False
         finally:
@@ -83,6 +85,9 @@ class Evaluation:
                 forward = worker.run(
                     lambda: engine.runners[worker.index].forward(slot, call, self._boundaries), self._control
                 )
+            # Glue goes on in the stream that made the newest tensors.
+            self._glue.close()
+            self._glue.enter_context(worker.device.activate())
             self._device = worker.device
             self._boundaries.settle()
             worker.post(lambda: worker.close_slot(slot), self._control)

@@ -247,7 +247,9 @@ class MicrobatchRun:
             if isinstance(call.leaves[i], HostCopy) and not self.learning:
                 continue  # the layer gets a copy anyway
             if i in traced.overwritten:
-                call.leaves[i] = tensor.clone()
+                device = self._locate(tensor)
+                with device.activate() if device is not None else contextlib.nullcontext():
+                    call.leaves[i] = tensor.clone()
             elif i not in traced.mutates:
                 entry.given.append((i, tensor, tensor._version))
 
@@ -361,7 +363,8 @@ class MicrobatchRun:
         if grad is not None and entry.grads[index]:
             there = entry.grads[index][0][1]
             grad, device = self._boundaries.transfer(grad, device, there), there or device
-        entry.add_grad(index, grad, device)
+        with device.activate():  # it may be added to another one, in the order of what made both
+            entry.add_grad(index, grad, device)
 
     def _hand_on(self, entry: Entry, grads: list[Tensor | None], device: Device) -> None:
         pushed: list[Tensor | None] = []

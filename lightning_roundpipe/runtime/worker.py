@@ -200,6 +200,8 @@ class Worker:
 
     def close_slot(self, slot: Slot) -> None:
         """Send the gradients down [4] and let the arena go [5]."""
+        for uploaded in slot.uploaded.values():  # those of layers that were not called, too
+            self.device.compute.wait(uploaded)
         done = self.device.compute.record()
         if self._device_gradients:
             self._send_gradients(slot, done)

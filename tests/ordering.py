@@ -1,0 +1,278 @@
+"""Finds memory that one stream touches without having waited for another, whether or not it shows in the numbers.
+
+An emulated device computes in the calling thread: what was asked of its compute stream is done at once, so a copy that
+forgot to wait for it reads the right values all the same. On a GPU it would not. `Ordering` therefore takes nothing
+from timing. It follows every copy and every torch operation of a step, and keeps for each stream which points of which
+other streams it has waited for (a vector clock); two accesses to the same bytes, one of them a write, need a chain of
+events between them:
+
+    stream A: write ── record() ─► event ─► wait(event) ── stream B: read         ordered
+    stream A: write                                        stream B: read         a fault, however late B comes
+
+The host is one more party. What a host thread enqueues comes after whatever the host has waited for; host threads
+among each other count as one, because who goes when is the business of turns (`turns`). Of what a worker computes the
+host knows only what it has waited for: a GPU is as slow as it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.devices.emulated_event import EmulatedEvent
+from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
+from lightning_roundpipe.runtime.run import MicrobatchRun
+from lightning_roundpipe.runtime.worker import IN_FLIGHT, Worker
+
+HOST = "host"
+PAGE = 12
+"""Accesses are looked up by pages of 4096 bytes."""
+SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::equal")
+"""Operations that return a value to the host, which waits for it."""
+
+_local = threading.local()
+
+
+@dataclass(frozen=True)
+class Access:
+    start: int
+    end: int
+    stream: str
+    tick: int
+    writes: bool
+    what: str
+
+
+class Ordering:
+    """Use as a context around a run; then ``faults`` says what was not ordered."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.accesses = 0
+        self._clocks: dict[str, Counter[str]] = {HOST: Counter()}
+        self._pages: dict[int, list[Access]] = {}
+        self._kept: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Ordering:
+        self._patch = pytest.MonkeyPatch()
+        _follow_streams(self, self._patch)
+        _follow_operations(self, self._patch)
+        self._main = following(self, HOST)
+        self._main.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._main.__exit__(*error)
+        self._patch.undo()
+        self._pages.clear()
+        self._kept.clear()
+
+    # -- clocks
+
+    def point(self, stream: str) -> Counter[str]:
+        """Everything that is ordered before what ``stream`` does next."""
+        with self._lock:
+            return self._clock(stream).copy()
+
+    def join(self, stream: str, point: Counter[str]) -> None:
+        """What ``stream`` does from here on comes after ``point``."""
+        with self._lock:
+            _join(self._clock(stream), point)
+
+    def _clock(self, stream: str) -> Counter[str]:
+        return self._clocks.setdefault(stream, Counter())
+
+    # -- accesses
+
+    def access(self, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor], what: str) -> None:
+        """``stream`` is asked now to read and write these."""
+        with self._lock:
+            self.accesses += 1
+            clock = self._clock(stream)
+            if stream != HOST:
+                _join(clock, self._clocks[HOST])
+            clock[stream] += 1
+            for tensors, writing in ((reads, False), (writes, True)):
+                for tensor in tensors:
+                    if (span := self._span(tensor)) is not None:
+                        self._one(Access(*span, stream, clock[stream], writing, what), clock)
+
+    def was_computed(self, tensor: Tensor) -> bool:
+        """Whether a stream has written ``tensor``; on a GPU it would be there, and a look at it would wait."""
+        with self._lock:
+            start, end = self._span(tensor) or (0, 0)
+            return any(
+                old.writes and old.stream != HOST and old.start < end and start < old.end
+                for old in self._pages.get(start >> PAGE, ())
+            )
+
+    def _span(self, tensor: Tensor) -> tuple[int, int] | None:
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return None
+        storage = tensor.untyped_storage()
+        # Kept, so that no address means two things.
+        self._kept.setdefault(storage._cdata, storage)
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+    def _one(self, new: Access, clock: Counter[str]) -> None:
+        for page in range(new.start >> PAGE, ((new.end - 1) >> PAGE) + 1):
+            kept = []
+            for old in self._pages.get(page, ()):
+                apart = old.end <= new.start or new.end <= old.start
+                if not apart and (old.writes or new.writes) and clock[old.stream] < old.tick:
+                    self._fault(old, new)
+                covered = new.start <= old.start and old.end <= new.end
+                if not (covered and (new.writes or (not old.writes and old.stream == new.stream))):
+                    kept.append(old)
+            self._pages[page] = [*kept, new]
+
+    def _fault(self, old: Access, new: Access) -> None:
+        text = f"{new.what} on {new.stream} does not wait for {old.what} on {old.stream}"
+        if text not in self.faults:
+            self.faults.append(text)
+
+
+def _join(clock: Counter[str], point: Counter[str]) -> None:
+    for stream, tick in point.items():
+        clock[stream] = max(clock[stream], tick)
+
+
+def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
+    for kind in (InlineStream, ThreadStream):
+        _follow_stream(kind, ordering, patch)
+    real_wait, real_activate = EmulatedEvent.wait, EmulatedDevice.activate
+
+    def wait(self: Any) -> None:
+        real_wait(self)
+        ordering.join(HOST, self.point)
+
+    def retire(self: Any, *_: Any) -> None:
+        # As on a GPU that is as far behind as the host lets it be. Emulated devices let go of tensors at once.
+        behind = self.__dict__.setdefault("_behind", deque())
+        behind.append(self.device.compute.record().point)
+        if len(behind) > IN_FLIGHT:
+            ordering.join(HOST, behind.popleft())
+
+    @contextlib.contextmanager
+    def activate(self: Any) -> Iterator[None]:
+        with real_activate(self), following(ordering, self.compute.name):
+            yield
+
+    patch.setattr(EmulatedEvent, "wait", wait)
+    patch.setattr(Worker, "retire", retire)
+    patch.setattr(EmulatedDevice, "activate", activate)
+
+
+def _follow_stream(kind: Any, ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
+    real_record, real_wait, real_copy, real_fill = kind.record, kind.wait, kind.copy, kind.fill
+
+    def record(self: Any, *, timed: bool = False) -> Any:
+        event = real_record(self, timed=timed)
+        event.point = ordering.point(self.name)
+        return event
+
+    def wait(self: Any, event: Any) -> None:
+        real_wait(self, event)
+        ordering.join(self.name, event.point)
+
+    def copy(self: Any, dst: Tensor, src: Tensor) -> None:
+        ordering.access(self.name, [src], [dst], "a copy")
+        with unfollowed():
+            real_copy(self, dst, src)
+
+    def fill(self: Any, buffer: Tensor, byte: int) -> None:
+        ordering.access(self.name, [], [buffer], "poison")
+        with unfollowed():
+            real_fill(self, buffer, byte)
+
+    for name, replacement in (("record", record), ("wait", wait), ("copy", copy), ("fill", fill)):
+        patch.setattr(kind, name, replacement)
+
+
+class _Operations(TorchDispatchMode):
+    """Every torch operation of the thread, as an access of the stream that the thread is on."""
+
+    def __init__(self, ordering: Ordering) -> None:
+        super().__init__()
+        self._ordering = ordering
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        stream = getattr(_local, "stream", HOST)
+        if (
+            stream is not None
+            and not func.is_view
+            and not func._schema.name.startswith(("aten::empty", "aten::new_em"))
+        ):
+            reads, writes = _touched(func._schema, args, kwargs, result)
+            if not any(map(self._ordering.was_computed, [*reads, *writes])):
+                stream = HOST  # a batch, labels, a generator's state: where there are GPUs it would not be on one
+            self._ordering.access(stream, reads, writes, func._schema.name)
+            if func._schema.name in SYNCHRONIZES:
+                self._ordering.join(HOST, self._ordering.point(stream))
+        return result
+
+
+def _touched(schema: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for position, argument in enumerate(schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if written else reads).extend(_tensors(value))
+    results = result if isinstance(result, (tuple, list)) and len(schema.returns) > 1 else [result]
+    for value, returned in zip(results, schema.returns, strict=False):
+        if returned.alias_info is None:
+            writes.extend(_tensors(value))
+    return reads, writes
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [v for v in value if isinstance(v, Tensor)] if isinstance(value, (list, tuple)) else []
+
+
+@contextlib.contextmanager
+def following(ordering: Ordering, stream: str) -> Iterator[None]:
+    """Torch operations of this thread belong to ``stream``."""
+    before, _local.stream = getattr(_local, "stream", HOST), stream
+    nested, _local.followed = getattr(_local, "followed", False), True
+    try:
+        with contextlib.nullcontext() if nested else _Operations(ordering):
+            yield
+    finally:
+        _local.stream, _local.followed = before, nested
+
+
+@contextlib.contextmanager
+def unfollowed() -> Iterator[None]:
+    """What a stream does itself has been counted."""
+    before, _local.stream = getattr(_local, "stream", HOST), None
+    try:
+        yield
+    finally:
+        _local.stream = before
+
+
+def _follow_operations(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
+    real_run = MicrobatchRun.run
+
+    def run(self: Any, *args: Any) -> None:
+        with following(ordering, HOST):
+            real_run(self, *args)
+
+    patch.setattr(MicrobatchRun, "run", run)

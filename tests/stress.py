@@ -1,0 +1,276 @@
+"""One small model that has everything a schedule can get wrong, and one run of it that looks at everything.
+
+`Case` is a run: plan, workers, microbatches, batches and what the emulated devices do to make it hard. `check` trains
+it and compares it, to the bit, with the same run on one kind worker; and it judges the turns of every step (`turns`),
+the order of all accesses to memory (`ordering`), what the user's code saw, and the peak of every device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import turns
+from harness import Result, ours, run
+from ordering import Ordering
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices.ledger import Ledger
+
+CALLS = 6
+WIDTH, CLASSES = 8, 5
+LAYERS = ["Linear", "Block"]
+WATCHDOG = 15.0
+"""Seconds: a hang is a failure that shows all stacks. Nothing here takes one."""
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+class Block(nn.Module):
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, h: Tensor, keep: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.lin(h))) * keep
+
+
+class Network(nn.Module):
+    """A layer that is used twice, a frozen one, one mask for all, glue that writes in place, draws and has a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, WIDTH)
+        self.twice = Block(0.2)
+        self.frozen = Block(0.0).requires_grad_(False)
+        self.last = Block(0.1)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, glue: Glue) -> Tensor:
+        keep = (x[:, :1] > -2).float() * 1.25
+        h = self.embed(x)  # call 0
+        h += self.twice(h, keep)  # 1
+        with glue.alone():
+            h = F.dropout(h, 0.1) * self.scale
+        h = self.frozen(h, keep)  # 2
+        h = h + 0.5 * self.twice(h, keep)  # 3
+        h = self.last(h, keep)  # 4
+        out: Tensor = self.head(h)  # 5
+        return out
+
+
+class Glue:
+    """Sees whether two microbatches are in user code at once, and in which order they begin and end."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.began: list[int] = []
+        self.ended: list[int] = []
+        self._inside = threading.Lock()
+
+    def __deepcopy__(self, memo: Any) -> Glue:
+        return self
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        if not self._inside.acquire(blocking=False):
+            self.faults.append("two microbatches are in glue at once")
+            yield
+            return
+        threading.Event().wait(0.0005)
+        try:
+            yield
+        finally:
+            self._inside.release()
+
+
+class StressModule(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.net = Network()
+        self.glue = Glue()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        first = int(batch["id"][0])
+        with self.glue.alone():
+            self.glue.began.append(first)
+        out = self.net(batch["x"], self.glue)
+        with self.glue.alone():
+            self.glue.ended.append(first)
+            loss = F.cross_entropy(out, batch["y"])
+            self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+# ---------------------------------------------------------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run.
+
+    Attributes:
+        plan: text, with its round.
+        sizes: samples of each batch, the first one included (which is learned from).
+        empty: (batch, microbatch) without a single target: it has no backward.
+        accumulate: batches per optimizer step.
+        emulation: options of the emulated devices, but for the memory.
+    """
+
+    plan: str
+    devices: int = 2
+    microbatches: int = 4
+    sizes: tuple[int, ...] = (8, 7, 8)
+    empty: tuple[int, int] | None = None
+    accumulate: int = 1
+    prefetch: int = 1
+    emulation: dict[str, Any] = field(default_factory=lambda: {"poison": True, "delay_seed": 0})
+
+
+def batches(case: Case) -> list[dict[str, Tensor]]:
+    made = []
+    for index, size in enumerate(case.sizes):
+        generator = torch.Generator().manual_seed(index)
+        y = torch.randint(CLASSES, (size,), generator=generator)
+        x = torch.randn(size, 6, generator=generator)
+        if size > 2:
+            y[1] = -100
+        if case.empty is not None and case.empty[0] == index:
+            parts = torch.arange(size).tensor_split(min(case.microbatches, size))
+            if case.empty[1] < len(parts) > 1:
+                y[parts[case.empty[1]]] = -100
+        made.append({"x": x, "y": y, "id": torch.arange(size)})
+    return made
+
+
+class Reports(pl.Callback):
+    """The report of each step."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.all.append(trainer.strategy.report())
+
+
+@dataclass
+class Run:
+    result: Result
+    reports: list[dict[str, Any]]
+    glue: Glue
+    peak: int
+
+
+def train(case: Case, **options: Any) -> Run:
+    """Run ``case``; ``options`` go to the strategy in place of its own."""
+    module, reports = StressModule(), Reports()
+    strategy = ours(
+        **{
+            "num_microbatches": case.microbatches,
+            "layers": LAYERS,
+            "plan": case.plan,
+            "prefetch": case.prefetch,
+            "emulation": case.emulation,
+            "watchdog_timeout": WATCHDOG,
+        }
+        | options
+    )
+    with _highest() as peaks:
+        result = run(
+            strategy,
+            module,
+            batches(case),
+            devices=case.devices,
+            callbacks=[reports],
+            accumulate_grad_batches=case.accumulate,
+        )
+    return Run(result, reports.all, module.glue, max(peaks))
+
+
+@contextlib.contextmanager
+def _highest() -> Iterator[list[int]]:
+    """The peaks of all devices, over the whole run: a step begins a new one."""
+    peaks = [0]
+    with pytest.MonkeyPatch.context() as patch:
+        real = Ledger.add
+
+        def add(self: Ledger, *args: Any) -> None:
+            real(self, *args)
+            peaks.append(self._total)
+
+        patch.setattr(Ledger, "add", add)
+        yield peaks
+
+
+@functools.lru_cache(maxsize=64)
+def reference(microbatches: int, sizes: tuple[int, ...], empty: tuple[int, int] | None, accumulate: int) -> Result:
+    """One worker without nuisances, everything in one stage."""
+    case = Case(harness.single(CALLS), 1, microbatches, sizes, empty, accumulate, emulation={})
+    return train(case).result
+
+
+def faults(case: Case, *, ordered: bool = True) -> list[str]:
+    """All that is wrong with a run of ``case``. A hang, an error or too little memory is raised.
+
+    Args:
+        ordered: whether the order of accesses to memory is looked at, too.
+    """
+    expected = reference(case.microbatches, case.sizes, case.empty, case.accumulate)
+    needed = train(replace(case, emulation={}))
+    emulation = case.emulation | {"memory": needed.peak}
+    ordering = Ordering() if ordered else None
+    with ordering or contextlib.nullcontext():
+        hard = train(case, emulation=emulation)
+    found = []
+    for name, other in (("easy", needed), ("hard", hard)):
+        found += _same(expected, other.result, name)
+        found += [f"{name} run, step {i}: {text}" for i, r in enumerate(other.reports) for text in turns.faults(r)]
+        found += other.glue.faults + _in_order(case, other.glue)
+    if hard.peak > needed.peak:
+        found.append(f"a device held {hard.peak} bytes, {needed.peak} are needed")
+    if ordering is not None:
+        assert ordering.accesses > 100, "nothing was followed"
+        found += ordering.faults
+    return found
+
+
+def check(case: Case) -> None:
+    if found := faults(case):
+        raise AssertionError("\n".join([f"{case}:", *found[:12]]))
+
+
+def _same(expected: Result, other: Result, name: str) -> list[str]:
+    try:
+        harness.assert_identical(expected, other, rng=True)
+    except AssertionError as error:
+        return [f"{name} run: {error}"]
+    return []
+
+
+def _in_order(case: Case, glue: Glue) -> list[str]:
+    """User code begins and ends microbatch by microbatch."""
+    expected = [
+        int(part[0]) for size in case.sizes for part in torch.arange(size).tensor_split(min(case.microbatches, size))
+    ]
+    return [
+        f"user code {what} in order {seen}"
+        for what, seen in (("began", glue.began), ("ended", glue.ended))
+        if seen != expected
+    ]

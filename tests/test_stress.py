@@ -1,0 +1,85 @@
+"""Any plan, any number of workers and microbatches, any delay: the same bits, in turn, within memory, without hanging.
+
+Each example is one run of `stress.faults`, which says what it looks at. That the looks are sharp enough is shown in
+`test_waits`, which takes out one wait of the runtime after another.
+"""
+
+from __future__ import annotations
+
+import harness
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stress import CALLS, Case, check
+
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.span import Span
+
+settings.register_profile("stress", deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+stress = settings.get_profile("stress")
+
+
+@st.composite
+def plans(draw: st.DrawFn, microbatches: int) -> str:
+    """Any cuts of the forward pass, any others of the backward pass, any round."""
+    first = draw(st.integers(0, CALLS - 1))
+
+    def cuts() -> tuple[Span, ...]:
+        at = [c for c in range(1, first) if draw(st.booleans())]
+        ends = [0, *at, first]
+        return tuple(Span(a, b - 1) for a, b in zip(ends, ends[1:], strict=False)) if first else ()
+
+    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], draw(st.integers(1, microbatches))))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    microbatches = draw(st.integers(1, 6))
+    accumulate = draw(st.sampled_from([1, 1, 2]))
+    sizes = tuple(draw(st.lists(st.integers(1, 9), min_size=3, max_size=3 + accumulate - 1)))
+    return Case(
+        plan=draw(plans(microbatches)),
+        devices=draw(st.integers(1, 4)),
+        microbatches=microbatches,
+        # The first batch is learned from, and a plan is made if it has two microbatches at least.
+        sizes=(max(sizes[0], 3), *sizes[1:]),
+        empty=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1))),
+        accumulate=accumulate,
+        prefetch=draw(st.sampled_from([1, 1, 0])),
+        emulation={
+            "poison": True,
+            "delay_seed": draw(st.integers(0, 2**16)),
+            "bandwidth": draw(st.sampled_from([None, None, 1e6])),
+            "latency": draw(st.sampled_from([0.0, 0.0, 3e-4])),
+        },
+    )
+
+
+@settings(stress, max_examples=12, derandomize=True, database=None)
+@given(case=cases())
+def test_any_schedule(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(stress, max_examples=150)
+@given(case=cases())
+def test_many_schedules(case: Case) -> None:
+    """Other ones each time; a failing example is kept and tried first the next time."""
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(harness.per_call(CALLS, 2), 3, 5, accumulate=2, sizes=(9, 7, 8, 5)), id="a cut everywhere"),
+        pytest.param(Case(harness.single(CALLS, 1), 4, 6), id="one stage, one microbatch a round"),
+        pytest.param(
+            Case("forward 0-1 2; fused 3-5; backward 0-2; round 3", 2, 3, empty=(1, 0)), id="a turn for nobody"
+        ),
+    ],
+)
+def test_schedules_by_hand(case: Case) -> None:
+    """Corners that are always looked at, whatever examples are drawn above."""
+    check(case)

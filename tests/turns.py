@@ -1,0 +1,194 @@
+"""Whether a step ran in the order that its plan says, judged by what really ran: the slots and events of ``report()``.
+
+``faults`` knows nothing of how turns are made. It takes the recorded times of calls and copies and says, in words, each
+rule that they break:
+
+    slot i on worker i mod N, stage by stage, round by round                                    [1]
+    a worker runs one call at a time, and its slots one after another                           [2]
+    a slot serves its microbatches in order, one at a time                                      [3]
+    a microbatch runs its calls in order, then their backward in reverse, each after the other  [4]
+    a call runs when its weights are there, and they lie in an arena that its last user has left [5]
+    gradients leave after the slot's work, and a later round starts from what an earlier one left [6]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lightning_roundpipe.planning.schedule import Plan
+
+COMPUTE = ("forward", "recompute", "backward")
+KINDS = {
+    "forward": {"forward"},
+    "fused": {"forward", "backward"},
+    "backward": {"recompute", "backward"},
+}
+Row = Mapping[str, Any]
+
+
+def faults(report: Mapping[str, Any]) -> list[str]:
+    """Every rule that the step broke; empty if all is well. A step without a plan has nothing to be judged by."""
+    if report["profiled"]:
+        return []
+    plan = Plan.parse(report["plan"])
+    slots = report["slots"]
+    found = list(_slots(slots, plan, report["workers"], report["microbatches"]))
+    if found:
+        return found  # the rest would only repeat it
+    compute = sorted((r for r in report["events"] if r["kind"] in COMPUTE), key=_times)
+    copies = [r for r in report["events"] if r["kind"] not in COMPUTE]
+    found += _places(compute, slots, plan, report["microbatches"])
+    found += _workers(compute, slots, report["workers"])
+    found += _microbatches_of_slots(compute)
+    found += _calls_of_microbatches(compute, slots)
+    found += _weights(compute, copies, slots, report["workers"])
+    found += _gradients(compute, copies, slots, plan, report["workers"])
+    return found
+
+
+def _times(row: Row) -> tuple[float, float]:
+    return row["start_s"], row["end_s"]
+
+
+def _shown(row: Row) -> str:
+    return f"{row['kind']} of call {row['call']} for microbatch {row['microbatch']} in slot {row['slot']}"
+
+
+def _by(rows: Sequence[Row], *keys: str) -> dict[Any, list[Row]]:
+    groups: dict[Any, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[k] for k in keys) if len(keys) > 1 else row[keys[0]]].append(row)
+    return groups
+
+
+def _slots(slots: Sequence[Row], plan: Plan, workers: int, microbatches: int) -> Iterator[str]:
+    """[1]"""
+    stages = plan.stages()
+    rounds = -(-microbatches // plan.round_microbatches)
+    if len(slots) != rounds * len(stages):
+        yield f"{len(slots)} slots ran, not {rounds} rounds of {len(stages)} stages"
+        return
+    for position, slot in enumerate(slots):
+        if slot["slot"] != slots[0]["slot"] + position:
+            yield f"slot {slot['slot']} stands at place {position} after slot {slots[0]['slot']}"
+        if slot["worker"] != slot["slot"] % workers:
+            yield f"slot {slot['slot']} ran on worker {slot['worker']} of {workers}"
+        if (slot["round"], slot["phase"]) != (position // len(stages), stages[position % len(stages)].phase):
+            yield f"slot {slot['slot']} is a {slot['phase']} stage of round {slot['round']}, out of the plan's order"
+
+
+def _places(compute: Sequence[Row], slots: Sequence[Row], plan: Plan, microbatches: int) -> Iterator[str]:
+    """Each call in a slot of its own stage and round, with its layer there."""
+    stages, size = plan.stages(), plan.round_microbatches
+    for row in compute:
+        position = row["slot"] - slots[0]["slot"]
+        if not 0 <= position < len(slots):
+            yield f"{_shown(row)} is in no slot of the step"
+            continue
+        slot, stage = slots[position], stages[position % len(stages)]
+        if row["worker"] != slot["worker"]:
+            yield f"{_shown(row)} ran on worker {row['worker']}"
+        if row["kind"] not in KINDS[slot["phase"]] or not stage.first <= row["call"] <= stage.last:
+            yield f"{_shown(row)} has no place in the {slot['phase']} stage {stage.first}-{stage.last}"
+        if not slot["round"] * size <= row["microbatch"] < min((slot["round"] + 1) * size, microbatches):
+            yield f"{_shown(row)} belongs to another round than {slot['round']}"
+        if row["layer"] not in slot["layers"]:
+            yield f"{_shown(row)}: layer {row['layer']!r} was not loaded"
+
+
+def _workers(compute: Sequence[Row], slots: Sequence[Row], workers: int) -> Iterator[str]:
+    """[2]"""
+    for worker in range(workers):
+        for before, after in pairwise(r for r in compute if r["worker"] == worker):
+            if after["start_s"] < before["end_s"]:
+                yield f"{_shown(after)} began on worker {worker} before the end of {_shown(before)}"
+            if after["slot"] < before["slot"]:
+                yield f"{_shown(after)} came after slot {before['slot']} on worker {worker}"
+
+
+def _microbatches_of_slots(compute: Sequence[Row]) -> Iterator[str]:
+    """[3]"""
+    for slot, rows in _by(compute, "slot").items():
+        served = [r["microbatch"] for r in rows]
+        if served != sorted(served):
+            yield f"slot {slot} served microbatches {served}"
+
+
+def _calls_of_microbatches(compute: Sequence[Row], slots: Sequence[Row]) -> Iterator[str]:
+    """[4]"""
+    backwards = {}
+    for microbatch, rows in _by(compute, "microbatch").items():
+        for before, after in pairwise(rows):
+            if after["start_s"] < before["end_s"]:
+                yield f"{_shown(after)} began before the end of {_shown(before)}"
+        made = [(r["kind"], r["call"]) for r in rows]
+        forward = [call for kind, call in made if kind == "forward"]
+        backward = [call for kind, call in made if kind == "backward"]
+        phases = {s["slot"]: s["phase"] for s in slots}
+        if forward != sorted(set(forward)) or made[: len(forward)] != [("forward", c) for c in forward]:
+            yield f"microbatch {microbatch} ran forward {forward}, in {made}"
+        expected = [
+            (kind, r["call"])
+            for r in rows
+            if r["kind"] == "backward"
+            for kind in (("recompute", "backward") if phases[r["slot"]] == "backward" else ("backward",))
+        ]
+        if backward != sorted(set(backward), reverse=True) or made[len(forward) :] != expected:
+            yield f"microbatch {microbatch} ran backward {made[len(forward) :]}"
+        if not set(backward) <= set(forward):
+            yield f"microbatch {microbatch} ran backward {backward} of forward {forward}"
+        if backward:
+            backwards[microbatch] = sorted(backward)
+    if len({tuple(b) for b in backwards.values()}) > 1:
+        yield f"microbatches ran the backward of different calls: {backwards}"
+
+
+def _weights(compute: Sequence[Row], copies: Sequence[Row], slots: Sequence[Row], workers: int) -> Iterator[str]:
+    """[5]"""
+    uploads = _by([r for r in copies if r["kind"] == "upload_weights"], "slot", "layer")
+    last_end = {slot: max(r["end_s"] for r in rows) for slot, rows in _by(compute, "slot").items()}
+    for slot in slots:
+        for layer in slot["layers"]:
+            if len(uploads[slot["slot"], layer]) != 1:
+                yield f"slot {slot['slot']} uploaded {layer!r} {len(uploads[slot['slot'], layer])} times"
+    for row in compute:
+        for upload in uploads[row["slot"], row["layer"]]:
+            if row["start_s"] < upload["end_s"]:
+                yield f"{_shown(row)} began before its weights were there"
+    for worker in range(workers):
+        mine = [s["slot"] for s in slots if s["worker"] == worker]
+        for older, newer in zip(mine, mine[2:], strict=False):  # there are two arenas
+            for (slot, layer), rows in uploads.items():
+                if slot == newer and rows[0]["start_s"] < last_end.get(older, 0.0):
+                    yield f"{layer!r} of slot {newer} was uploaded over slot {older}, which was running"
+
+
+def _gradients(
+    compute: Sequence[Row], copies: Sequence[Row], slots: Sequence[Row], plan: Plan, workers: int
+) -> Iterator[str]:
+    """[6]"""
+    up = _by([r for r in copies if r["kind"] == "upload_gradients"], "slot", "call")
+    down = _by([r for r in copies if r["kind"] == "download_gradients"], "slot", "call")
+    runs = _by(compute, "slot")
+    for (slot, call), rows in down.items():
+        if len(rows) != 1 or len(up[slot, call]) > 1:
+            yield f"gradients of call {call} went up {len(up[slot, call])} and down {len(rows)} times in slot {slot}"
+        if any(rows[0]["start_s"] < r["end_s"] for r in runs[slot]):
+            yield f"gradients of call {call} left slot {slot} while it was running"
+    for (slot, call), rows in up.items():
+        if not rows:
+            continue
+        earlier = [d for (s, c), [d, *_] in down.items() if c == call and s < slot]
+        if not earlier:
+            yield f"gradients of call {call} went up to slot {slot} and had never come down"
+        elif rows[0]["start_s"] < max(d["end_s"] for d in earlier):
+            yield f"gradients of call {call} went up to slot {slot} before slot {earlier[-1]['slot']} had left them"
+        if any(r["start_s"] < rows[0]["end_s"] for r in runs[slot] if r["call"] == call and r["kind"] == "backward"):
+            yield f"slot {slot} ran the backward of call {call} before the sum so far was there"
+    first_slots = {c: min(s for s, d in down if d == c) for c in {c for _, c in down}}
+    for slot, call in down:
+        if slot != first_slots[call] and not up[slot, call]:
+            yield f"slot {slot} began the sum of call {call} anew"
