@@ -211,17 +211,13 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        stream = getattr(_local, "stream", HOST)
-        if (
-            stream is not None
-            and not func.is_view
-            and not func._schema.name.startswith(("aten::empty", "aten::new_em"))
-        ):
+        stream, name = getattr(_local, "stream", HOST), func._schema.name
+        if stream is not None and not func.is_view and not name.startswith(("aten::empty", "aten::new_empty")):
             reads, writes = _touched(func._schema, args, kwargs, result)
             if not any(map(self._ordering.was_computed, [*reads, *writes])):
                 stream = HOST  # a batch, labels, a generator's state: where there are GPUs it would not be on one
-            self._ordering.access(stream, reads, writes, func._schema.name)
-            if func._schema.name in SYNCHRONIZES:
+            self._ordering.access(stream, reads, writes, name)
+            if name in SYNCHRONIZES:
                 self._ordering.join(HOST, self._ordering.point(stream))
         return result
 

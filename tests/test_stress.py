@@ -6,6 +6,8 @@ Each example is one run of `stress.faults`, which says what it looks at. That th
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import harness
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,7 +29,7 @@ def plans(draw: st.DrawFn, microbatches: int) -> str:
     def cuts() -> tuple[Span, ...]:
         at = [c for c in range(1, first) if draw(st.booleans())]
         ends = [0, *at, first]
-        return tuple(Span(a, b - 1) for a, b in zip(ends, ends[1:], strict=False)) if first else ()
+        return tuple(Span(a, b - 1) for a, b in pairwise(ends)) if first else ()
 
     return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], draw(st.integers(1, microbatches))))
 
