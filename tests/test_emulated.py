@@ -180,6 +180,30 @@ def test_what_a_device_needs_is_what_it_is_given() -> None:
         train("llama", False, plan=plan, emulation={"memory": peak // 4})
 
 
+@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("llama", True), ("t5", False)])
+def test_a_worker_never_exceeds_its_budget(name: str, lora: bool) -> None:
+    """From everything in one stage down to where nothing fits, each budget is kept to."""
+    free = train(name, lora, devices=1).report  # one stage holds everything: one device has nobody to share it with
+    assert free is not None
+    budget = 2 * max(free["peak_device_bytes"])
+    plans: set[str] = set()
+    while True:
+        try:
+            result = train(name, lora, devices=1, memory_budget=budget)
+        except ValueError as error:
+            assert "memory_budget" in str(error)
+            break
+        assert_identical(easy(name, lora), result, rng=True)
+        assert result.report is not None
+        assert max(result.report["peak_device_bytes"]) <= budget
+        plans.add(result.report["plan"])
+        budget //= 2
+    assert len(plans) > 1
+    plan = free["plan"]
+    with pytest.raises(ValueError, match=r"plan: it needs .* but memory_budget allows"):
+        train(name, lora, devices=1, plan=plan, memory_budget=budget)
+
+
 def test_a_slow_link_takes_its_time() -> None:
     """Two workers with a link each, at half a megabyte a second."""
     batches, bandwidth = zoo.make_batches("mlp", 3), 5e5

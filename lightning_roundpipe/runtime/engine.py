@@ -14,7 +14,7 @@ from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.partition import greedy_partition
+from lightning_roundpipe.planning.memory import device_bytes, partition_within
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import microbatch
 from lightning_roundpipe.runtime.calls import Runner
@@ -218,13 +218,25 @@ class Engine:
         if self.options.plan is not None:
             plan = Plan.parse(self.options.plan)
             plan.validate(trace.names)
+            self._check_budget(plan, self.costs)
         else:
-            plan = greedy_partition(self.costs, len(self.workers), len(step.sizes), size, self._stage_bytes())
+            plan = partition_within(self.costs, len(self.workers), len(step.sizes), size, self._device_bytes())
         self._reserve_for(plan, trace)
         self.trace, self.plan = trace, plan
 
-    def _stage_bytes(self) -> int | None:
-        """What one stage may take on a worker: half of the budget, because the next stage's weights lie beside it."""
+    def _check_budget(self, plan: Plan, costs: Costs) -> None:
+        """A plan that the user gave has to fit a budget that the user gave."""
+        if self.options.memory_budget is None or (budget := self._device_bytes()) is None:
+            return
+        if (need := device_bytes(plan, costs)) > budget:
+            raise ValueError(
+                f"plan: it needs {need:,} bytes on each worker (two arenas each for weights and gradients of the "
+                f"largest stages, and activations), but memory_budget allows {budget:,}. Cut it into more stages, or "
+                "raise memory_budget."
+            )
+
+    def _device_bytes(self) -> int | None:
+        """What a worker may use; None: no limit."""
         budget = self.options.memory_budget
         capacity = self.devices[0].capacity()
         if budget is None and capacity is None:
@@ -239,7 +251,7 @@ class Engine:
         elif budget is None:
             assert capacity is not None
             budget = int(0.9 * capacity)
-        return int(budget) // 2
+        return int(budget)
 
     def _reserve_for(self, plan: Plan, trace: Trace) -> None:
         weights = gradients = 0
