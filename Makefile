@@ -56,9 +56,9 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, on the package
 	@$(BIN)/mypy
 
-bench: $(STAMP) ## the benchmarks in benchmarks/
+bench: $(STAMP) ## the figures of docs/benchmarks.md, in half an hour on an idle machine
 	@for file in benchmarks/bench_*.py; do test -f "$$file" || { echo "no benchmarks/bench_*.py"; exit 1; }; \
-	echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
+	echo "== $$file"; TQDM_DISABLE=1 $(BIN)/python "$$file" || exit 1; done
 
 wheel: $(STAMP) ## dist/*.whl
 	@rm -rf build dist
