@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.replica import StateDiff
-from lightning_roundpipe.runtime.arguments import flatten, refuse_changed
+from lightning_roundpipe.runtime.arguments import flatten, refuse_changed, unflatten
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.collector import collecting
 from lightning_roundpipe.runtime.context import Ambient
@@ -82,7 +82,7 @@ class Forward:
     def with_tensors(self, tensors: list[Tensor]) -> Any:
         """The output with other tensors in place of its own."""
         others = iter(tensors)
-        return tree_unflatten([next(others) if isinstance(x, Tensor) else x for x in self.leaves], self.spec)
+        return unflatten([next(others) if isinstance(x, Tensor) else x for x in self.leaves], self.spec)
 
 
 class Runner:
@@ -144,7 +144,7 @@ class Runner:
                 tensors = [t.data for t in tensors]
             given = dict(zip(positions, tensors, strict=True))
             all_given = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
-            args, kwargs = tree_unflatten(all_given, call.spec)
+            args, kwargs = unflatten(all_given, call.spec)
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
             with self._computing(kind, where, call.microbatch), saved:
                 output = call.context.run(collecting, replica.module.forward, *args, **kwargs)

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.arguments import flatten
+from lightning_roundpipe.runtime.arguments import flatten, unflatten
 from lightning_roundpipe.runtime.boundary import Boundaries
 from lightning_roundpipe.runtime.calls import Call
 from lightning_roundpipe.runtime.collector import hand_over
@@ -91,4 +90,4 @@ class Evaluation:
             self._device = worker.device
             self._boundaries.settle()
             worker.post(lambda: worker.close_slot(slot), self._control)
-            return hand_over(tree_unflatten(forward.leaves, forward.spec))
+            return hand_over(unflatten(forward.leaves, forward.spec))
