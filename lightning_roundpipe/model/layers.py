@@ -4,7 +4,8 @@ A layer is the smallest unit that travels to a worker, so it decides both how fi
 the engine has to hand over. Too large, and a stage cannot be balanced; too small, and an ordinary network becomes
 hundreds of hand-overs. The search goes from the top down and takes the outermost modules that are small enough, except
 where a model says of itself what must stay whole (Hugging Face's ``_no_split_modules``) or shows it by repetition
-(a list of blocks of one class). Modules without parameters are never layers: they run as glue.
+(a list of blocks, or of one that is called again and again). Modules without parameters are never layers: they run as
+glue.
 """
 
 from __future__ import annotations
@@ -52,21 +53,22 @@ class _Search:
         self.found: dict[str, nn.Module] = {}
         self._seen: set[int] = set()
 
-    def visit(self, name: str, module: nn.Module, repeated: bool = False) -> None:
+    def visit(self, name: str, module: nn.Module, repeated: bool = False, listed: bool = False) -> None:
         if id(module) in self._seen or not any(True for _ in module.parameters()):
             return
         self._seen.add(id(module))
-        if self._is_layer(module, repeated):
+        if self._is_layer(module, repeated, listed):
             self.found[name] = module
             self._seen.update(id(inner) for inner in module.modules())
             return
         siblings = Counter(type(child) for child in module.children())
-        listed = isinstance(module, _PURE_CONTAINERS)
+        holds_items = isinstance(module, _PURE_CONTAINERS)
         for child_name, child in module.named_children():
-            is_repeated = listed and siblings[type(child)] > 1 and not isinstance(child, _PURE_CONTAINERS)
-            self.visit(f"{name}.{child_name}", child, is_repeated)
+            item = holds_items and not isinstance(child, _PURE_CONTAINERS)
+            in_list = item and isinstance(module, nn.ModuleList)
+            self.visit(f"{name}.{child_name}", child, item and siblings[type(child)] > 1, in_list)
 
-    def _is_layer(self, module: nn.Module, repeated: bool) -> bool:
+    def _is_layer(self, module: nn.Module, repeated: bool, listed: bool) -> bool:
         if module in self.forced:
             return True
         if isinstance(module, _UNCALLED) or self._holds(module, self.forced):
@@ -78,6 +80,8 @@ class _Search:
         if not any(True for _ in module.children()) or _wraps_one_leaf(module):
             return True
         if repeated and not (_size(module) > 3 * self.limit and _holds_blocks(module)):
+            return True
+        if listed and not _holds_blocks(module):
             return True
         return _size(module) <= self.limit
 
@@ -130,7 +134,13 @@ def _wraps_one_leaf(module: nn.Module) -> bool:
         return False
     held = [c for c in module.children() if any(True for _ in c.parameters())]
     leaves = [c for c in held if not any(True for _ in c.children()) and not isinstance(c, _UNCALLED)]
-    return len(leaves) == 1 and all(isinstance(c, _UNCALLED) for c in held if c is not leaves[0])
+    return len(leaves) == 1 and all(_is_dictionary_of_leaves(c) for c in held if c is not leaves[0])
+
+
+def _is_dictionary_of_leaves(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleDict):
+        return not any(True for item in module.values() for _ in item.children())
+    return isinstance(module, (nn.ParameterDict, nn.ParameterList))
 
 
 def _holds_blocks(module: nn.Module) -> bool:

@@ -1,0 +1,126 @@
+"""The LightningModules that the zoo's models are trained in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.batches import Batch
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """The zoo's optimizer: steps large enough that a stale weight shows, and linear in the gradient.
+
+    Adam would divide gradients that are zero but for rounding (a key's bias) by themselves, and compare noise.
+    """
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class ZooModule(pl.LightningModule):
+    """What the models of the zoo share: an ordinary LightningModule that logs with several reductions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+
+    def loss_and_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def targets(self, batch: Batch) -> int:
+        """How many targets the mean of the loss is over: what a microbatch weighs."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss, logits = self.loss_and_logits(batch)
+        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        self.log("train/targets", float(self.targets(batch)), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log_dict({"train/highest": logits.detach().max()}, reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        loss, _ = self.loss_and_logits(batch)
+        self.log("val/loss", loss)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        loss, logits = self.loss_and_logits(batch)
+        self.log("test/loss", loss)
+        self.log("test/lowest", logits.min(), reduce_fx="min")
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.loss_and_logits(batch)[1]
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+class HuggingFace(ZooModule):
+    """A Hugging Face model that computes its own loss."""
+
+    def loss_and_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        output = self.model(**batch)
+        return output.loss, output.logits
+
+
+class CausalLM(HuggingFace):
+    def targets(self, batch: Batch) -> int:
+        return int((batch["labels"][:, 1:] != -100).sum())
+
+
+class Seq2SeqLM(HuggingFace):
+    def targets(self, batch: Batch) -> int:
+        return int((batch["labels"] != -100).sum())
+
+
+class Classifier(HuggingFace):
+    def targets(self, batch: Batch) -> int:
+        return len(batch["labels"])
+
+
+class PlainClassifier(ZooModule):
+    """A plain PyTorch model; the loss is computed in ``training_step``."""
+
+    def loss_and_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"])
+        return F.cross_entropy(logits, batch["y"]), logits
+
+    def targets(self, batch: Batch) -> int:
+        return len(batch["y"])
+
+
+class PlainLM(ZooModule):
+    """A plain PyTorch language model."""
+
+    def loss_and_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["input_ids"])
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()), logits
+
+    def targets(self, batch: Batch) -> int:
+        return int((batch["labels"][:, 1:] != -100).sum())
+
+
+class PixelClassifier(ZooModule):
+    """A class for every pixel."""
+
+    def loss_and_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"])
+        return F.cross_entropy(logits, batch["y"]), logits
+
+    def targets(self, batch: Batch) -> int:
+        return int((batch["y"] != -100).sum())
+
+
+class Voting(ZooModule):
+    """Hands the whole batch to the model."""
+
+    def loss_and_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"], batch["keep"])
+        return F.cross_entropy(logits, batch["y"]), logits
+
+    def targets(self, batch: Batch) -> int:
+        return len(batch["y"])
