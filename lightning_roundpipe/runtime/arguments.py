@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_roundpipe.config import RoundPipeError
@@ -21,7 +22,7 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """Leaves and structure of builtin containers (and subclasses).
 
     Other registered classes stay whole: taking a key-value cache apart would hand the layer a new one, and what it
-    stores there would be lost.
+    stores there would be lost. So do shapes, which torch puts together again as ordinary tuples.
     """
     return _flatten_flat(value) or tree_flatten(value, is_leaf=_is_leaf)
 
@@ -59,7 +60,7 @@ def _flatten_flat(value: Any) -> tuple[list[Any], TreeSpec] | None:
 
 
 def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, (dict, list, tuple))
+    return not isinstance(value, (dict, list, tuple)) or isinstance(value, torch.Size)
 
 
 def refuse_caches(leaves: list[Any], layer: str) -> None:

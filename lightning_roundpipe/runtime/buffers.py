@@ -79,7 +79,7 @@ class Buffers:
                     f"buffer {name!r} of {type(original).__name__} in layer {self._layer.name!r} changed during a "
                     "forward pass, which it did not do in the first batch, so its recomputation cannot be exact."
                 )
-            self._layer.mutable_buffers.add(index)
+            self._layer.mutable_buffers[index] = (original, name)
             _assign(original, name, copy._buffers.get(name))
             self._loaded[index] = None
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
@@ -20,6 +19,7 @@ from lightning_roundpipe.runtime import microbatch
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.evaluation import Evaluation
 from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, Recorder, bubble_percent
+from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, intercepted, without_caches
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.step import Step
@@ -45,7 +45,6 @@ class Engine:
         self.module = module
         self.devices = devices
         self.options = options
-        self.inform = inform
         owned: set[int] = set()
         self.layers = [
             HostLayer(i, name, layer, devices[0], owned)
@@ -73,7 +72,7 @@ class Engine:
         self._sums: dict[tuple[int, int], HostGradients] = {}
         self._slot_count = 0
         self._trainable = self._trainable_now()
-        self._hinted: set[str] = set()
+        self.hints = Hints(module, inform)
         self._report: Callable[[], dict[str, Any]] | None = None
         try:
             self._reserve()
@@ -106,13 +105,13 @@ class Engine:
         started = time.perf_counter()
         random_state = GlobalRandomState(self.devices)
         with intercepted(self._interceptors), without_caches(self.module) as switched_off:
-            self._hint(switched_off)
             random_state.park()
             try:
                 self._run(step, function, args)
             finally:
                 random_state.restore()
         output = step.finish()
+        self.hints.after_step(self.layers, switched_off, len(sizes))
         self._finish_report(step, time.perf_counter() - started)
         if self.plans:
             self._make_plan(step)
@@ -187,18 +186,6 @@ class Engine:
         if any(not w >= 0 for w in weights) or not sum(weights):
             raise ValueError(f"loss_weight gave {weights} for the microbatches; weights must be at least 0, not all 0.")
         return weights
-
-    def _hint(self, switched_off: list[str]) -> None:
-        hints = {n: f"training runs with {n}=False: the strategy recomputes layers itself." for n in switched_off}
-        if self.plans and any(isinstance(m, _BatchNorm) and m.training for m in self.module.modules()):
-            hints["batch norm"] = (
-                "batch norm computes its statistics over each microbatch, not over the whole batch, as it does under "
-                "gradient accumulation; num_microbatches=1 keeps them whole."
-            )
-        for name, text in hints.items():
-            if name not in self._hinted:
-                self._hinted.add(name)
-                self.inform(text)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 

@@ -88,22 +88,40 @@ def intercepted(interceptors: Sequence[Interceptor]) -> Iterator[None]:
             interceptor.remove()
 
 
+class _Off(int):
+    """``False`` in place of a configuration's ``use_cache``, with a note of being asked.
+
+    Encoders have the setting too and never look at it, and a caller may say ``use_cache=False`` anyway. Only where the
+    model asks for it has something been switched off.
+    """
+
+    asked: list[str]
+
+    def __bool__(self) -> bool:
+        if "use_cache" not in self.asked:
+            self.asked.append("use_cache")
+        return False
+
+
 @contextlib.contextmanager
 def without_caches(root: nn.Module) -> Iterator[list[str]]:
     """Hugging Face models train without key-value caches and without their own checkpointing, for the time of a step.
 
     A cache would be filled a second time by the recomputation; checkpointing would recompute what is recomputed anyway.
-    Yields what was switched off.
+    Yields what was switched off; complete when the step is over.
     """
     configs = [getattr(m, "config", None) for m in root.modules()]
     caches: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", False) is True}
     checkpointed: list[Any] = [m for m in root.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    switched_off = ["gradient_checkpointing"] * bool(checkpointed)
+    off = _Off()
+    off.asked = switched_off
     for config in caches.values():
-        config.use_cache = False
+        object.__setattr__(config, "use_cache", off)  # configurations check what is set, and this is no bool
     for module in checkpointed:
         module.gradient_checkpointing = False
     try:
-        yield ["use_cache"] * bool(caches) + ["gradient_checkpointing"] * bool(checkpointed)
+        yield switched_off
     finally:
         for config in caches.values():
             config.use_cache = True

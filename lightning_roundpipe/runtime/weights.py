@@ -112,8 +112,8 @@ class HostLayer:
         self.name = name
         self.module = module
         self.state = ModuleState(name, module)
-        self.mutable_buffers: set[int] = set()
-        """Which of the layer's buffers its forward changes, as far as it has been seen."""
+        self.mutable_buffers: dict[int, tuple[nn.Module, str]] = {}
+        """Which of the layer's buffers its forward changes, as far as it has been seen: module and name by position."""
         self._seen_states: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
         for inner, key, parameter in parameter_places(module):

@@ -45,6 +45,16 @@ def test_a_value_is_taken_apart_as_torch_does_and_put_together_again(value: Any)
     assert flatten(value)[1] == spec
 
 
+def test_shapes_stay_shapes() -> None:
+    """torch would hand the layer an ordinary tuple, which its own arguments then differ from."""
+    for value in (((1, torch.Size([2, 3])), {}), (([1], torch.Size([2])), {"size": torch.Size([4])})):
+        leaves, spec = flatten(value)
+        again = unflatten(leaves, spec)
+        assert type(again[0][1]) is torch.Size
+        assert again == value
+        refuse_changed((leaves, spec), again, "block")
+
+
 def test_structures_are_told_apart() -> None:
     values: list[Any] = [((1, 2), {}), ((1,), {"a": 2}), ((1,), {"b": 2}), (1, {"a": 2}), ((1, (2,)), {})]
     specs = [flatten(value)[1] for value in values]

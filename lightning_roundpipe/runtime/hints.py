@@ -1,0 +1,66 @@
+"""What the user is told once: what was switched off, and where several microbatches are not the whole batch.
+
+Much that couples the samples of a batch cannot be seen from here (a contrastive loss is ordinary glue). What can be
+seen is said: layers that keep statistics in buffers, and what a Hugging Face configuration says of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_roundpipe.runtime.weights import HostLayer
+
+_OVER_MICROBATCHES = (
+    "over each microbatch, not over the whole batch, as it is under gradient accumulation; num_microbatches=1 keeps "
+    "the batch whole."
+)
+
+
+class Hints:
+    """Says each thing once.
+
+    Args:
+        module: the user's LightningModule.
+        inform: is given the texts.
+    """
+
+    def __init__(self, module: nn.Module, inform: Callable[[str], None]) -> None:
+        self._module = module
+        self._inform = inform
+        self._said: set[str] = set()
+
+    def after_step(self, layers: Sequence[HostLayer], switched_off: Sequence[str], microbatches: int) -> None:
+        """What a finished step has shown."""
+        for name in switched_off:
+            self.say(name, f"training runs with {name}=False: the strategy recomputes layers itself.")
+        if microbatches > 1 and "coupled" not in self._said:
+            self._said.add("coupled")  # looked for in the first such step only: a walk over all modules takes time
+            for key, text in self._coupled(layers).items():
+                self.say(key, text)
+
+    def say(self, key: str, text: str) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            self._inform(text)
+
+    def _coupled(self, layers: Sequence[HostLayer]) -> dict[str, str]:
+        found = {}
+        if any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules()):
+            found["batch norm"] = f"batch norm computes its statistics {_OVER_MICROBATCHES}"
+        for layer in layers:
+            for module, name in layer.mutable_buffers.values():
+                if not isinstance(module, _BatchNorm) and "buffers" not in found:
+                    what = f"buffer {name!r} of {type(module).__name__} in layer {layer.name!r}"
+                    found["buffers"] = f"{what} changes in every forward pass, so it is computed {_OVER_MICROBATCHES}"
+        if any(getattr(config, "output_router_logits", False) is True for config in self._configs()):
+            found["router"] = f"the router's loss (output_router_logits=True) is computed {_OVER_MICROBATCHES}"
+        return found
+
+    def _configs(self) -> Iterator[Any]:
+        for module in self._module.modules():
+            if (config := getattr(module, "config", None)) is not None:
+                yield config
