@@ -58,7 +58,7 @@ class Network(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: Tensor, glue: Glue) -> Tensor:
+    def forward(self, x: Tensor, glue: Glue, skips: bool) -> Tensor:
         keep = (x[:, :1] > -2).float() * 1.25
         h = self.embed(x)  # call 0
         h += self.twice(h, keep)  # 1
@@ -66,7 +66,8 @@ class Network(nn.Module):
             h = F.dropout(h, 0.1) * self.scale
         h = self.frozen(h, keep)  # 2
         h = h + 0.5 * self.twice(h, keep)  # 3
-        h = self.last(h, keep)  # 4
+        if not skips:
+            h = self.last(h, keep)  # 4
         out: Tensor = self.head(h)  # 5
         return out
 
@@ -108,7 +109,7 @@ class StressModule(pl.LightningModule):
         first = int(batch["id"][0])
         with self.glue.alone():
             self.glue.began.append(first)
-        out = self.net(batch["x"], self.glue)
+        out = self.net(batch["x"], self.glue, bool(batch["skips"][0]))
         with self.glue.alone():
             self.glue.ended.append(first)
             loss = F.cross_entropy(out, batch["y"])
@@ -127,18 +128,20 @@ class Case:
     """A run.
 
     Attributes:
-        plan: text, with its round.
+        plan: text, with its round; None with one microbatch: a slot per call as it comes.
         sizes: samples of each batch, the first one included (which is learned from).
         empty: (batch, microbatch) without a single target: it has no backward.
+        skips: (batch, microbatch) that leaves a layer out. Not in the first batch.
         accumulate: batches per optimizer step.
         emulation: options of the emulated devices, but for the memory.
     """
 
-    plan: str
+    plan: str | None
     devices: int = 2
     microbatches: int = 4
     sizes: tuple[int, ...] = (8, 7, 8)
     empty: tuple[int, int] | None = None
+    skips: tuple[int, int] | None = None
     accumulate: int = 1
     prefetch: int = 1
     emulation: dict[str, Any] = field(default_factory=lambda: {"poison": True, "delay_seed": 0})
@@ -150,14 +153,21 @@ def batches(case: Case) -> list[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(index)
         y = torch.randint(CLASSES, (size,), generator=generator)
         x = torch.randn(size, 6, generator=generator)
+        parts = parts_of(size, case.microbatches)
+        skips = torch.zeros(size, dtype=torch.bool)
         if size > 2:
             y[1] = -100
-        if case.empty is not None and case.empty[0] == index:
-            parts = torch.arange(size).tensor_split(min(case.microbatches, size))
-            if case.empty[1] < len(parts) > 1:
-                y[parts[case.empty[1]]] = -100
-        made.append({"x": x, "y": y, "id": torch.arange(size)})
+        if case.empty is not None and case.empty[0] == index and case.empty[1] < len(parts) > 1:
+            y[parts[case.empty[1]]] = -100
+        if case.skips is not None and case.skips[0] == index and case.skips[1] < len(parts):
+            skips[parts[case.skips[1]]] = True
+        made.append({"x": x, "y": y, "id": torch.arange(size), "skips": skips})
     return made
+
+
+def parts_of(size: int, microbatches: int) -> tuple[Tensor, ...]:
+    """The samples of each microbatch."""
+    return torch.arange(size).tensor_split(min(microbatches, size))
 
 
 class Reports(pl.Callback):
@@ -219,11 +229,14 @@ def _highest() -> Iterator[list[int]]:
         yield peaks
 
 
-@functools.lru_cache(maxsize=64)
-def reference(microbatches: int, sizes: tuple[int, ...], empty: tuple[int, int] | None, accumulate: int) -> Result:
+def reference(case: Case) -> Result:
     """One worker without nuisances, everything in one stage."""
-    case = Case(harness.single(CALLS), 1, microbatches, sizes, empty, accumulate, emulation={})
-    return train(case).result
+    return _reference(case.microbatches, case.sizes, case.empty, case.skips, case.accumulate)
+
+
+@functools.lru_cache(maxsize=64)
+def _reference(microbatches: int, *others: Any) -> Result:
+    return train(Case(harness.single(CALLS), 1, microbatches, *others, emulation={})).result
 
 
 def faults(case: Case, *, ordered: bool = True) -> list[str]:
@@ -232,7 +245,7 @@ def faults(case: Case, *, ordered: bool = True) -> list[str]:
     Args:
         ordered: whether the order of accesses to memory is looked at, too.
     """
-    expected = reference(case.microbatches, case.sizes, case.empty, case.accumulate)
+    expected = reference(case)
     needed = train(replace(case, emulation={}))
     emulation = case.emulation | {"memory": needed.peak}
     ordering = Ordering() if ordered else None
@@ -266,11 +279,6 @@ def _same(expected: Result, other: Result, name: str) -> list[str]:
 
 def _in_order(case: Case, glue: Glue) -> list[str]:
     """User code begins and ends microbatch by microbatch."""
-    expected = [
-        int(part[0]) for size in case.sizes for part in torch.arange(size).tensor_split(min(case.microbatches, size))
-    ]
-    return [
-        f"user code {what} in order {seen}"
-        for what, seen in (("began", glue.began), ("ended", glue.ended))
-        if seen != expected
-    ]
+    expected = [int(part[0]) for size in case.sizes for part in parts_of(size, case.microbatches)]
+    seen = {"began": glue.began, "ended": glue.ended}
+    return [f"user code {what} in order {order}" for what, order in seen.items() if order != expected]

@@ -119,7 +119,7 @@ def _microbatches_of_slots(compute: Sequence[Row]) -> Iterator[str]:
 
 def _calls_of_microbatches(compute: Sequence[Row], slots: Sequence[Row]) -> Iterator[str]:
     """[4]"""
-    backwards = {}
+    backwards: dict[tuple[int, ...], tuple[int, ...]] = {}
     for microbatch, rows in _by(compute, "microbatch").items():
         for before, after in pairwise(rows):
             if after["start_s"] < before["end_s"]:
@@ -140,10 +140,8 @@ def _calls_of_microbatches(compute: Sequence[Row], slots: Sequence[Row]) -> Iter
             yield f"microbatch {microbatch} ran backward {made[len(forward) :]}"
         if not set(backward) <= set(forward):
             yield f"microbatch {microbatch} ran backward {backward} of forward {forward}"
-        if backward:
-            backwards[microbatch] = sorted(backward)
-    if len({tuple(b) for b in backwards.values()}) > 1:
-        yield f"microbatches ran the backward of different calls: {backwards}"
+        if backward and backwards.setdefault(tuple(forward), tuple(backward)) != tuple(backward):
+            yield f"microbatch {microbatch} ran the backward of {backward}, another one that of {backwards[*forward,]}"
 
 
 def _weights(compute: Sequence[Row], copies: Sequence[Row], slots: Sequence[Row], workers: int) -> Iterator[str]:
