@@ -244,8 +244,10 @@ class RoundPipeStrategy(ParallelStrategy):
     def _stop_engine(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
-            self._last_report = engine.report() or self._last_report
-            engine.close()
+            try:
+                self._last_report = engine.report() or self._last_report
+            finally:
+                engine.close()
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

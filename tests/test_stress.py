@@ -6,13 +6,17 @@ Each example is one run of `stress.faults`, which says what it looks at. That th
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import harness
+import lightning.pytorch as pl
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from stress import CALLS, Case, check
+from stress import CALLS, Case, check, train
 
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
@@ -73,6 +77,34 @@ def test_any_schedule(case: Case) -> None:
 def test_many_schedules(case: Case) -> None:
     """Other ones each time; a failing example is kept and tried first the next time."""
     check(case)
+
+
+class Alive(pl.Callback):
+    """What is left of a step, without the help of the garbage collector."""
+
+    def __init__(self) -> None:
+        self.left: list[Counter[str]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        ours = [o for o in gc.get_objects() if str(type(o).__module__).startswith("lightning_roundpipe.runtime")]
+        self.left.append(Counter(type(o).__name__ for o in ours))
+
+
+@pytest.mark.parametrize("empty", [None, (1, 1), (2, 0)])
+def test_a_step_leaves_nothing_behind(empty: tuple[int, int] | None) -> None:
+    """What hangs in a circle lives on, graphs and boundary tensors too, until the garbage collector happens to run."""
+    case = Case("forward 0 1; fused 2-5; backward 0-1; round 2", 2, 4, (8, 8, 8, 8), empty, emulation={})
+    alive = Alive()
+    gc.collect()
+    gc.disable()
+    try:
+        train(case, callbacks=[alive])
+    finally:
+        gc.enable()
+    gone = {"Step", "MicrobatchRun", "Slot", "Entry", "Sink", "Inlet", "HostCopy", "DeviceGradients", "Call", "Forward"}
+    assert len(alive.left) == 4
+    assert [sorted(gone & left.keys()) for left in alive.left] == [[]] * 4
+    assert alive.left[2].keys() >= {"HostGradients", "Worker"}, "nothing was looked at"
 
 
 @pytest.mark.parametrize(

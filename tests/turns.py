@@ -160,7 +160,7 @@ def _weights(compute: Sequence[Row], copies: Sequence[Row], slots: Sequence[Row]
         mine = [s["slot"] for s in slots if s["worker"] == worker]
         for older, newer in zip(mine, mine[2:], strict=False):  # there are two arenas
             for (slot, layer), rows in uploads.items():
-                if slot == newer and rows[0]["start_s"] < last_end.get(older, 0.0):
+                if rows and slot == newer and rows[0]["start_s"] < last_end.get(older, 0.0):
                     yield f"{layer!r} of slot {newer} was uploaded over slot {older}, which was running"
 
 

@@ -117,6 +117,7 @@ class Engine:
             self._make_plan(step)
         elif len(sizes) == 1:
             self.recent = step.runs[0].trace
+        step.let_go()
         return output
 
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

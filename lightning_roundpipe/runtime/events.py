@@ -28,7 +28,7 @@ NOWHERE = Where()
 
 
 class Recorder:
-    """Collects events during a step. Events are read only when the step has been drained."""
+    """Collects events during a step. Events are read when the step is over."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,13 @@ class Recorder:
         return total
 
     def rows(self) -> list[dict[str, Any]]:
-        """The events in order of their start, with times in seconds from the first one's start."""
+        """The events in order of their start, with times in seconds from the first one's start.
+
+        Waits for those that are not over: gradients may be on their way until somebody asks for them.
+        """
+        for _, _, _, end, _, _, _ in self._items:
+            if not end.done():
+                end.wait()
         rows: list[dict[str, Any]] = [
             {
                 "kind": kind,

@@ -93,6 +93,7 @@ class MicrobatchRun:
                     self._train(function, args)
                 finally:
                     self._glue.close()
+                    self._boundaries.move_to(None)
             self._slots.finish(self.index)
         except BaseException as error:
             self._control.fail(error)
@@ -341,6 +342,7 @@ class MicrobatchRun:
         while self._tape:
             entry = self._tape.pop()
             if not entry.wants_backward():
+                entry.let_go()
                 continue
             traced = self.trace.calls[entry.call]
             self._check_inputs(entry, traced)

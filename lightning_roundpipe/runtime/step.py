@@ -273,6 +273,10 @@ class Step:
             return {**merged, "loss": loss}
         return loss
 
+    def let_go(self) -> None:
+        """Part from the microbatches, which know the step: in a circle, all of them would live on until a gc run."""
+        self.runs = []
+
     def _gradients(self) -> StepGradients:
         total = sum(run.weight for run in self.runs)
         factor = (self._provisional or total) / total if total else 1.0

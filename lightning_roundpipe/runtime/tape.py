@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -118,6 +119,11 @@ class Entry:
     def wants_backward(self) -> bool:
         return any(self.grads)
 
+    def let_go(self) -> None:
+        """There will be no backward. What was kept for it may hang on the entry in a circle (``h += layer(h)``)."""
+        self.graph = None
+        self.given.clear()
+
 
 class _BoundaryFunction(torch.autograd.Function):
     @staticmethod
@@ -192,13 +198,13 @@ def source_of(tensor: Tensor) -> tuple[Entry, int] | None:
 class _SinkFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sink: Sink, *inputs: Tensor) -> Tensor:
-        ctx.sink = sink
+        ctx.sink = weakref.ref(sink)  # the sink holds this node: in a circle, all in front would live on until a gc run
         # On the inputs' device, so that on a GPU autograd runs this node in the stream that the glue ran in.
         return inputs[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.sink.grads
+        return None, *ctx.sink().grads
 
 
 class Sink:

@@ -1,0 +1,297 @@
+"""Each wait of the runtime, taken out: the checks of `stress` notice.
+
+A wait that can be left out unnoticed is either not needed or not tested. `test_every_wait_is_listed` finds every line
+of the runtime that waits, so that a new one has to be entered here, with the way in which its loss shows:
+
+* ``numbers``: other bits, NaN, an error, or a hang, with delays that make the thing waited for late;
+* ``order``: two accesses to the same memory without a chain of events between them (`ordering`). An emulated device
+  computes in the calling thread, so the loss of a wait *for its compute stream* can show in no other way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import stress
+from harness import ours
+from ordering import Ordering
+from stress import CALLS, LAYERS, Case, StressModule
+from torch import Tensor
+from without import take_out, waits
+
+from lightning_roundpipe.devices import Device, emulated
+from lightning_roundpipe.devices.emulated_link import Delays
+from lightning_roundpipe.runtime.run import MicrobatchRun
+from lightning_roundpipe.runtime.worker import Worker
+
+CUT = Case(harness.per_call(CALLS, 2), 2, 4, (6, 6))
+"""Two rounds, a cut at every call: gradients travel up and down, and boundaries between the workers."""
+WIDE = Case("forward 0-4; fused 5; backward 3-4 0-2; round 1", 3, 3, (6, 6))
+"""Rounds of one microbatch on three workers: the next round's stage is on another worker."""
+FUSED = Case(harness.single(CALLS, 1), 2, 3, (6, 6))
+BUSY = Case(harness.per_call(CALLS, 4), 4, 4, (8, 8))
+NOBODY = replace(WIDE, empty=(1, 0))
+"""The first microbatch of the planned step has no backward: slots that nobody enters."""
+TAIL = Case("forward 0-4; fused 5; backward 3-4 1-2 0; round 1", 1, 3, (6, 6), empty=(1, 2))
+"""So has the last one: slots that come after all microbatches are done."""
+ARRIVAL = Case(None, 2, 1, (6, 6, 6))
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One line that waits.
+
+    Attributes:
+        where: ``module:function``.
+        line: the line as it stands there.
+        by: how its loss shows.
+        case: in which run.
+        slow: the stream or hand-off whose work comes late, so that the loss shows.
+    """
+
+    where: str
+    line: str
+    by: str
+    case: Case = CUT
+    slow: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where.split(':')[1]}: {self.line}"
+
+
+WAITS = [
+    # Memory of the weights: an upload over a stage that is still running, a call before its weights are there.
+    Wait("runtime.worker:Worker.prepare", "stream.wait(arena.free)", "order"),
+    Wait(
+        "runtime.worker:Worker.ready",
+        "self.device.compute.wait(slot.uploaded[layer.index])",
+        "numbers",
+        CUT,
+        "weights_up",
+    ),
+    Wait("runtime.worker:Worker.close_slot", "self.device.compute.wait(uploaded)", "order", NOBODY),
+    Wait("runtime.worker:Arena.release", "self.free.wait()", "numbers", FUSED, "gradients_down"),
+    # Memory of the gradients: an arena is used again, a sum is continued, a sum is read.
+    Wait(
+        "runtime.worker:Worker._open_gradients",
+        "self.device.compute.wait(arena.free)",
+        "numbers",
+        CUT,
+        "gradients_down",
+    ),
+    # On an emulated device the line before it has waited for the same already, in the thread that enqueues the upload.
+    Wait("runtime.worker:Worker._open_gradients", "stream.wait(arena.free)", "order"),
+    Wait("runtime.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
+    Wait("runtime.worker:Worker._open_gradients", "self.device.compute.wait(end)", "numbers", WIDE, "weights_up"),
+    Wait("runtime.worker:Worker._send_gradients", "stream.wait(done)", "order"),
+    Wait("runtime.weights:HostGradients.wait", "self.arrived.wait()", "numbers", CUT, "gradients_down"),
+    Wait("runtime.weights:HostGradients.take", "self.wait()", "numbers", CUT, "gradients_down"),
+    # Boundaries: from a worker to the host, from the host to a worker; and glue or a layer that writes to what is on
+    # its way, which it can only where the next call is on the same worker: else that call has waited for the copy.
+    Wait("runtime.boundary:Boundaries._download", "stream.wait(device.compute.record())", "order"),
+    Wait("runtime.boundary:upload", "stream.wait(copy.ready)", "numbers", CUT, "activations_down"),
+    Wait("runtime.boundary:upload", "device.compute.wait(end)", "numbers", CUT, "activations_up"),
+    Wait("runtime.boundary:Boundaries.transfer", "copy.ready.wait()", "numbers", CUT, "activations_down"),
+    Wait("runtime.boundary:Boundaries.settle", "device.compute.wait(ready)", "numbers", WIDE, "activations_down"),
+    Wait("runtime.run:MicrobatchRun.call", "self._boundaries.settle()", "numbers", WIDE, "activations_down"),
+    Wait("runtime.run:MicrobatchRun._run_forward", "self._boundaries.settle()", "numbers", WIDE, "activations_down"),
+    # Turns, rounds, and user code.
+    Wait("runtime.slots:Slot.enter", "control.wait(waiter)", "numbers"),
+    Wait("runtime.slots:Slot._wait_closed", "control.wait(waiter)", "numbers", WIDE),
+    Wait("runtime.slots:Slot.wait_for_predecessor", "self.predecessor._wait_closed(control)", "numbers", WIDE),
+    Wait("runtime.worker:Worker.open", "slot.wait_for_predecessor(control)", "numbers", WIDE),
+    Wait("runtime.control:UserLock.acquire", "self._control.wait(waiter)", "numbers", BUSY),
+    Wait("runtime.run:MicrobatchRun.run", "self._control.wait(predecessor)  # [1]", "numbers", FUSED, "starting"),
+    # The end of a call, of a microbatch, of a step.
+    Wait("runtime.control:Control.wait", "waiter.wait()", "numbers"),
+    Wait("runtime.worker:Worker.run", "control.wait(task.waiter)", "numbers"),
+    Wait("runtime.step:Step._join", "self._watch(self._all_closed, unless_failed=True)", "numbers", TAIL, "closing"),
+    Wait("runtime.worker:Worker.drain", "waiter.wait()", "numbers", ARRIVAL, "closing"),
+]
+
+ELSEWHERE = {
+    ("runtime.engine:Engine.come_to_rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
+    ("runtime.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
+    ("runtime.weights:HostGradients.restart", "self.wait()"),  # test_a_sum_that_nobody_took
+    ("runtime.worker:Worker.retire", "self._in_flight.popleft()[0].wait()"),  # test_the_host_does_not_run_far_ahead
+}
+"""Tested below, in a way of its own, or where it says."""
+
+ENDS = {
+    ("runtime.step:Step._join", "if not worker.drain(STUCK_GRACE if self.control.failed else None):"),  # Worker.drain
+    ("runtime.step:Step._join", "self._watch(tasks[-1].waiter)"),
+    ("runtime.step:Step._join", "self._watch(task.waiter)"),
+    ("runtime.step:Step._leave", "if not task.finished and not task.waiter.wait_for(STUCK_GRACE):"),
+    (
+        "runtime.step:Step._watch",
+        "while not (unless_failed and self.control.failed) and not waiter.wait_for(min(1.0, limit)):",
+    ),
+    ("runtime.worker:Worker.drain", "return waiter.wait_for(timeout)"),
+    ("runtime.evaluation:Evaluation.run", "worker.drain()"),
+}
+"""How threads come to rest, above all when one fails, which tests/test_faults.py looks at. Without them there is no run
+to look at (the main thread goes on while microbatches are running), or, where nothing fails, others wait as well."""
+
+SPARE = {
+    # What a backward sends to another worker or to the host is waited for there, and nobody writes to a gradient that
+    # has been handed on: they are never added in place. It is there because a settled copy is forgotten.
+    ("runtime.run:MicrobatchRun._walk_tape", "self._boundaries.settle()"),
+    # Likewise: in evaluation every copy is for the call that is about to run, which waits for it.
+    ("runtime.evaluation:Evaluation.call", "self._boundaries.settle()"),
+}
+"""Not needed for the order; each says why."""
+
+
+def test_every_wait_is_listed() -> None:
+    assert waits("runtime") == {(w.where, w.line) for w in WAITS} | ELSEWHERE | ENDS | SPARE
+
+
+# --------------------------------------------------------------------------------------------------------- taken out
+
+
+@contextlib.contextmanager
+def late(slow: str) -> Iterator[None]:
+    """One kind of copy, or one hand-off between threads, takes much longer than all others."""
+
+    class Late(Delays):
+        def __init__(self, seed: int, name: str) -> None:
+            super().__init__(seed, name)
+            self.late = name.endswith(f"/{slow}")
+
+        def next(self) -> float:
+            return 0.02 if self.late else super().next() / 10
+
+    real_run, real_close = MicrobatchRun.run, Worker.close_slot
+
+    def run(self: MicrobatchRun, *args: Any) -> None:
+        time.sleep(0.03 - 0.01 * self.index)
+        real_run(self, *args)
+
+    def close_slot(self: Worker, slot: Any) -> None:
+        time.sleep(0.03)
+        real_close(self, slot)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if slow == "starting":
+            patch.setattr(MicrobatchRun, "run", run)
+        elif slow == "closing":
+            patch.setattr(Worker, "close_slot", close_slot)
+        elif slow:
+            patch.setattr(emulated, "Delays", Late)
+        yield
+
+
+def noticed(wait: Wait, seed: int) -> str:
+    """What the checks say of a run without ``wait``; empty if nothing."""
+    case = replace(wait.case, emulation={"poison": True, "delay_seed": seed})
+    expected = stress.reference(case)
+    ordering = Ordering() if wait.by == "order" else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stress, "WATCHDOG", 2.0)
+        take_out(patch, wait.where, wait.line)
+        try:
+            with late(wait.slow), ordering or contextlib.nullcontext():
+                run = stress.train(case)
+        except Exception as error:
+            return repr(error)
+        return "\n".join(ordering.faults if ordering else stress.wrong(run, expected))
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=str)
+def test_a_wait_that_is_missing_is_noticed(wait: Wait) -> None:
+    assert any(noticed(wait, seed) for seed in range(4)), f"nothing shows without {wait.line!r}"
+
+
+@pytest.mark.parametrize(
+    ("case", "slow"),
+    [
+        pytest.param(CUT, "gradients_down", id="cut"),
+        pytest.param(WIDE, "activations_down", id="wide"),
+        pytest.param(FUSED, "starting", id="fused"),
+        pytest.param(TAIL, "closing", id="tail"),
+        pytest.param(ARRIVAL, "closing", id="arrival"),
+    ],
+)
+def test_nothing_is_noticed_while_all_are_there(case: Case, slow: str) -> None:
+    """Or the tests above would say nothing."""
+    with late(slow):
+        assert not stress.wrong(stress.train(case), stress.reference(case))
+
+
+# ------------------------------------------------------------------------------------------------ in ways of their own
+
+
+class Predicting(StressModule):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.net(batch["x"], self.glue, False).softmax(-1)  # type: ignore[no-any-return]
+
+
+class Looking(pl.Callback):
+    """Looks at what a step gives, on the main thread."""
+
+    def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Tensor, *_: Any) -> None:
+        outputs.clone()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_outputs_are_computed_when_given(missing: bool) -> None:
+    """The caller looks at them from another stream than those that they were computed in."""
+    trainer = harness.trainer_of(ours(layers=LAYERS), devices=2, callbacks=[Looking()])
+    module = Predicting()
+    with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
+        if missing:
+            take_out(patch, "runtime.engine:Engine.come_to_rest", "device.compute.synchronize()")
+        trainer.predict(module, harness.loader(stress.batches(CUT)))
+    assert bool(ordering.faults) is missing, ordering.faults
+
+
+class Careless(StressModule):
+    """Does not ask for the gradients of its first two batches."""
+
+    def backward(self, loss: Tensor, *args: Any) -> None:
+        if self.trainer.fit_loop.batch_idx > 1:
+            super().backward(loss, *args)
+        else:
+            (loss.detach().requires_grad_() * 1).backward()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_sum_that_nobody_took(missing: bool) -> None:
+    """It is on its way to the buffer that the next step's sum is sent to, by another worker."""
+    strategy = ours(num_microbatches=4, layers=LAYERS, plan=WIDE.plan, emulation={"delay_seed": 0})
+    with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
+        if missing:
+            take_out(patch, "runtime.weights:HostGradients.restart", "self.wait()")
+        harness.run(strategy, Careless(), stress.batches(replace(WIDE, sizes=(6, 6, 6))), devices=3, watch=False)
+    assert bool(ordering.faults) is missing, ordering.faults
+
+
+def test_the_host_does_not_run_far_ahead(device: Device) -> None:
+    """Nothing else would hold it back on a GPU, and boundary tensors would pile up there. This orders nothing."""
+    worker = Worker(device)
+    waited: list[int] = []
+
+    class Far:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def done(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            waited.append(self.number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        numbers = iter(range(10))
+        patch.setattr(device.compute, "record", lambda: Far(next(numbers)))
+        for _ in range(5):
+            worker.retire()
+    worker.close()
+    assert waited == [0, 1, 2]

@@ -1,0 +1,218 @@
+"""The checkers of the stress tests see what is wrong, and nothing where nothing is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import turns
+from ordering import Ordering
+
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import Device, make_devices
+
+# ---------------------------------------------------------------------------------------------------------------- turns
+
+
+def report() -> dict[str, Any]:
+    """A step of two calls, two microbatches in two rounds, on two workers, as it should be."""
+    slots, events = [], []
+    clock = 0.0
+
+    def event(kind: str, slot: int, call: int, microbatch: int) -> None:
+        nonlocal clock
+        phase = slots[slot]["phase"]
+        row = {"kind": kind, "phase": phase, "worker": slot % 2, "slot": slot, "call": call, "layer": f"layer{call}"}
+        events.append(row | {"microbatch": microbatch, "nbytes": 1, "start_s": clock, "end_s": clock + 1})
+        clock += 1
+
+    for microbatch in (0, 1):
+        first = 3 * microbatch
+        for phase, call in (("forward", 0), ("fused", 1), ("backward", 0)):
+            slot = {"slot": len(slots), "worker": len(slots) % 2, "round": microbatch, "phase": phase}
+            slots.append(slot | {"layers": [f"layer{call}"]})
+            event("upload_weights", len(slots) - 1, call, -1)
+        for slot, call, kinds in ((first, 0, ["forward"]), (first + 1, 1, ["forward", "backward"])):
+            if microbatch and len(kinds) == 2:
+                event("upload_gradients", slot, call, -1)
+            for kind in kinds:
+                event(kind, slot, call, microbatch)
+        event("download_gradients", first + 1, 1, -1)
+        if microbatch:
+            event("upload_gradients", first + 2, 0, -1)
+        event("recompute", first + 2, 0, microbatch)
+        event("backward", first + 2, 0, microbatch)
+        event("download_gradients", first + 2, 0, -1)
+    plan = "forward 0; fused 1; backward 0; round 1"
+    return {"profiled": False, "plan": plan, "workers": 2, "microbatches": 2, "slots": slots, "events": events}
+
+
+def find(rows: list[Any], **what: Any) -> Any:
+    [row] = [r for r in rows if all(r[k] == v for k, v in what.items())]
+    return row
+
+
+def move(row: Any, start: float) -> None:
+    row["end_s"] += start - row["start_s"]
+    row["start_s"] = start
+
+
+def test_a_good_step_has_no_faults() -> None:
+    assert turns.faults(report()) == []
+
+
+Damage = Callable[[dict[str, Any], list[Any]], Any]
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "a slot is missing": (lambda r, e: r["slots"].pop(), "5 slots ran"),
+    "a slot on another worker": (lambda r, e: r["slots"][2].update(worker=1), "slot 2 ran on worker 1"),
+    "a number is left out": (lambda r, e: r["slots"][5].update(slot=6), "slot 6 stands at place 5"),
+    "stages exchanged": (lambda r, e: r["slots"][1].update(phase="backward"), "out of the plan's order"),
+    "a call on another worker": (lambda r, e: find(e, kind="forward", slot=0).update(worker=1), "ran on worker 1"),
+    "a call in another stage": (lambda r, e: find(e, kind="forward", slot=0).update(call=1), "has no place"),
+    "a microbatch of another round": (
+        lambda r, e: find(e, kind="forward", slot=0).update(microbatch=1),
+        "belongs to another round",
+    ),
+    "a layer that is not there": (lambda r, e: find(e, kind="forward", slot=0).update(layer="x"), "was not loaded"),
+    "an overlap on a worker": (
+        lambda r, e: move(find(e, kind="recompute", slot=2), find(e, kind="forward", slot=0)["start_s"] + 0.5),
+        "began on worker 0 before the end",
+    ),
+    "a later slot first": (
+        lambda r, e: move(find(e, kind="forward", slot=4), find(e, kind="upload_weights", slot=0)["start_s"] - 5),
+        "came after slot 4",
+    ),
+    "microbatches out of order": (
+        lambda r, e: (
+            r.update(plan=r["plan"].replace("round 1", "round 2"), slots=r["slots"][:3]),
+            [row.update(slot=row["slot"] % 3, worker=row["slot"] % 3 % 2) for row in e],
+            [row.update(microbatch=1 - row["microbatch"]) for row in e if row["microbatch"] >= 0],
+        ),
+        "served microbatches",
+    ),
+    "backward before forward": (
+        lambda r, e: move(find(e, kind="backward", slot=1), find(e, kind="forward", slot=1)["start_s"] - 2),
+        "microbatch 0 ran",
+    ),
+    "no recomputation": (lambda r, e: e.remove(find(e, kind="recompute", slot=2)), "ran backward"),
+    "no forward": (lambda r, e: e.remove(find(e, kind="forward", slot=0)), "of forward [1]"),
+    "another backward": (lambda r, e: e.remove(find(e, kind="backward", slot=5)), "microbatch 1 ran"),
+    "no weights": (lambda r, e: e.remove(find(e, kind="upload_weights", slot=3)), "uploaded 'layer0' 0 times"),
+    "late weights": (lambda r, e: move(find(e, kind="upload_weights", slot=3), 99.0), "before its weights were there"),
+    "weights over a running slot": (
+        lambda r, e: move(find(e, kind="upload_weights", slot=4), 0.0),
+        "was uploaded over slot 0, which was running",
+    ),
+    "gradients leave early": (
+        lambda r, e: move(find(e, kind="download_gradients", slot=2), 0.0),
+        "left slot 2 while it was running",
+    ),
+    "gradients leave twice": (
+        lambda r, e: e.append(dict(find(e, kind="download_gradients", slot=2))),
+        "down 2 times in slot 2",
+    ),
+    "a sum begun anew": (
+        lambda r, e: e.remove(find(e, kind="upload_gradients", slot=5)),
+        "slot 5 began the sum of call 0 anew",
+    ),
+    "a sum of nothing": (
+        lambda r, e: e.remove(find(e, kind="download_gradients", slot=2)),
+        "had never come down",
+    ),
+    "a sum that is late": (
+        lambda r, e: move(find(e, kind="upload_gradients", slot=5), 99.0),
+        "before the sum so far was there",
+    ),
+    "a sum that is early": (lambda r, e: move(find(e, kind="upload_gradients", slot=5), 0.0), "had left them"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=list(DAMAGES))
+def test_each_rule_can_be_broken(damage: Damage, words: str) -> None:
+    step = copy.deepcopy(report())
+    damage(step, step["events"])
+    found = turns.faults(step)
+    assert any(words in text for text in found), found
+
+
+def test_a_step_without_a_plan_is_not_judged() -> None:
+    assert turns.faults({"profiled": True}) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- ordering
+
+
+def on_two(work: Callable[[Device, Device, torch.Tensor], None]) -> list[str]:
+    """The faults of ``work`` on two devices and a tensor."""
+    devices = make_devices("cpu", [torch.device("cpu")] * 2, Emulation(poison=True))
+    with Ordering() as ordering:
+        work(*devices, torch.ones(100))
+    for device in devices:
+        for stream in device.streams:
+            stream.synchronize()
+        device.close()
+    return ordering.faults
+
+
+def test_a_copy_that_waits_is_in_order() -> None:
+    def work(a: Device, b: Device, t: torch.Tensor) -> None:
+        there, back = torch.empty(100), torch.empty(100)
+        a.weights_up.copy(there, t)
+        b.activations_down.wait(a.weights_up.record())
+        b.activations_down.copy(back, there)
+        b.activations_down.synchronize()
+        back.sum()
+
+    assert on_two(work) == []
+
+
+@pytest.mark.parametrize("missing", ["stream", "host"])
+def test_a_copy_that_does_not_wait_is_a_fault(missing: str) -> None:
+    def work(a: Device, b: Device, t: torch.Tensor) -> None:
+        there, back = torch.empty(100), torch.empty(100)
+        a.weights_up.copy(there, t)
+        if missing == "host":
+            b.activations_down.wait(a.weights_up.record())
+        b.activations_down.copy(back, there)
+        if missing == "stream":
+            b.activations_down.synchronize()
+        back.sum()
+
+    [fault] = on_two(work)
+    assert ("aten::sum on host" if missing == "host" else "a copy on roundpipe-dev1-activations_down") in fault
+
+
+def test_computing_is_late_however_soon_it_is_done() -> None:
+    """The download reads the right values on an emulated device, and it may not rely on that."""
+
+    def work(a: Device, b: Device, t: torch.Tensor) -> None:
+        there = torch.empty(100)
+        a.weights_up.copy(there, t)
+        with a.activate():
+            a.compute.wait(a.weights_up.record())
+            there.mul_(2)
+        a.activations_down.copy(torch.empty(100), there)
+
+    [fault] = on_two(work)
+    assert fault == "a copy on roundpipe-dev0-activations_down does not wait for aten::mul_ on roundpipe-dev0-compute"
+
+
+def test_parts_of_one_buffer_are_apart_and_reads_do_not_collide() -> None:
+    def work(a: Device, b: Device, t: torch.Tensor) -> None:
+        buffer = torch.empty(100)
+        a.weights_up.copy(buffer[:50], t[:50])
+        b.weights_up.copy(buffer[50:], t[50:])
+        b.activations_up.copy(torch.empty(50), t[:50])
+
+    assert on_two(work) == []
+
+
+def test_poison_is_a_write() -> None:
+    def work(a: Device, b: Device, t: torch.Tensor) -> None:
+        a.weights_up.copy(t, torch.ones(100))
+        a.compute.poison(t)
+
+    assert on_two(work) == ["poison on roundpipe-dev0-compute does not wait for a copy on roundpipe-dev0-weights_up"]
