@@ -1,7 +1,8 @@
 # Needs python3 (3.11 or newer) and make; everything else is installed into .venv.
-#   make train ARGS="trainer.max_steps=4"     make test ARGS="-k transparency"
+#   make train ARGS="trainer.max_steps=4"     make test ARGS="-k transparency"     make test TEST_PROCESSES=8
 
 ARGS ?=
+TEST_PROCESSES ?= 2
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
@@ -42,7 +43,7 @@ train: $(STAMP) ## the main job: LoRA on SmolLM2-135M on four emulated devices
 	@$(BIN)/roundpipe-train experiment=smollm2_lora $(ARGS)
 
 test: $(STAMP) ## every test that is not slow
-	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests
 	@$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
