@@ -43,7 +43,8 @@ class RoundPipeStrategy(ParallelStrategy):
         round_microbatches: parts that go through all stages one after another before the next ones. Default: all.
         layers: module classes, class names or qualified names that are moved as one. Default: found by themselves.
         plan: stages by hand, as ``report()["plan"]`` prints them, such as
-            ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. Default: made from the first batch.
+            ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. Default: made from the first batch; with one
+            microbatch, none.
         loss_weight: function of a part of the batch that says how much it weighs in the batch's mean loss. Default:
             a method ``loss_weight`` of the LightningModule; else the targets that the loss counted; else samples.
         staleness: 0, exact training. (1 is not built yet.)
