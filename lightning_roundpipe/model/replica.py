@@ -1,19 +1,14 @@
 """A layer's copy on a worker: the same module tree, with parameters that are views into the worker's arena.
 
 ``copy.deepcopy`` would be wrong here: it would copy configurations, tokenizers and whatever else hangs on a module,
-and leave bound methods pointing at the original. The copy made here is new only in what must be new (modules, parameter
-and buffer dictionaries) and shares the rest, so that what user code changes on shared objects is seen at once.
-
-Python attributes are compared by identity before each call (`ModuleState`): a flag that user code flips between two
-calls, such as `train()`/`eval()` or PEFT's `disable_adapter()`, must hold for that call and again for its
-recomputation, however late that runs.
+and leave bound methods pointing at the original. The copy made here is new only in what must be new (modules,
+parameter and buffer dictionaries, lists and dicts that are attributes) and shares the rest, so that what user code
+changes on shared objects is seen at once.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-
-_STRUCTURE = frozenset({"_parameters", "_buffers", "_modules", "forward"})
+from lightning_roundpipe.model.attributes import STRUCTURE, Container, ModuleState, StateDiff, frozen, same
+from lightning_roundpipe.model.rebind import Rebinder
 
 
 def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -45,56 +40,46 @@ class Replica:
     Args:
         layer: the user's module.
         device: where the copy's parameters and buffers live.
+        state: says what the attributes were when the layer was first seen, which is what differences refer to.
+            Default: they are what they are now.
     """
 
-    def __init__(self, layer: nn.Module, device: torch.device) -> None:
-        self._memo: dict[int, Any] = {}
+    def __init__(self, layer: nn.Module, device: torch.device, state: ModuleState | None = None) -> None:
         self.device = device
         self.originals = list(layer.modules())
-        for module in self.originals:
-            clone = module.__class__.__new__(module.__class__)
-            self._memo[id(module)] = clone
-        self.modules: list[nn.Module] = [self._memo[id(m)] for m in self.originals]
-        placeholders = [_placeholder(p, device) for p in unique_parameters(layer)]
-        self.parameters = placeholders
-        by_id = {id(p): q for p, q in zip(unique_parameters(layer), placeholders, strict=True)}
-        self._memo.update(by_id)  # some modules keep lists of their parameters (recurrent ones do)
-        for module, clone in zip(self.originals, self.modules, strict=True):
-            self._fill(module, clone, by_id)
+        memo: dict[int, Any] = {id(m): m.__class__.__new__(m.__class__) for m in self.originals}
+        self.modules: list[nn.Module] = [memo[id(m)] for m in self.originals]
+        self.parameters = [_placeholder(p, device) for p in unique_parameters(layer)]
+        # Some modules keep lists of their parameters (recurrent ones do).
+        memo.update({id(p): q for p, q in zip(unique_parameters(layer), self.parameters, strict=True)})
+        self._rebound = Rebinder(memo)
+        self.original = Rebinder({id(memo[id(m)]): m for m in self.originals})
+        """Translates back what the copy's code made of the copy's modules."""
+        state = state or ModuleState(type(layer).__name__, layer)
+        for module, clone, own in zip(self.originals, self.modules, state.base, strict=True):
+            self._fill(module, clone, own, memo)
         self.module = self.modules[0]
-        self._base = [dict(m.__dict__) for m in self.modules]
+        self._base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in self.modules]
+        self._base_contents = [{k: frozen(v) for k, v in base.items() if k in _held(base)} for base in self._base]
         self._applied: StateDiff | None = None
+        self._held: list[tuple[int, str]] | None = None
+        """Which attributes are lists and dicts now; None: to be found out."""
 
-    def _fill(self, module: nn.Module, clone: nn.Module, parameters: dict[int, nn.Parameter]) -> None:
+    def _fill(self, module: nn.Module, clone: nn.Module, own: dict[str, Any], memo: dict[int, Any]) -> None:
         state = clone.__dict__
-        for key, value in module.__dict__.items():
-            if key == "forward" and getattr(value, "is_interceptor", False):
-                continue
-            state[key] = value if key in _STRUCTURE and key != "forward" else self.translate(value)
-        state["_parameters"] = {n: None if p is None else parameters[id(p)] for n, p in module._parameters.items()}
+        state.update({k: v for k, v in module.__dict__.items() if isinstance(v, Container) and k not in own})
+        state.update({k: self.localized(v) for k, v in own.items()})
+        if state.get("_compiled_call_impl") is not None:  # compiled for the original; the copy runs as it was written
+            state["_compiled_call_impl"] = None
+        state["_parameters"] = {n: None if p is None else memo[id(p)] for n, p in module._parameters.items()}
         state["_buffers"] = dict(module._buffers)
         if "_orig_mod" in module._modules:  # torch.compile's wrapper: its forward is bound to the original
-            state["forward"] = self._memo[id(module._modules["_orig_mod"])]
-        state["_modules"] = {n: None if m is None else self._memo[id(m)] for n, m in module._modules.items()}
+            state["forward"] = memo[id(module._modules["_orig_mod"])]
+        state["_modules"] = {n: None if m is None else memo[id(m)] for n, m in module._modules.items()}
 
-    def translate(self, value: Any) -> Any:
-        """``value`` with the layer's own modules and parameters replaced, also inside methods and containers."""
-        if isinstance(value, (nn.Module, nn.Parameter)):
-            return self._memo.get(id(value), value)
-        if isinstance(value, types.MethodType) and id(value.__self__) in self._memo:
-            return types.MethodType(value.__func__, self._memo[id(value.__self__)])
-        if isinstance(value, functools.partial):
-            args = [self.translate(v) for v in value.args]
-            return functools.partial(
-                self.translate(value.func), *args, **{k: self.translate(v) for k, v in value.keywords.items()}
-            )
-        if type(value) in (list, tuple, set):
-            items = [self.translate(v) for v in value]
-            return type(value)(items) if any(map(operator.is_not, items, value)) else value
-        if type(value) is dict:
-            pairs = {k: self.translate(v) for k, v in value.items()}
-            return pairs if any(map(operator.is_not, pairs.values(), value.values())) else value
-        return value
+    def localized(self, value: Any) -> Any:
+        """``value`` as the copy should hold it: referring to the copy's parts, in containers of its own."""
+        return frozen(self._rebound(value))
 
     def bind(self, views: list[Tensor], requires_grad: list[bool]) -> None:
         """Point the copy's parameters at ``views`` (in the order of the layer's unique parameters)."""
@@ -102,47 +87,87 @@ class Replica:
             parameter.data = view
             parameter.requires_grad_(trainable)
 
+    def train(self, requires_grad: list[bool]) -> None:
+        """Which parameters the next call has gradients for."""
+        for parameter, trainable in zip(self.parameters, requires_grad, strict=True):
+            if parameter.requires_grad != trainable:
+                parameter.requires_grad_(trainable)
+
     def apply(self, diff: StateDiff | None) -> None:
         """Give the copy the Python attributes that the layer had when ``diff`` was taken."""
         if diff is self._applied:
             return
         for index in self._applied.changed if self._applied else ():
-            _restore(self.modules[index].__dict__, self._base[index])
+            self._restore(index)
         for index, (changed, removed) in (diff.changed if diff else {}).items():
             state = self.modules[index].__dict__
             for key in removed:
                 state.pop(key, None)
-            state.update({k: self._localize(v) for k, v in changed.items()})
+            state.update({k: self.localized(v) for k, v in changed.items()})
         self._applied = diff
+        self._held = None
 
-    def _localize(self, value: Any) -> Any:
-        return value.to(self.device) if isinstance(value, Tensor) else self.translate(value)
+    def set(self, carried: dict[tuple[int, str], Any]) -> None:
+        """Give the copy attributes that came with the call."""
+        for (index, key), value in carried.items():
+            self.modules[index].__dict__[key] = self.localized(value)
+            self._held = None
 
-    def attributes(self) -> list[dict[str, Any]]:
-        """The attributes of every module, for :meth:`written` after the call."""
-        return [dict(module.__dict__) for module in self.modules]
+    def attributes(self) -> Attributes:
+        """What every module holds, for :meth:`written` after the call."""
+        if self._held is None:
+            self._held = [(i, k) for i, m in enumerate(self.modules) for k in _held(m.__dict__)]
+        contents = {(i, k): frozen(self.modules[i].__dict__[k]) for i, k in self._held}
+        return Attributes([dict(m.__dict__) for m in self.modules], contents)
 
-    def written(self, before: list[dict[str, Any]]) -> list[tuple[int, str, Any]]:
-        """Attributes that the layer's code set during a call, as (module index, name, value)."""
+    def written(self, before: Attributes) -> list[tuple[int, str, Any]]:
+        """Attributes that the layer's code set during a call, or containers that it changed.
+
+        Returns:
+            (module index, name, value); a container as a copy.
+        """
         changes = []
-        for index, (module, old) in enumerate(zip(self.modules, before, strict=True)):
+        for index, (module, old) in enumerate(zip(self.modules, before.values, strict=True)):
             state = module.__dict__
             if len(state) == len(old) and all(map(operator.is_, state.values(), old.values())):
                 continue
-            changes += [(index, k, v) for k, v in state.items() if k not in _STRUCTURE and old.get(k, self) is not v]
-        return changes
+            changes += [(index, k) for k, v in state.items() if k not in STRUCTURE and old.get(k, self) is not v]
+        inside = [
+            (i, k)
+            for (i, k), contents in before.contents.items()
+            if (i, k) not in changes and not same(self.modules[i].__dict__.get(k), contents)
+        ]
+        return [(i, k, frozen(self.modules[i].__dict__[k])) for i, k in changes + inside]
 
     def drop_written(self) -> None:
         """Forget attributes set during a call: the next call starts from the layer's own."""
-        for module, base in zip(self.modules, self._base, strict=True):
-            _restore(module.__dict__, base)
+        for index in range(len(self.modules)):
+            self._restore(index)
         self._applied = None
+        self._held = None
+
+    def _restore(self, index: int) -> None:
+        state, base = self.modules[index].__dict__, self._base[index]
+        for key in [k for k in state if k not in base and k not in STRUCTURE]:
+            del state[key]
+        state.update(base)
+        state.update({k: frozen(v) for k, v in self._base_contents[index].items()})
 
 
-def _restore(state: dict[str, Any], base: dict[str, Any]) -> None:
-    for key in [k for k in state if k not in base]:
-        del state[key]
-    state.update({k: v for k, v in base.items() if k not in ("_parameters", "_buffers", "_modules")})
+@dataclass
+class Attributes:
+    """What the modules of a copy held: ``values`` by module and name, ``contents`` of lists and dicts among them."""
+
+    values: list[dict[str, Any]]
+    contents: dict[tuple[int, str], Any]
+
+
+_BOOKKEEPING = frozenset(nn.Module().__dict__)
+"""Attributes of every module, among them its hooks, which code inside a layer does not change."""
+
+
+def _held(attributes: dict[str, Any]) -> list[str]:
+    return [k for k, v in attributes.items() if isinstance(v, Container) and k not in _BOOKKEEPING]
 
 
 def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -153,60 +178,3 @@ def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
         )
     empty = torch.empty(0, dtype=parameter.dtype, device=device)
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
-
-
-@dataclass(frozen=True, eq=False)
-class StateDiff:
-    """What the layer's attributes were, where they differ from when its copies were made.
-
-    ``changed`` maps a module's index to (changed or new attributes, removed names).
-    """
-
-    changed: dict[int, tuple[dict[str, Any], tuple[str, ...]]]
-
-
-class ModuleState:
-    """Watches the Python attributes of one layer; :meth:`current` is cheap as long as nothing changes."""
-
-    def __init__(self, name: str, layer: nn.Module) -> None:
-        self.name = name
-        self.modules = list(layer.modules())
-        self._base = [self._own(m) for m in self.modules]
-        self._seen = [list(m.__dict__.values()) for m in self.modules]
-        self._diff: StateDiff | None = None
-
-    @staticmethod
-    def _own(module: nn.Module) -> dict[str, Any]:
-        return {k: v for k, v in module.__dict__.items() if k not in _STRUCTURE}
-
-    def current(self) -> StateDiff | None:
-        """The difference from the state at which replicas were made, or None. The same object until it changes."""
-        if not self._moved():
-            return self._diff
-        self._seen = [list(m.__dict__.values()) for m in self.modules]
-        changed = {}
-        for index, (module, base) in enumerate(zip(self.modules, self._base, strict=True)):
-            own = self._own(module)
-            differing = {k: v for k, v in own.items() if k not in base or base[k] is not v}
-            removed = tuple(k for k in base if k not in own)
-            if differing or removed:
-                self._refuse_graph(differing)
-                changed[index] = (differing, removed)
-        self._diff = StateDiff(changed) if changed else None
-        return self._diff
-
-    def _moved(self) -> bool:
-        for module, values in zip(self.modules, self._seen, strict=True):
-            state = module.__dict__
-            if len(state) != len(values) or not all(map(operator.is_, state.values(), values)):
-                return True
-        return False
-
-    def _refuse_graph(self, differing: dict[str, Any]) -> None:
-        for key, value in differing.items():
-            if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, nn.Parameter):
-                raise RoundPipeError(
-                    f"attribute {key!r} set on a module inside layer {self.name!r} is a tensor that requires grad. "
-                    "A layer's gradients can only flow through its arguments and outputs: pass the tensor as an "
-                    "argument instead."
-                )

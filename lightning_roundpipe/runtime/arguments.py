@@ -2,13 +2,70 @@
 
 from __future__ import annotations
 
-import operator
+import copy
+import dataclasses
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_unflatten
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.attributes import Container, tensors_in
+
+_PLAIN = (Tensor, str, int, float, complex, type(None), nn.Module, type, types.FunctionType, types.ModuleType)
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Stands for an input that comes out of a layer as it went in: glue gets back the tensor that it gave."""
+
+    index: int
+
+
+@dataclasses.dataclass
+class Flat:
+    """A value taken apart."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, value: Any, given: dict[int, Tensor]) -> Flat:
+        """``value`` with the tensors of ``given`` (by position) replaced by `Given`."""
+        leaves, spec = flatten(value)
+        known = {id(t): i for i, t in given.items()}
+        return cls([Given(known[id(x)]) if id(x) in known else x for x in leaves], spec)
+
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def value(self, tensors: list[Tensor], originals: list[Any]) -> Any:
+        """The value with ``tensors`` in place of its own, and ``originals`` where it holds what was given."""
+        others = iter(tensors)
+        leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return unflatten([originals[x.index] if isinstance(x, Given) else x for x in leaves], self.spec)
+
+
+class _Opened:
+    """An object that holds tensors, to be taken apart as a dict is."""
+
+    def __init__(self, shell: Any, contents: dict[Any, Any]) -> None:
+        self.shell = shell
+        self.contents = contents
+
+
+def _close(contents: Any, shell: Any) -> Any:
+    fresh = copy.copy(shell)
+    held = fresh if isinstance(fresh, dict) else fresh.__dict__
+    held.clear()
+    held.update(*contents)
+    return fresh
+
+
+register_pytree_node(_Opened, lambda opened: ([opened.contents], opened.shell), _close)
 
 _Shape = tuple[bool, int, tuple[Any, ...]]
 """Of (arguments, dict): whether there is one that stands for itself, how many there are, the keys of the dict."""
@@ -19,12 +76,16 @@ _shapes: dict[int, _Shape] = {}
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and structure of builtin containers (and subclasses).
+    """Leaves and structure of containers, and of objects that hold tensors (dataclasses, subclasses of dict).
 
-    Other registered classes stay whole: taking a key-value cache apart would hand the layer a new one, and what it
-    stores there would be lost. So do shapes, which torch puts together again as ordinary tuples.
+    Key-value caches stay whole: they are refused where they would be filled twice. So do shapes, which torch puts
+    together again as ordinary tuples.
     """
-    return _flatten_flat(value) or tree_flatten(value, is_leaf=_is_leaf)
+    leaves, spec = _flatten_flat(value) or tree_flatten(value, is_leaf=_is_leaf)
+    while any(map(_holds_tensors, leaves)):
+        opened = [_Opened(x, _contents(x)) if _holds_tensors(x) else x for x in leaves]
+        leaves, spec = tree_flatten(unflatten(opened, spec), is_leaf=_is_leaf)
+    return leaves, spec
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
@@ -59,26 +120,92 @@ def _flatten_flat(value: Any) -> tuple[list[Any], TreeSpec] | None:
     return leaves, spec
 
 
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """The structure of a call: of its arguments, which have ``count`` leaves, and of the attributes that it carries."""
+
+    arguments: TreeSpec
+    count: int
+    carried: TreeSpec | None
+
+
+def flatten_call(args: Any, kwargs: Any, carried: dict[Any, Any]) -> tuple[list[Any], CallSpec]:
+    """Leaves and structure of a call; ``carried`` is most often empty."""
+    leaves, spec = flatten((args, kwargs))
+    if not carried:
+        return leaves, CallSpec(spec, len(leaves), None)
+    more, carried_spec = flatten(carried)
+    return leaves + more, CallSpec(spec, len(leaves), carried_spec)
+
+
+def unflatten_call(leaves: list[Any], spec: CallSpec) -> tuple[tuple[Any, ...], dict[str, Any], dict[Any, Any]]:
+    """The inverse of `flatten_call`."""
+    args, kwargs = unflatten(leaves[: spec.count], spec.arguments)
+    return args, kwargs, {} if spec.carried is None else unflatten(leaves[spec.count :], spec.carried)
+
+
 def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, (dict, list, tuple)) or isinstance(value, torch.Size)
+    return not isinstance(value, (dict, list, tuple, _Opened)) or isinstance(value, torch.Size)
+
+
+def _contents(value: Any) -> dict[Any, Any]:
+    return dict(value) if isinstance(value, dict) else dict(value.__dict__)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, _PLAIN) or is_cache(leaf):
+        return False
+    if isinstance(leaf, dict):
+        return True
+    held = getattr(leaf, "__dict__", None)
+    return bool(held) and any(True for _ in tensors_in(held))
+
+
+def is_cache(value: Any) -> bool:
+    """Whether ``value`` is a key-value cache of a Hugging Face model."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def mutable_parts(value: Any) -> Iterator[Any]:
+    """The lists and dicts in ``value`` that a layer may change, in an order that depends on its structure only."""
+    if isinstance(value, Container):
+        yield value
+    elif not isinstance(value, tuple):
+        if not _holds_tensors(value):
+            return
+        yield value.__dict__
+        value = value.__dict__
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from mutable_parts(item)
 
 
 def refuse_caches(leaves: list[Any], layer: str) -> None:
     """A cache among the arguments of a layer that will be recomputed would be filled twice."""
     for leaf in leaves:
-        if hasattr(leaf, "get_seq_length") and hasattr(leaf, "update"):
+        if is_cache(leaf):
             raise RoundPipeError(
                 f"layer {layer!r} is called with a {type(leaf).__name__} in training: recomputing the layer would fill "
                 "it a second time. Call the model with use_cache=False."
             )
 
 
-def refuse_changed(before: tuple[list[Any], TreeSpec], value: Any, layer: str) -> None:
-    """A layer that adds to a list or dict that it was given hands tensors on past the boundary."""
-    leaves, spec = flatten(value)
-    same = spec is before[1] or spec == before[1]
-    if not same or len(leaves) != len(before[0]) or not all(map(operator.is_, leaves, before[0])):
-        raise RoundPipeError(
-            f"layer {layer!r} changes a list or dict among its arguments, which cannot be carried to a worker and "
-            "back: return what it adds instead."
-        )
+def refuse_filled(leaves: list[Any], layer: str) -> None:
+    """An object without tensors is given to the layer as it is; what the layer puts there would be lost."""
+    for leaf in leaves:
+        if _holds_tensors(leaf):
+            raise RoundPipeError(
+                f"layer {layer!r} puts tensors into a {type(leaf).__name__} that it was given, which held none. "
+                "Tensors leave a layer through what it returns: return them, or give it a dict."
+            )
+
+
+def refuse_hidden(leaves: list[Any], layer: str) -> None:
+    """What torch cannot look into would carry tensors past the boundary unseen."""
+    for leaf in leaves:
+        function = isinstance(leaf, types.FunctionType) and leaf.__closure__
+        slots = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and not hasattr(leaf, "__dict__")
+        if function or slots or isinstance(leaf, (types.GeneratorType, types.MethodType)):
+            raise RoundPipeError(
+                f"layer {layer!r} returns a {type(leaf).__name__}, in which tensors would pass the boundary between "
+                "devices unseen. Return tensors, or containers and plain objects that hold them."
+            )

@@ -11,18 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.replica import StateDiff
-from lightning_roundpipe.runtime.arguments import flatten, refuse_changed, unflatten
+from lightning_roundpipe.model.attributes import StateDiff
+from lightning_roundpipe.runtime.arguments import CallSpec, Flat, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.collector import collecting
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.events import Where
+from lightning_roundpipe.runtime.interception import Inside, calling
+from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
 from lightning_roundpipe.runtime.notes import noted
 from lightning_roundpipe.runtime.rng import Randomness
+from lightning_roundpipe.runtime.sides import Doors, Key, Sides, named, refuse_new_gradients
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.tape import Entry, Inlet
 from lightning_roundpipe.runtime.weights import HostLayer
@@ -35,8 +37,11 @@ class Call:
 
     Attributes:
         seed: of its random numbers; None draws from the caller's state.
-        leaves: flattened arguments; a tensor stands as itself if it is on the worker already, else as its `HostCopy`.
+        leaves: flattened arguments and carried attributes; a tensor stands as itself if it is on the worker already,
+            else as its `HostCopy`.
+        originals: the same as glue gave them.
         requires_grad: per leaf.
+        trainable: per parameter of the layer, whether it required grad when it was called.
         graph: whether to run with grad: to keep the graph (fused), to learn what requires grad (first batch), or
             because the layer computes other bits without.
         probe: whether to find out if it does.
@@ -49,13 +54,15 @@ class Call:
     index: int
     layer: HostLayer
     microbatch: int
-    spec: TreeSpec
+    spec: CallSpec
     leaves: list[Any]
     requires_grad: list[bool]
+    trainable: list[bool]
     ambient: Ambient
     state: StateDiff | None
     seed: int | None
     context: contextvars.Context
+    originals: list[Any] = field(default_factory=list)
     graph: bool = False
     probe: bool = False
     kept: bool = False
@@ -66,10 +73,14 @@ class Call:
 
 @dataclass
 class Forward:
-    """What a forward gave: the layer's output and what it collected, flattened (with its graph if there is one)."""
+    """What a forward gave: the layer's output with what it collected, and its sides, with their graph if there is one.
 
-    leaves: list[Any]
-    spec: TreeSpec
+    Attributes:
+        mutated: inputs that the layer wrote to, by position.
+    """
+
+    output: Flat
+    sides: Sides
     inlet: Inlet | None
     mutated: dict[int, Tensor] = field(default_factory=dict)
     buffers: dict[int, Tensor] = field(default_factory=dict)
@@ -77,12 +88,21 @@ class Forward:
     differs_without_grad: bool = False
 
     def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        """Of the output, and then the mutated inputs."""
+        return self.output.tensors() + [self.mutated[i] for i in sorted(self.mutated)]
 
-    def with_tensors(self, tensors: list[Tensor]) -> Any:
-        """The output with other tensors in place of its own."""
-        others = iter(tensors)
-        return unflatten([next(others) if isinstance(x, Tensor) else x for x in self.leaves], self.spec)
+
+@dataclass
+class _Ran:
+    """One execution of a layer's code. ``given`` are the tensors that it was given, by position."""
+
+    inlet: Inlet | None
+    output: Flat
+    sides: Sides
+    given: dict[int, Tensor]
+
+    def tensors(self) -> list[Tensor]:
+        return [t for flat in (self.output, *self.sides.values()) for t in flat.tensors()]
 
 
 class Runner:
@@ -108,64 +128,77 @@ class Runner:
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
         snapshot = buffers.snapshot(thorough) if call.recomputed else None
         buffers.load()
-        replica.apply(call.state)
         before = device.resident_bytes() if call.learning else 0
         if call.learning:
             device.reset_peak()
-        attributes = replica.attributes()
         with device.hold([t for t in leaves if isinstance(t, Tensor)], "inputs of the running call"):
-            inlet, output, given = self._run(slot, call, leaves, "forward")
-            out_leaves, spec = flatten(output)
-            _refuse_hidden_tensors(out_leaves, call.layer.name)
-            with device.hold([t for t in out_leaves if isinstance(t, Tensor)], "outputs of the running call"):
+            ran = self._run(slot, call, leaves, "forward")
+            refuse_hidden(ran.output.leaves, call.layer.name)
+            with device.hold(ran.tensors(), "outputs of the running call"):
                 activation = device.peak_bytes() - before if call.learning else 0
-        differs = call.probe and self._differs_without_grad(slot, call, leaves, out_leaves, given)
-        self._write_back_attributes(call, attributes)
+        if call.learning and ran.inlet is not None:
+            refuse_foreign_graph(ran.tensors(), ran.inlet, replica.parameters, call.layer.name)
+        mutated = self._mutated(call, ran.given)
+        differs = call.probe and self._differs_without_grad(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
-        result = Forward(self._safe(out_leaves), spec, inlet, buffers=snapshot or {}, activation_bytes=activation)
-        result.differs_without_grad = differs
-        result.mutated = self._mutated(call, given)
-        worker.retire(leaves, out_leaves)
-        return result
+        for flat in (ran.output, *ran.sides.values()):
+            flat.leaves = self._safe(flat.leaves)
+        worker.retire(leaves, ran.tensors())
+        return Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs)
 
-    def _run(self, slot: Slot, call: Call, leaves: list[Any], kind: str) -> tuple[Inlet | None, Any, dict[int, Tensor]]:
+    def _run(self, slot: Slot, call: Call, leaves: list[Any], kind: str) -> _Ran:
         """The layer's own code, in everything that was around it when glue called it."""
+        name = call.layer.name
         replica = self._worker.replica(call.layer)
-        where = Where(slot.index, slot.phase, call.index, call.layer.name)
+        replica.apply(call.state)
+        replica.train(call.trainable)
+        where = Where(slot.index, slot.phase, call.index, name)
         grad = call.ambient.grad and call.graph
         inlet = None
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        versions = [p._version for p in replica.parameters]
         with call.ambient.entered(grad=grad), self._seeded(call):
             tensors = [leaves[i] for i in positions]
             if grad:
-                inlet = Inlet()
+                inlet = Inlet(name)
                 tensors = inlet.open(tensors, [call.requires_grad[i] for i in positions])
             elif not call.ambient.inference:
                 tensors = [t.data for t in tensors]
             given = dict(zip(positions, tensors, strict=True))
             all_given = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
-            args, kwargs = unflatten(all_given, call.spec)
+            args, kwargs, carried = unflatten_call(all_given, call.spec)
+            replica.set(carried)
+            doors = Doors(replica, (args, kwargs))
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
-            with self._computing(kind, where, call.microbatch), saved:
+            with self._computing(kind, where, call.microbatch), saved, calling(Inside(name)):
                 output = call.context.run(collecting, replica.module.forward, *args, **kwargs)
-        refuse_changed((all_given, call.spec), (args, kwargs), call.layer.name)
-        return inlet, output, given
+        if [p._version for p in replica.parameters] != versions:
+            raise RoundPipeError(
+                f"layer {name!r} writes to its own parameters while it runs; on a worker that is lost. Write to them "
+                "between steps (in a hook of the LightningModule), or keep what changes in a buffer."
+            )
+        refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], name)
+        ran = _Ran(inlet, Flat.of(output, given), doors.sides(given, name), given)
+        if carried:
+            replica.drop_written()
+        return ran
 
-    def _differs_without_grad(
-        self, slot: Slot, call: Call, leaves: list[Any], outputs: list[Any], given: dict[int, Tensor]
-    ) -> bool:
+    def _differs_without_grad(self, slot: Slot, call: Call, leaves: list[Any], first: _Ran) -> bool:
         """Whether the layer computes other bits in no-grad mode, where torch may choose another kernel.
 
-        Attention is such a case. The forward of such a layer has to run with grad as its recomputation does, or the
-        result would depend on which stage it is in. A layer with side effects is not run a second time to find out.
+        Attention is such a case, and so is code that fails without. The forward of such a layer has to run with grad as
+        its recomputation does, or the result would depend on which stage it is in. A layer with side effects is not run
+        a second time to find out.
         """
-        if self._worker.buffers(call.layer).changed(thorough=True) or any(t._version for t in given.values()):
+        written = any(t._version for t in first.given.values())
+        if first.sides or written or self._worker.buffers(call.layer).changed(thorough=True):
             return True
-        quiet = dataclasses.replace(call, graph=False)
-        _, output, _ = self._run(slot, quiet, leaves, "")
-        again = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-        first = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
-        return not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        try:
+            again = self._run(slot, dataclasses.replace(call, graph=False), leaves, "").tensors()
+        except Exception:
+            return True
+        tensors = first.tensors()
+        return len(again) != len(tensors) or not all(map(torch.equal, tensors, again))
 
     @contextlib.contextmanager
     def _seeded(self, call: Call) -> Iterator[None]:
@@ -201,19 +234,6 @@ class Runner:
             )
         return found
 
-    def _write_back_attributes(self, call: Call, before: list[dict[str, Any]]) -> None:
-        replica = self._worker.replica(call.layer)
-        changes = replica.written(before)
-        for module, name, value in changes:
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise RoundPipeError(
-                    f"layer {call.layer.name!r} sets attribute {name!r} to a tensor that requires grad: gradients can "
-                    "leave a layer only through its outputs. Return the tensor instead."
-                )
-            replica.originals[module].__dict__[name] = value
-        if changes:
-            replica.drop_written()
-
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def backward(self, slot: Slot, entry: Entry, boundaries: Boundaries) -> list[Tensor | None]:
@@ -242,7 +262,7 @@ class Runner:
             sums.attach(parameters)
         where = Where(slot.index, slot.phase, entry.call, entry.layer.name)
         if pairs:
-            with self._computing("backward", where, entry.microbatch):
+            with self._computing("backward", where, entry.microbatch), calling(Inside(entry.layer.name)), inlet:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if sums is not None:
             sums.detach(parameters)
@@ -259,38 +279,34 @@ class Runner:
     def _recompute(self, slot: Slot, entry: Entry, boundaries: Boundaries) -> tuple[Inlet, list[Tensor]]:
         worker, device = self._worker, self._device
         worker.ready(slot, entry.layer)
-        replica = worker.replica(entry.layer)
         buffers = worker.buffers(entry.layer)
         leaves = [boundaries.on(device, leaf) if isinstance(leaf, HostCopy) else leaf for leaf in entry.leaves]
         buffers.load(entry.buffers)
-        replica.apply(entry.state)
-        attributes = replica.attributes()
         call = Call(
-            entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.ambient,
-            entry.state, entry.seed, entry.context, graph=True,
+            entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.trainable,
+            entry.ambient, entry.state, entry.seed, entry.context, graph=True,
         )  # fmt: skip
         with device.hold([t for t in leaves if isinstance(t, Tensor)], "inputs of the running call"):
             # A layer that writes to its inputs must not write to what other calls share.
             private = [t.clone() if i in entry.mutates and isinstance(t, Tensor) else t for i, t in enumerate(leaves)]
             with noted(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device):
-                inlet, output, given = self._run(slot, call, private, "recompute")
-        if replica.written(attributes):
-            replica.drop_written()
+                ran = self._run(slot, call, private, "recompute")
         buffers.discard()
-        assert inlet is not None
-        outputs = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-        outputs += [given[i] for i in sorted(entry.mutates)]
+        assert ran.inlet is not None
+        refuse_new_gradients(ran.sides, entry.sides, entry.layer.name)
+        outputs = ran.output.tensors() + [ran.given[i] for i in sorted(entry.mutates)]
+        for key, count in entry.sides.items():
+            outputs += _again(ran.sides, key, count, entry.layer.name)
         worker.retire(leaves)
-        return inlet, outputs
+        return ran.inlet, outputs
 
 
-def _refuse_hidden_tensors(leaves: list[Any], layer: str) -> None:
-    """An output object that torch cannot look into would carry tensors past the boundary unseen."""
-    for leaf in leaves:
-        if dataclasses.is_dataclass(leaf) and any(
-            isinstance(getattr(leaf, f.name), Tensor) for f in dataclasses.fields(leaf)
-        ):
-            raise RoundPipeError(
-                f"layer {layer!r} returns a {type(leaf).__name__}, a dataclass that holds tensors and that torch's "
-                "pytree does not know. Register it with torch.utils._pytree.register_dataclass, or return a dict."
-            )
+def _again(sides: Sides, key: Key, count: int, layer: str) -> list[Tensor]:
+    """The tensors of a side door when the layer runs again."""
+    tensors = sides[key].tensors() if key in sides else []
+    if len(tensors) != count:
+        raise RoundPipeError(
+            f"layer {layer!r} put {count} tensors into {named(key)}, and {len(tensors)} when it was recomputed: what "
+            "it does must not depend on how often it ran. Return the tensors instead."
+        )
+    return tensors

@@ -104,7 +104,7 @@ class Engine:
         args = [(part, *rest) for part in parts]
         started = time.perf_counter()
         random_state = GlobalRandomState(self.devices)
-        with intercepted(self._interceptors), without_caches(self.module) as switched_off:
+        with intercepted(self._interceptors, step.control.fail), without_caches(self.module) as switched_off:
             random_state.park()
             try:
                 self._run(step, function, args)
@@ -122,8 +122,7 @@ class Engine:
 
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
-        for layer in self.layers:
-            layer.adopt()
+        self._adopt()
         recorder, self.recorder = self.recorder, Recorder()
         for worker in self.workers:
             worker.recorder = self.recorder
@@ -150,13 +149,18 @@ class Engine:
         if (now := self._trainable_now()) != self._trainable:
             self._trainable = now
             self._forget_plan()
-        for layer in self.layers:
-            layer.adopt()
+        self._adopt()
         self._used: dict[int, HostGradients] = {}
         self.recorder = Recorder()
         for worker in self.workers:
             worker.recorder = self.recorder
             worker.device.reset_peak()
+
+    def _adopt(self) -> None:
+        for layer in self.layers:
+            layer.adopt()
+        for layer in self.layers:
+            layer.remember()
 
     def _trainable_now(self) -> list[bool]:
         return [p.requires_grad for layer in self.layers for p in layer.masters]

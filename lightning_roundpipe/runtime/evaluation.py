@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.arguments import flatten, unflatten
+from lightning_roundpipe.runtime.arguments import flatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries
 from lightning_roundpipe.runtime.calls import Call
-from lightning_roundpipe.runtime.collector import hand_over
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.control import Control
 from lightning_roundpipe.runtime.glue import GlueMode
+from lightning_roundpipe.runtime.handing import hand_back
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.notes import noted
 from lightning_roundpipe.runtime.slots import Slot
+from lightning_roundpipe.runtime.surroundings import Surroundings
+from lightning_roundpipe.runtime.trace import TracedCall
 from lightning_roundpipe.runtime.weights import HostLayer
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Evaluation:
         self._glue = contextlib.ExitStack()
         self._calls = 0
         self._slot: Slot | None = None
+        self._surroundings = Surroundings()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` with its layer calls on the workers."""
@@ -53,6 +56,7 @@ class Evaluation:
         try:
             with calling(self), mode, self._glue, noted("glue", "evaluation", 0, None, None):
                 self._glue.enter_context(self._engine.devices[0].activate())
+                self._surroundings = Surroundings()
                 output = function(*args, **kwargs)
             failed = False
         finally:
@@ -67,15 +71,18 @@ class Evaluation:
         """What the intercepted layer does instead of running."""
         with torch._C.DisableTorchFunction():
             engine = self._engine
+            layer.check()
+            self._surroundings.refuse(layer.name)
             worker = engine.workers[layer.index % len(engine.workers)]
-            leaves, spec = flatten((args, kwargs))
+            state = layer.state.current()
+            leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
+            originals = list(leaves)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and engine.locate(leaf, self._device) is not worker.device:
                     leaves[i] = self._boundaries.save(leaf, engine.locate(leaf, self._device))
             call = Call(
-                self._calls, layer, 0, spec, leaves, [False] * len(leaves),
-                Ambient.capture(engine.device_types), layer.state.current(), None, contextvars.copy_context(),
-                may_mutate=None,
+                self._calls, layer, 0, spec, leaves, [False] * len(leaves), layer.trainable(),
+                Ambient.capture(engine.device_types), state, None, contextvars.copy_context(), originals,
             )  # fmt: skip
             self._calls += 1
             slot = Slot(engine.next_slot(), worker.index, 0, "forward", range(0), [layer], {}, [0])
@@ -90,4 +97,4 @@ class Evaluation:
             self._device = worker.device
             self._boundaries.settle()
             worker.post(lambda: worker.close_slot(slot), self._control)
-            return hand_over(unflatten(forward.leaves, forward.spec))
+            return hand_back(call, None, TracedCall(layer, 0), forward, args, kwargs)[0]

@@ -77,7 +77,7 @@ class GlueMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "__delete__"):
+        if name in ("__get__", "__set__", "__delete__", "requires_grad_"):
             return func(*args, **kwargs)
         if self._train:
             args, kwargs = self._with_proxies(args, kwargs)

@@ -8,14 +8,17 @@ itself run around it, in the glue, as they do in plain training.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.weights import HostLayer
 
 
@@ -45,16 +48,19 @@ def current() -> Any:
 
 
 class Interceptor:
-    """Stands in for one layer's ``forward``. Called from a foreign thread, it runs the layer where it is."""
+    """Stands in for one layer's ``forward``.
+
+    Attributes:
+        own: the layer's own ``forward`` if it was patched, which is found again when the step is over.
+    """
 
     is_interceptor = True
 
     def __init__(self, layer: HostLayer) -> None:
         self._layer = layer
-        self._own = layer.module.__dict__.get("forward")
-        # Glue that is compiled must not trace through the engine; who compiles has imported dynamo by now.
-        compiles = "torch._dynamo" in sys.modules
-        self._ask = torch.compiler.disable(self._hand_over) if compiles else self._hand_over  # type: ignore[no-untyped-call]
+        self.own: Any = None
+        self._fail: Callable[[BaseException], None] | None = None
+        self._ask = self._hand_over
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._ask(*args, **kwargs)
@@ -63,24 +69,61 @@ class Interceptor:
         context = current()
         if context is not None:
             return context.call(self._layer, args, kwargs)
-        if self._own is not None:
-            return self._own(*args, **kwargs)
+        if self._fail is not None:
+            error = RoundPipeError(
+                f"layer {self._layer.name!r} was called from a thread that does not run a step (one that user code "
+                "started, or autograd's, for torch.utils.checkpoint): its gradients would be lost. Call layers from "
+                "training_step's own thread, and without a checkpoint around them."
+            )
+            self._fail(error)
+            raise error
+        if self.own is not None:
+            return self.own(*args, **kwargs)
         return type(self._layer.module).forward(self._layer.module, *args, **kwargs)
 
-    def install(self) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the layer that user code makes within a step is a module like any other."""
+        module: Any = self._layer.module
+        copied = copy.deepcopy(module, memo)
+        return copy.deepcopy(self.own, memo) if self.own is not None else types.MethodType(type(module).forward, copied)
+
+    def install(self, fail: Callable[[BaseException], None] | None) -> None:
+        """``fail`` is told of calls from foreign threads; None lets them run where they are, as evaluation may."""
+        self._fail = fail
+        self.own = self._layer.module.__dict__.get("forward")
+        # Glue that is compiled must not trace through the engine; who compiles has imported dynamo by now.
+        if "torch._dynamo" in sys.modules and self._ask == self._hand_over:
+            self._ask = torch.compiler.disable(self._hand_over)  # type: ignore[no-untyped-call]
         self._layer.module.__dict__["forward"] = self
 
     def remove(self) -> None:
-        if self._own is not None:
-            self._layer.module.__dict__["forward"] = self._own
+        self._fail = None
+        if self.own is not None:
+            self._layer.module.__dict__["forward"] = self.own
         else:
             self._layer.module.__dict__.pop("forward", None)
 
 
+class Inside:
+    """The context of a worker that runs a layer: there are no layers inside layers, only calls to others of them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise RoundPipeError(
+            f"layer {layer.name!r} was called by code inside layer {self._name!r}, which runs on another device. Make "
+            "the module that calls both a layer: RoundPipeStrategy(layers=[...])."
+        )
+
+
 @contextlib.contextmanager
-def intercepted(interceptors: Sequence[Interceptor]) -> Iterator[None]:
+def intercepted(
+    interceptors: Sequence[Interceptor], fail: Callable[[BaseException], None] | None = None
+) -> Iterator[None]:
+    """Layer calls are handed over; see `Interceptor.install`."""
     for interceptor in interceptors:
-        interceptor.install()
+        interceptor.install(fail)
     try:
         yield
     finally:

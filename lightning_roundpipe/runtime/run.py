@@ -23,21 +23,22 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.arguments import flatten, refuse_caches
+from lightning_roundpipe.runtime.arguments import flatten_call, refuse_caches
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.calls import Call, Forward
-from lightning_roundpipe.runtime.collector import hand_over
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.control import Control, UserLock, Waiter
 from lightning_roundpipe.runtime.foresight import Foresight
 from lightning_roundpipe.runtime.glue import GlueMode
+from lightning_roundpipe.runtime.handing import hand_back, learn
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.logs import LogRecorder
 from lightning_roundpipe.runtime.microbatch import detached, loss_of
 from lightning_roundpipe.runtime.notes import noted
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.slots import Slot, Slots
-from lightning_roundpipe.runtime.tape import Entry, Sink, boundary, driven_backward, source_of
+from lightning_roundpipe.runtime.surroundings import Surroundings
+from lightning_roundpipe.runtime.tape import Entry, Sink, driven_backward, source_of
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -79,6 +80,7 @@ class MicrobatchRun:
         self._last = "the start"
         self._phase = "forward"
         self._announced = False
+        self._surroundings: Surroundings | None = None
         self._glue = contextlib.ExitStack()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -104,6 +106,7 @@ class MicrobatchRun:
     def _train(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         with self._step.ambient.entered(), self.mode:
             self._enter_glue()
+            self._surroundings = Surroundings()
             with self._noted():
                 output = function(*args)
                 loss = loss_of(output)
@@ -146,6 +149,7 @@ class MicrobatchRun:
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the intercepted layer does instead of running [3]. Called by glue."""
         with torch._C.DisableTorchFunction():
+            self._refuse(layer)
             call, entry, traced = self._prepare(layer, args, kwargs)
             self._leave_glue()
             self._announce()
@@ -155,17 +159,35 @@ class MicrobatchRun:
             self._boundaries.settle()
             self._slots.after(self.index, slot, call.index)
             self._enter_glue()
-            return self._hand_back(call, entry, traced, forward, args, kwargs)
+            if self.learning:
+                learn(call, traced, forward, taped=entry is not None)
+            output, taped = hand_back(call, entry, traced, forward, args, kwargs)
+            if entry is not None and taped:
+                self._tape.append(entry)
+            return output
+
+    def _refuse(self, layer: HostLayer) -> None:
+        """Calls that could not be right."""
+        if self._phase == "backward":
+            raise RoundPipeError(
+                f"layer {layer.name!r} was called during backward, as torch.utils.checkpoint around layers does. The "
+                "strategy recomputes layers itself: call them without a checkpoint around them."
+            )
+        assert self._surroundings is not None
+        self._surroundings.refuse(layer.name)
+        layer.check()
 
     def _prepare(
         self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Call, Entry | None, TracedCall]:
         index, traced = self._next(layer)
-        leaves, spec = flatten((args, kwargs))
+        state = layer.state.current()
+        leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
         leaves = [self.mode.stand_in(leaf) for leaf in leaves]
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         ambient = Ambient.capture(self._step.engine.device_types)
-        can_tape = ambient.grad and (any(requires_grad) or any(layer.trainable()))
+        trainable = layer.trainable()
+        can_tape = ambient.grad and (any(requires_grad) or any(trainable))
         taped = can_tape if self.learning else can_tape and traced.taped
         if can_tape:
             refuse_caches(leaves, layer.name)
@@ -177,9 +199,9 @@ class MicrobatchRun:
                 "batch: with several microbatches a step must be of one kind. Set num_microbatches=1."
             )
         call = Call(
-            index, layer, self.index, spec, leaves, requires_grad, ambient, layer.state.current(),
-            derive(*self._step.seed, self.index, index), contextvars.copy_context(), learning=self.learning,
-            may_mutate=None if self.learning else traced.mutates,
+            index, layer, self.index, spec, leaves, requires_grad, trainable, ambient, state,
+            derive(*self._step.seed, self.index, index), contextvars.copy_context(), list(leaves),
+            learning=self.learning, may_mutate=None if self.learning else traced.mutates,
         )  # fmt: skip
         entry = self._new_entry(call, traced) if taped else None
         return call, entry, traced
@@ -198,7 +220,7 @@ class MicrobatchRun:
         """The call's place on the tape, with where its inputs' gradients go."""
         entry = Entry(
             call.index, call.layer, self.index, call.spec, [], call.requires_grad, call.ambient, call.state, call.seed,
-            call.context, input_home=self._device, mutates=traced.mutates,
+            call.context, input_home=self._device, mutates=traced.mutates, trainable=call.trainable,
         )  # fmt: skip
         tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
         entry.tensor_flags = [t.requires_grad for t in tensors]
@@ -251,7 +273,7 @@ class MicrobatchRun:
                 device = self._locate(tensor)
                 with device.activate() if device is not None else contextlib.nullcontext():
                     call.leaves[i] = tensor.clone()
-            elif i not in traced.mutates:
+            elif i not in traced.mutates and not tensor.is_inference():
                 entry.given.append((i, tensor, tensor._version))
 
     def _check_inputs(self, entry: Entry, traced: TracedCall) -> None:
@@ -273,58 +295,6 @@ class MicrobatchRun:
     def _locate(self, tensor: Tensor) -> Device | None:
         return self._step.engine.locate(tensor, self._device)
 
-    def _hand_back(
-        self,
-        call: Call,
-        entry: Entry | None,
-        traced: TracedCall,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """The outputs as glue sees them, and the call's entry on the tape."""
-        mutated = sorted(forward.mutated)
-        outputs = forward.tensors() + [forward.mutated[i] for i in mutated]
-        if self.learning:
-            self._learn(call, traced, forward, outputs, taped=entry is not None)
-        flags = list(traced.flags) if entry is not None else [False] * len(outputs)
-        if entry is not None and call.kept:
-            assert forward.inlet is not None
-            entry.graph = (forward.inlet, outputs)
-            flags = [t.requires_grad for t in outputs]
-        if entry is not None and any(flags):
-            if len(flags) != len(outputs):
-                raise RoundPipeError(
-                    f"layer {call.layer.name!r} returned {len(outputs)} tensors where the first batch had {len(flags)}."
-                )
-            entry.mutates = frozenset(mutated)
-            entry.buffers = forward.buffers
-            aliases = boundary(entry, outputs, flags)
-            self._tape.append(entry)
-        else:
-            aliases = [t if call.ambient.inference else t.data for t in outputs]
-        self._write_inputs(call, mutated, aliases[len(outputs) - len(mutated) :], args, kwargs)
-        return hand_over(forward.with_tensors(aliases))
-
-    def _learn(self, call: Call, traced: TracedCall, forward: Forward, outputs: list[Tensor], *, taped: bool) -> None:
-        traced.flags = tuple(t.requires_grad for t in outputs)
-        traced.taped = taped and any(traced.flags)
-        traced.mutates = frozenset(forward.mutated)
-        traced.needs_grad_mode = forward.differs_without_grad
-        traced.activation_bytes = max(traced.activation_bytes, forward.activation_bytes)
-        traced.boundary_bytes = sum(leaf.nbytes for leaf in call.leaves if isinstance(leaf, (Tensor, HostCopy)))
-
-    def _write_inputs(
-        self, call: Call, mutated: list[int], values: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Let glue see, and differentiate through, what the layer wrote into its inputs."""
-        if not mutated:
-            return
-        originals = flatten((args, kwargs))[0]
-        with torch.set_grad_enabled(call.ambient.grad):
-            for position, value in zip(mutated, values, strict=True):
-                originals[position].copy_(value)
-
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _backward_of_loss(self, loss: Tensor) -> None:
@@ -341,6 +311,7 @@ class MicrobatchRun:
         engine = self._step.engine
         while self._tape:
             entry = self._tape.pop()
+            entry.done = True
             if not entry.wants_backward():
                 entry.let_go()
                 continue

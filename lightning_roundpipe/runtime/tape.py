@@ -33,8 +33,9 @@ from lightning_roundpipe.config import RoundPipeError
 
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Device
-    from lightning_roundpipe.model.replica import StateDiff
+    from lightning_roundpipe.model.attributes import StateDiff
     from lightning_roundpipe.runtime.context import Ambient
+    from lightning_roundpipe.runtime.sides import Key
     from lightning_roundpipe.runtime.weights import HostLayer
 
 
@@ -76,6 +77,9 @@ class Entry:
         home: where the call's outputs, and so their gradients, live; ``input_home``: where its inputs do.
         given: tensors that glue could overwrite while they are needed, as (position, tensor, version then).
         graph: the kept graph of a fused call, as (inlet, outputs).
+        trainable: per parameter of the layer, whether it required grad at the call.
+        sides: how many tensors left by which side door; they are the last outputs.
+        done: whether its gradients have been handed on.
     """
 
     call: int
@@ -98,6 +102,9 @@ class Entry:
     sink: Sink | None = None
     given: list[tuple[int, Tensor, int]] = field(default_factory=list)
     graph: tuple[Inlet, list[Tensor]] | None = None
+    trainable: list[bool] = field(default_factory=list)
+    sides: dict[Key, int] = field(default_factory=dict)
+    done: bool = False
 
     def add_grad(self, index: int, grad: Tensor | None, device: Device | None) -> None:
         """Add to the gradient of output ``index``. Never in place: autograd may share ``grad`` with other nodes.
@@ -106,6 +113,11 @@ class Entry:
         """
         if grad is None:
             return
+        if self.done:
+            raise RoundPipeError(
+                f"a gradient reached layer {self.layer.name!r} after its backward: a tensor of an earlier batch, or of "
+                "another microbatch, was used again. Detach what is kept from one training_step to the next."
+            )
         parts = self.grads[index]
         if len(parts) == 1 and parts[0][1] is device:
             parts[0] = (parts[0][0] + grad, device)
@@ -230,10 +242,30 @@ class Sink:
 
 
 class Inlet:
-    """A layer's inputs on the worker, as non-leaf aliases whose gradients end up in ``grads`` (one per tensor)."""
+    """A layer's inputs on the worker, as non-leaf aliases whose gradients end up in ``grads`` (one per tensor).
 
-    def __init__(self) -> None:
+    A context in which gradients may arrive.
+    """
+
+    def __init__(self, layer: str) -> None:
         self.grads: list[Tensor | None] = []
+        self._layer = layer
+        self._expected = False
+
+    def __enter__(self) -> None:
+        self._expected = True
+
+    def __exit__(self, *_: object) -> None:
+        self._expected = False
+
+    def arrive(self, grads: list[Tensor | None]) -> None:
+        """Take the inputs' gradients."""
+        if not self._expected:
+            raise RoundPipeError(
+                f"a gradient entered layer {self._layer!r} past its outputs: a tensor computed inside was kept by a "
+                "hook, a list or an object that the strategy does not see. Return it from the layer."
+            )
+        self.grads = grads
 
     def open(self, tensors: list[Tensor], flags: list[bool]) -> list[Tensor]:
         self.grads = [None] * len(tensors)
@@ -254,5 +286,5 @@ class _InletFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        ctx.inlet.grads = list(grads)
+        ctx.inlet.arrive(list(grads))
         return None, None, None, None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.runtime.events import Recorder
+from lightning_roundpipe.runtime.sides import Key
 from lightning_roundpipe.runtime.weights import GradientLayout, HostLayer
 
 
@@ -22,6 +23,7 @@ class TracedCall:
         can_tape: whether gradients were on and something could require them.
         needs_grad_mode: whether its forward computes other bits without grad.
         flags: per tensor output (mutated inputs last), whether it requires grad.
+        sides: by side door through which gradients pass, whether each of its tensors requires grad.
         mutates: positions of arguments that it writes to.
         overwritten: positions of arguments that glue writes to between the call and its backward.
     """
@@ -32,6 +34,7 @@ class TracedCall:
     can_tape: bool = False
     needs_grad_mode: bool = False
     flags: tuple[bool, ...] = ()
+    sides: dict[Key, tuple[bool, ...]] = field(default_factory=dict)
     mutates: frozenset[int] = frozenset()
     overwritten: set[int] = field(default_factory=set)
     boundary_bytes: int = 0

@@ -10,6 +10,7 @@ and so do rounds, because a later round's device buffer starts from the sum so f
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event, Stream
-from lightning_roundpipe.model.replica import ModuleState, StateDiff, parameter_places, unique_parameters
+from lightning_roundpipe.model.attributes import ModuleState, StateDiff
+from lightning_roundpipe.model.replica import parameter_places, unique_parameters
 
 ALIGNMENT = 256
 
@@ -162,6 +164,38 @@ class HostLayer:
         for flat in self.flats:
             flat.adopt()
 
+    def remember(self) -> None:
+        """What :meth:`check` compares with, when all layers have adopted their masters."""
+        self._own = [
+            (inner._parameters, key, p, p._version, p.data_ptr()) for inner, key, p in parameter_places(self.module)
+        ]
+        self._inner = [(m._modules, tuple(m._modules.values())) for m in self.state.modules if m._modules]
+
+    def check(self) -> None:
+        """At a call: the weights that a worker has are those that the layer has now.
+
+        Raises:
+            RoundPipeError: if user code has changed or replaced them since the step began.
+        """
+        for held, key, parameter, version, pointer in self._own:
+            now = held.get(key)
+            if now is not parameter:
+                raise RoundPipeError(
+                    f"layer {self.name!r} is called with other weights than its own: {key!r} was replaced within the "
+                    "step, as torch.func.functional_call does. Only a module's own parameters are sent to a worker: "
+                    "compute with the other weights in a layer's forward, or between layers with torch functions."
+                )
+            if parameter._version != version or parameter.data_ptr() != pointer:
+                raise RoundPipeError(
+                    f"parameter {key!r} of layer {self.name!r} was written to within the step, when its value was on "
+                    "its way to a worker. Write to parameters between steps, for example in on_train_batch_start."
+                )
+        if any(len(held) != len(now) or any(map(operator.is_not, held.values(), now)) for held, now in self._inner):
+            raise RoundPipeError(
+                f"a module inside layer {self.name!r} was replaced within the step; workers have the old one. Change "
+                "the model before fit(), and choose between modules in the layer's forward."
+            )
+
     def trainable(self) -> list[bool]:
         return [p.requires_grad for p in self.masters]
 
@@ -267,6 +301,11 @@ class DeviceGradients:
 
     def attach(self, parameters: list[nn.Parameter]) -> None:
         for view, position, present in zip(self.views, self.host.layout.positions, self.present, strict=True):
+            if parameters[position].grad is not None:
+                raise RoundPipeError(
+                    f"a gradient entered layer {self.host.layer.name!r} past its outputs: a tensor computed inside was "
+                    "kept by a hook, a list or an object that the strategy does not see. Return it from the layer."
+                )
             parameters[position].grad = view if present else None
 
     def detach(self, parameters: list[nn.Parameter]) -> None:

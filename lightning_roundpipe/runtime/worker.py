@@ -245,7 +245,7 @@ class Worker:
     def _copy(self, layer: HostLayer) -> tuple[Replica, Buffers]:
         known = self._replicas.get(layer.index)
         if known is None:
-            replica = Replica(layer.module, self.device.torch_device)
+            replica = Replica(layer.module, self.device.torch_device, layer.state)
             known = self._replicas[layer.index] = (replica, Buffers(layer, replica))
         return known
 

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.arguments import flatten, refuse_changed, unflatten
+from lightning_roundpipe.runtime.arguments import (
+    flatten,
+    flatten_call,
+    mutable_parts,
+    unflatten,
+    unflatten_call,
+)
 
 Pair = namedtuple("Pair", ["one", "other"])
 
@@ -52,7 +58,6 @@ def test_shapes_stay_shapes() -> None:
         again = unflatten(leaves, spec)
         assert type(again[0][1]) is torch.Size
         assert again == value
-        refuse_changed((leaves, spec), again, "block")
 
 
 def test_structures_are_told_apart() -> None:
@@ -61,18 +66,31 @@ def test_structures_are_told_apart() -> None:
     assert all((a == b) == (i == j) for i, a in enumerate(specs) for j, b in enumerate(specs))
 
 
-def test_what_a_layer_adds_to_its_arguments_is_refused() -> None:
-    given: Any = ((torch.ones(1), [1]), {"kept": {}})
-    before = flatten(given)
-    refuse_changed(before, given, "block")
-    given[1]["kept"]["new"] = 1
-    with pytest.raises(RoundPipeError, match="'block' changes a list or dict"):
-        refuse_changed(before, given, "block")
+class Registry(dict[str, Any]):
+    pass
 
 
-def test_a_replaced_argument_is_refused() -> None:
-    keywords: Any = {"mask": torch.ones(1)}
-    before = flatten(((), keywords))
-    keywords["mask"] = torch.ones(1)
-    with pytest.raises(RoundPipeError):
-        refuse_changed(before, ((), keywords), "block")
+def test_objects_that_hold_tensors_are_taken_apart() -> None:
+    """Anything else would take them past the boundary between devices."""
+    one, two = torch.ones(1), torch.zeros(1)
+    shared = object()
+    value = ((SimpleNamespace(a=one, b=[shared], c=Registry(d=two)), Registry(), shared), {})
+    leaves, spec = flatten(value)
+    assert leaves == [one, shared, two, shared]
+    [(made, empty, last), _] = unflatten([two, shared, one, shared], spec)
+    assert made is not value[0][0] and made.a is two and made.b == [shared] and made.c == {"d": one}
+    assert type(made.c) is type(empty) is Registry and last is shared
+
+
+def test_what_a_layer_may_change_is_found_on_both_sides() -> None:
+    value = (([1, ({"a": [2]},)], SimpleNamespace(x=torch.ones(1), y=[3])), {"b": {}})
+    args, kwargs, carried = unflatten_call(*flatten_call(*value, {}))
+    assert list(mutable_parts((args, kwargs)))[1:3] == [{"a": [2]}, [2]]
+    assert len(list(mutable_parts((args, kwargs)))) == len(list(mutable_parts(value))) == 7
+    assert carried == {}
+
+
+def test_attributes_are_carried_behind_the_arguments() -> None:
+    leaves, spec = flatten_call((1,), {"a": 2}, {(0, "aux"): [3]})
+    assert leaves == [1, 2, 3]
+    assert unflatten_call([4, 5, 6], spec) == ((4,), {"a": 5}, {(0, "aux"): [6]})

@@ -27,7 +27,7 @@ def cut(layer: nn.Module, tape: list[Entry], x: Tensor) -> Tensor:
     made = entry()
     made.targets = [source_of(x)]
     made.sink = Sink([x]) if x.requires_grad and made.targets[0] is None else None
-    inlet = Inlet()
+    inlet = Inlet("a layer")
     with torch.enable_grad():
         [inner] = inlet.open([x], [x.requires_grad])
         output = layer(inner)
@@ -42,7 +42,8 @@ def walk(tape: list[Entry]) -> None:
         taken = tape.pop()
         assert taken.graph is not None
         inlet, outputs = taken.graph
-        torch.autograd.backward(outputs, [taken.grads[0][0][0]])
+        with inlet:
+            torch.autograd.backward(outputs, [taken.grads[0][0][0]])
         [grad] = inlet.grads
         if taken.targets[0] is not None:
             taken.targets[0][0].add_grad(taken.targets[0][1], grad, None)
@@ -97,11 +98,15 @@ def test_user_code_cannot_differentiate_across_a_layer() -> None:
 
 def test_a_layer_may_write_to_its_input() -> None:
     x = torch.randn(3, requires_grad=True)
-    inlet = Inlet()
+    inlet = Inlet("a layer")
     [inner] = inlet.open([x.detach().clone()], [True])
     inner.mul_(3).add_(1)
-    inner.sum().backward()
-    assert inlet.grads[0].tolist() == [3, 3, 3]
+    loss = inner.sum()
+    with pytest.raises(RoundPipeError, match="past its outputs"):
+        loss.backward(retain_graph=True)  # glue got hold of what the layer computed inside
+    with inlet:
+        loss.backward()
+    assert inlet.grads[0] is not None and inlet.grads[0].tolist() == [3, 3, 3]
 
 
 def test_outputs_that_need_no_gradient() -> None:

@@ -1,0 +1,159 @@
+"""The Python attributes of a layer's modules, compared before each call and after it.
+
+A flag that user code flips between two calls, such as ``train()``/``eval()`` or PEFT's ``disable_adapter()``, must hold
+for that call and again for its recomputation, however late that runs. So a call takes along how the attributes differ
+from when the layer's copies were made. Lists and dicts that are attributes (hooks are such dicts) are compared by what
+they hold, because user code changes them in place.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
+_UNUSED = frozenset(
+    {
+        "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+)  # fmt: skip
+"""Containers of every module that its forward has nothing to do with."""
+
+Container = (list, dict, set, deque)
+
+
+def frozen(value: Any) -> Any:
+    """``value``; if it is a container, a copy of it and of the containers inside."""
+    if not isinstance(value, Container):
+        return value
+    fresh = copy.copy(value)
+    refill(fresh, value, nested=False)
+    return fresh
+
+
+def refill(container: Any, contents: Any, *, nested: bool = True) -> None:
+    """Give ``container`` what ``contents`` holds. With ``nested``, containers inside stay the same objects."""
+    before = copy.copy(container)
+    container.clear()
+    if isinstance(contents, dict):
+        for key, value in contents.items():
+            container[key] = _renewed(before.get(key), value) if nested else frozen(value)
+    elif isinstance(contents, set):
+        container.update(contents)
+    else:
+        inner = [*before, *[None] * len(contents)] if nested else contents
+        container.extend(_renewed(old, v) if nested else frozen(v) for old, v in zip(inner, contents, strict=False))
+
+
+def _renewed(old: Any, value: Any) -> Any:
+    if isinstance(old, Container) and type(old) is type(value) and old is not value:
+        refill(old, value)
+        return old
+    return value
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are the same object, or containers of the same objects."""
+    if a is b:
+        return True
+    if not isinstance(a, Container) or type(a) is not type(b) or len(a) != len(b):
+        return False
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(map(operator.is_, a, b)) and all(map(same, a.values(), b.values()))
+    return a == b if isinstance(a, set) else all(map(same, a, b))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in ``value``, which may be a container."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, deque)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of ``module``, without its parts and without what the strategy puts there."""
+    own = {k: v for k, v in module.__dict__.items() if k not in STRUCTURE and k not in _UNUSED}
+    if getattr(own.get("forward"), "is_interceptor", False):
+        del own["forward"]
+        if (patched := module.__dict__["forward"].own) is not None:
+            own["forward"] = patched
+    return own
+
+
+@dataclass(frozen=True, eq=False)
+class StateDiff:
+    """What the layer's attributes were, where they differ from when its copies were made.
+
+    Attributes:
+        changed: a module's index to (changed or new attributes, removed names).
+        carried: by (module index, name), those that hold tensors: they travel as arguments of the call, so that they
+            get to the right device and gradients flow through them.
+    """
+
+    changed: dict[int, tuple[dict[str, Any], tuple[str, ...]]]
+    carried: dict[tuple[int, str], Any] = field(default_factory=dict)
+
+
+class ModuleState:
+    """Watches the Python attributes of one layer; :meth:`current` is cheap as long as nothing changes."""
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        self.name = name
+        self.modules = list(layer.modules())
+        self.base = [{k: frozen(v) for k, v in own_attributes(m).items()} for m in self.modules]
+        self._diff: StateDiff | None = None
+        self._remember()
+        self._compare()
+
+    def current(self) -> StateDiff | None:
+        """The difference from the state at which replicas were made, or None. The same object until it changes."""
+        if self._moved():
+            self._remember()
+            self._compare()
+        return self._diff
+
+    def _remember(self) -> None:
+        self._seen = [list(m.__dict__.values()) for m in self.modules]
+        self._patched = self._forward()
+        found = [v for m in self.modules for k, v in own_attributes(m).items() if isinstance(v, Container)]
+        self._empty = [c for c in found if not c]
+        self._filled = [(c, frozen(c)) for c in found if c]
+
+    def _forward(self) -> Any:
+        forward: Any = self.modules[0].__dict__.get("forward")
+        return forward.own if getattr(forward, "is_interceptor", False) else forward
+
+    def _moved(self) -> bool:
+        for module, values in zip(self.modules, self._seen, strict=True):
+            state = module.__dict__
+            if len(state) != len(values) or not all(map(operator.is_, state.values(), values)):
+                return True
+        if any(self._empty) or self._forward() is not self._patched:
+            return True
+        return any(not same(container, contents) for container, contents in self._filled)
+
+    def _compare(self) -> None:
+        changed, carried = {}, {}
+        for index, (module, base) in enumerate(zip(self.modules, self.base, strict=True)):
+            own = own_attributes(module)
+            differing = {k: frozen(v) for k, v in own.items() if k not in base or not same(base[k], v)}
+            removed = tuple(k for k in base if k not in own)
+            for key, value in own.items():
+                tensors = [t for t in tensors_in(value) if not isinstance(t, nn.Parameter)]
+                if tensors and (key in differing or any(t.requires_grad for t in tensors)):
+                    carried[index, key] = differing.setdefault(key, frozen(value))
+            if differing or removed:
+                changed[index] = (differing, removed)
+        self._diff = StateDiff(changed, carried) if changed else None

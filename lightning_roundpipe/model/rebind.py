@@ -1,0 +1,138 @@
+"""Values that refer to a layer's own modules and parameters, made to refer to the copy's instead.
+
+A layer reaches its parts not only through submodules: bound methods, closures, partials, hooks and containers hold them
+too. Left as they are, a worker would compute with the masters, and their gradients would be lost.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+_SHARED = (type, types.ModuleType, types.BuiltinFunctionType)
+
+
+class Rebinder:
+    """Translates values by a memo of ids. What holds nothing of the layer is returned as it is, not copied."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        self._memo = memo
+        self._functions: dict[int, tuple[Any, Any]] = {}
+        self._open: set[int] = set()
+
+    def __call__(self, value: Any) -> Any:
+        """``value`` with the layer's own modules and parameters replaced, also inside methods and containers."""
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            return self._memo.get(id(value), value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, (str, int, float, type(None), *_SHARED)) or id(value) in self._open:
+            return value
+        self._open.add(id(value))
+        try:
+            return self._inside(value)
+        finally:
+            self._open.discard(id(value))
+
+    def _inside(self, value: Any) -> Any:
+        if isinstance(value, types.MethodType):
+            return self._method(value)
+        if isinstance(value, functools.partial):
+            args, keywords = self._all(value.args), self(value.keywords)
+            function = self(value.func)
+            if function is value.func and args is None and keywords is value.keywords:
+                return value
+            return functools.partial(function, *(value.args if args is None else args), **keywords)
+        if isinstance(value, dict):
+            return self._dict(value)
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
+            return self._sequence(value)
+        if type(value) is weakref.ref:
+            target = value()
+            return value if self._memo.get(id(target), target) is target else weakref.ref(self._memo[id(target)])
+        return self._object(value)
+
+    def _all(self, values: Iterable[Any]) -> list[Any] | None:
+        """All of ``values`` translated; None if none has changed."""
+        old = list(values)
+        new = [self(v) for v in old]
+        return new if any(map(operator.is_not, new, old)) else None
+
+    def _method(self, method: types.MethodType) -> Any:
+        owner, function = self(method.__self__), self(method.__func__)
+        if owner is method.__self__ and function is method.__func__:
+            return method
+        return types.MethodType(function, owner)
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        keys, values = self._all(value), self._all(value.values())
+        if keys is None and values is None:
+            return value
+        fresh = copy.copy(value)
+        fresh.clear()
+        fresh.update(zip(keys or value, values or value.values(), strict=True))
+        return fresh
+
+    def _sequence(self, value: Any) -> Any:
+        items = self._all(value)
+        if items is None:
+            return value
+        if hasattr(value, "_make"):  # a named tuple
+            return value._make(items)
+        return type(value)(items)
+
+    def _function(self, function: Any) -> Any:
+        """A function whose closure or defaults hold parts of the layer. A compiled one is unwrapped."""
+        original = getattr(function, "_torchdynamo_orig_callable", None)
+        if original is not None and (eager := self(original)) is not original:
+            return eager
+        known = self._functions.get(id(function))
+        if known is not None:
+            return known[1]
+        self._functions[id(function)] = (function, function)  # closures may hold themselves
+        cells = [_Cell(cell) for cell in function.__closure__ or ()]
+        contents = self._all(c.contents for c in cells)
+        defaults = self._all(function.__defaults__ or ())
+        keywords = self(function.__kwdefaults__)
+        if contents is None and defaults is None and keywords is function.__kwdefaults__:
+            return function
+        closure = tuple(c.holding(new) for c, new in zip(cells, contents or [c.contents for c in cells], strict=True))
+        fresh = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__,
+            function.__defaults__ if defaults is None else tuple(defaults), closure,
+        )  # fmt: skip
+        fresh.__kwdefaults__ = keywords
+        fresh.__dict__.update(self(function.__dict__))
+        self._functions[id(function)] = (function, fresh)
+        return fresh
+
+    def _object(self, value: Any) -> Any:
+        """Helper objects that hold parts of the layer directly. Others are shared, whatever else they hold."""
+        attributes = getattr(value, "__dict__", None)
+        if not attributes or not any(id(v) in self._memo for v in attributes.values()):
+            return value
+        fresh = copy.copy(value)
+        fresh.__dict__.update({k: self(v) for k, v in attributes.items()})
+        return fresh
+
+
+class _Cell:
+    """A closure's cell; it stays the same one, so that it can be rebound, unless what it holds is translated."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+        try:
+            self.contents = cell.cell_contents
+        except ValueError:
+            self.contents = self  # empty
+
+    def holding(self, value: Any) -> types.CellType:
+        return self._cell if value is self.contents else types.CellType(value)

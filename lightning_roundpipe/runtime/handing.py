@@ -1,0 +1,76 @@
+"""What a call gave, handed to glue: outputs that hang on the tape, what was written to inputs, and the side doors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.boundary import HostCopy
+from lightning_roundpipe.runtime.calls import Call, Forward
+from lightning_roundpipe.runtime.collector import hand_over
+from lightning_roundpipe.runtime.sides import Key, put, refuse_new_gradients
+from lightning_roundpipe.runtime.tape import Entry, boundary
+from lightning_roundpipe.runtime.trace import TracedCall
+
+
+def learn(call: Call, traced: TracedCall, forward: Forward, *, taped: bool) -> None:
+    """Note what the first batch shows of a call."""
+    traced.flags = tuple(t.requires_grad for t in forward.tensors())
+    sides = {key: tuple(t.requires_grad for t in flat.tensors()) for key, flat in forward.sides.items()}
+    traced.sides = {key: flags for key, flags in sides.items() if any(flags)}
+    traced.taped = taped and (any(traced.flags) or bool(traced.sides))
+    traced.mutates = frozenset(forward.mutated)
+    traced.needs_grad_mode = forward.differs_without_grad
+    traced.activation_bytes = max(traced.activation_bytes, forward.activation_bytes)
+    traced.boundary_bytes = sum(leaf.nbytes for leaf in call.leaves if isinstance(leaf, (Tensor, HostCopy)))
+
+
+def hand_back(
+    call: Call, entry: Entry | None, traced: TracedCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, bool]:
+    """The layer's output as glue sees it, and whether ``entry`` is to be put on the tape."""
+    outputs = forward.tensors()
+    known = traced.sides if entry is not None else {}
+    through = {key: flags for key, flags in known.items() if key in forward.sides}
+    for key, side in through.items():
+        tensors = forward.sides[key].tensors()
+        _refuse_other_number(call, len(tensors), len(side))
+        outputs += tensors
+    if entry is None or not (any(traced.flags) or through):
+        aliases = outputs if call.ambient.inference else [t.data for t in outputs]
+    else:
+        flags = [*traced.flags, *(flag for side in through.values() for flag in side)]
+        if call.kept:
+            assert forward.inlet is not None
+            refuse_new_gradients(forward.sides, through, call.layer.name)
+            entry.graph = (forward.inlet, outputs)
+            flags = [t.requires_grad for t in outputs]
+        _refuse_other_number(call, len(outputs), len(flags))
+        entry.mutates = frozenset(forward.mutated)
+        entry.sides = {key: len(side) for key, side in through.items()}
+        entry.buffers = forward.buffers
+        aliases = boundary(entry, outputs, flags)
+    rest = iter(aliases)
+    returned = [next(rest) for _ in forward.output.tensors()]
+    with torch.set_grad_enabled(call.ambient.grad):
+        for position in sorted(forward.mutated):
+            # Glue sees, and differentiates through, what the layer wrote into its inputs.
+            call.originals[position].copy_(next(rest))
+    sides: dict[Key, Any] = {}
+    for key in (*through, *(k for k in forward.sides if k not in through)):
+        flat = forward.sides[key]
+        tensors = [next(rest) for _ in flat.tensors()] if key in through else [t.data for t in flat.tensors()]
+        sides[key] = flat.value(tensors, call.originals)
+    put(call.layer.state.modules, (args, kwargs), sides)
+    return hand_over(forward.output.value(returned, call.originals)), bool(entry is not None and entry.grads)
+
+
+def _refuse_other_number(call: Call, now: int, before: int) -> None:
+    if now != before:
+        raise RoundPipeError(
+            f"layer {call.layer.name!r} returned {now} tensors where the first batch had {before}: with several "
+            "microbatches it must return as many each time. Set num_microbatches=1."
+        )

@@ -1,0 +1,59 @@
+"""What user code may put around a layer call that would have to reach into the worker: transforms, modes, flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_roundpipe.config import RoundPipeError
+
+
+class Surroundings:
+    """What was around the user's code when it began."""
+
+    def __init__(self) -> None:
+        self._modes = _modes()
+        self._flags = _flags()
+
+    def refuse(self, layer: str) -> None:
+        """At a call of ``layer``.
+
+        Raises:
+            RoundPipeError: if user code has entered something since that the layer would not see.
+        """
+        what = ""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            what = "a transform of torch.func (vmap, grad, jvp, ...)"
+        elif forward_ad._current_level >= 0:
+            what = "forward-mode differentiation"
+        elif parametrize._cache_enabled:
+            what = "torch.nn.utils.parametrize.cached()"
+        elif entered := [m for m in _modes() if not any(m is before for before in self._modes)]:
+            what = f"the mode {type(entered[0]).__name__}"
+        if what:
+            raise RoundPipeError(
+                f"layer {layer!r} is called under {what}, which does not reach into a layer that runs on a worker. Use "
+                "it inside a layer, or between layers."
+            )
+        if _flags() != self._flags:
+            raise RoundPipeError(
+                f"layer {layer!r} is called with another default dtype, or another choice of deterministic algorithms, "
+                "than the step began with. They hold for the whole process, where other layers run now: set them "
+                "before training."
+            )
+
+
+def _modes() -> list[Any]:
+    stack = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
+    return [mode for mode in stack if not isinstance(mode, DeviceContext)]
+
+
+def _flags() -> tuple[Any, ...]:
+    """What torch keeps for the whole process."""
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()

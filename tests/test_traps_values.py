@@ -1,0 +1,247 @@
+"""Traps in what goes into a layer and comes out of it: written in place, changed, hidden in objects, or not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import BaseModelOutput
+from traps import WIDTH, Block, Traps
+
+trap = Traps()
+
+
+class Registry(dict[str, Any]):
+    pass
+
+
+class Box:
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+@dataclasses.dataclass
+class Data:
+    value: Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    value: Tensor
+
+
+class Named(NamedTuple):
+    value: Tensor
+
+
+# ------------------------------------------------------------------------------------------------------------- in place
+
+
+@trap("residual added to a layer's input")
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        h += block(h)
+    return h
+
+
+@trap("glue writes to an input after the call")
+def _(net: Any, h: Tensor) -> Tensor:
+    h = h * 1.0
+    first = net.blocks[0](h)
+    h.mul_(0.5)
+    second = net.blocks[1](h)
+    h[:, :3] = 0
+    return net.blocks[2](h) + first + second
+
+
+@trap("glue writes to an output that a layer has taken")
+def _(net: Any, h: Tensor) -> Tensor:
+    y = net.blocks[0](h)
+    z = net.blocks[1](y)
+    y.add_(1)
+    return net.blocks[2](z + y)
+
+
+@trap("glue writes to an output")
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        h = block(h)
+        h.add_(0.1)
+        h[:, 0].mul_(2)
+        h.data.mul_(0.9)
+    return h
+
+
+def writes_to_its_input(self: Any, x: Tensor) -> Tensor:
+    x[:, :4].mul_(0.7)
+    return self.other(torch.tanh(x))
+
+
+@trap("a layer writes to its input", forward=writes_to_its_input)
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        branch = block(h.view(-1, WIDTH))
+        h = branch + h
+    return h
+
+
+def counts_in_its_argument(self: Any, x: Tensor, count: Tensor) -> Tensor:
+    count.add_(1)
+    return Block.forward(self, x) * count.sum().tanh()
+
+
+@trap("a layer writes to an argument without grad", forward=counts_in_its_argument)
+def _(net: Any, h: Tensor) -> Tensor:
+    count = torch.zeros(4)
+    for block in net.blocks:
+        h = block(h, count)
+    return h * count.mean()
+
+
+@trap("a layer returns its input, which glue writes to", forward=lambda self, x: x, calls=4)
+def _(net: Any, h: Tensor) -> Tensor:
+    g = h * 1.0
+    y = net.blocks[0](g)
+    y.add_(1)
+    assert y is g
+    return net.blocks[1](net.head.weight.sum() + g * 1)
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+
+
+def with_a_second(self: Any, x: Tensor, second: Any) -> Tensor:
+    return Block.forward(self, x) + read(second)
+
+
+def read(value: Any) -> Any:
+    if callable(value):
+        return value()
+    if isinstance(value, (dict, UserDict)):
+        return value["value"]
+    return value[0] if isinstance(value, list) else value.value
+
+
+@trap("containers and objects that hold tensors", forward=with_a_second, calls=16)
+def _(net: Any, h: Tensor) -> Tensor:
+    kinds = [Registry, UserDict, dict, Named, Data, Box, SimpleNamespace]
+    for kind in kinds:
+        h = 0.3 * torch.tanh(net.blocks[0](h, kind(value=h * 2)) + net.blocks[1](h, [h.tanh()]))
+    return h
+
+
+@trap("a tensor hidden in a closure", "uses a tensor that it was not given as an argument", forward=with_a_second)
+def _(net: Any, h: Tensor) -> Tensor:
+    twice = net.blocks[0](h, Box(h)) * 2
+    return net.blocks[1](h, lambda: twice)
+
+
+@trap("a tensor in an object with slots", "not given as an argument .*an object", forward=with_a_second)
+def _(net: Any, h: Tensor) -> Tensor:
+    return net.blocks[0](h, Slots(h * 2))
+
+
+def appends(self: Any, x: Tensor, kept: Any) -> Tensor:
+    y = Block.forward(self, x)
+    if isinstance(kept, list):
+        kept.append(y.tanh())
+        kept[0] = x
+    elif isinstance(kept, dict):
+        kept["value"] = y * 2
+    else:
+        kept.value = y * 2
+    return y
+
+
+@trap("lists and dicts that a layer fills", forward=appends, calls=8)
+def _(net: Any, h: Tensor) -> Tensor:
+    kept: list[Any] = [None]
+    total = h
+    for block, registry in zip(net.blocks, [Registry(), {"value": 1}, Box(h)], strict=True):
+        first = block(h, kept)
+        assert kept[0] is h
+        h = first + block(h, registry)
+        total = total + read(registry)
+    return total + sum(kept)
+
+
+@trap("an object without tensors that a layer fills", "puts tensors into a Box that it was given", forward=appends)
+def _(net: Any, h: Tensor) -> Tensor:
+    box = Box()
+    return net.blocks[0](h, box) + box.value
+
+
+@trap("a key-value cache", "called with a DynamicCache in training.*use_cache=False", forward=lambda self, x, past: x)
+def _(net: Any, h: Tensor) -> Tensor:
+    return net.blocks[0](h, DynamicCache())
+
+
+@trap("keywords, numbers, one tensor twice, views", forward=lambda self, a, n, *, b: Block.forward(self, a) * n + b)
+def _(net: Any, h: Tensor) -> Tensor:
+    wide = torch.cat([h, h * 2], 1)
+    h = net.blocks[0](h, 0.5, b=h)
+    h = net.blocks[1](wide[:, :WIDTH], n=2, b=wide[:, WIDTH:])
+    return net.blocks[2](a=h, n=1, b=h[:, :1].expand(-1, WIDTH))
+
+
+@trap("no tensor at all", forward=lambda self: self.inner.weight.sum(0).tanh())
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        h = h * block()
+    return h
+
+
+# -------------------------------------------------------------------------------------------------------------- returns
+
+
+def returns_of_every_kind(self: Any, x: Tensor) -> dict[str, Any]:
+    y = Block.forward(self, x)
+    return {
+        "input": x,
+        "view": x[:, :4],
+        "pair": [(y, y), None],
+        "overlapping": (y.view(-1), "text", 3),
+        "weight": self.inner.weight,
+        "whole numbers": torch.arange(3),
+        "objects": [Box(x * 2), Data(y * 2), UserDict(value=y.sin()), Registry(value=y.cos())],
+        "output": BaseModelOutput(last_hidden_state=y.tanh(), hidden_states=(x, x * 2)),
+    }
+
+
+@trap("values of every kind are returned", forward=returns_of_every_kind)
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        out = block(h)
+        assert out["input"] is h and out["pair"][1] is None and out["overlapping"][1:] == ("text", 3)
+        assert [type(value) for value in out["objects"]] == [Box, Data, UserDict, Registry]
+        h = out["input"] + out["view"].mean(1, keepdim=True) + out["pair"][0][0] * out["pair"][0][1]
+        h = h + out["overlapping"][0].view_as(h) @ out["weight"] + out["whole numbers"].sum()
+        h = torch.tanh(h + sum(map(read, out["objects"])) + out["output"][0] + out["output"].hidden_states[1])
+    return h
+
+
+@pytest.mark.parametrize("kind", ["function", "generator", "Slots"])
+def test_what_cannot_be_looked_into(kind: str) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        y = Block.forward(self, x)
+        return {"function": lambda: y, "generator": (y for _ in range(1)), "Slots": Slots(y)}[kind]
+
+    traps = Traps()
+    traps(kind, f"returns a {kind}, in which tensors would pass", forward=forward)(lambda net, h: net.blocks[0](h))
+    traps.check_refused(kind)
+
+
+@pytest.mark.parametrize("name", trap.equal)
+def test_equals_plain(name: str) -> None:
+    trap.check_equal(name)
+
+
+@pytest.mark.parametrize("name", trap.refused)
+def test_refused(name: str) -> None:
+    trap.check_refused(name)

@@ -1,0 +1,140 @@
+"""What the tests of traps share: a small network, what user code does with it, and the comparison with plain training.
+
+A trap is a function ``(net, h) -> h`` that stands between the stem and the head, and perhaps blocks with another
+``forward``, something that is arranged before training, or another ``training_step``. It either equals plain training
+or is refused with an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import assert_same, halves, ours, run
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+
+WIDTH = zoo.WIDTH
+Body = Callable[[Any, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """A layer that does not save its input, so that plain autograd lets glue write to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.aux: Any = None
+        self.flag: Any = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) + self.other(torch.tanh(self.inner(torch.tanh(x))))
+
+
+class Net(nn.Module):
+    """Five calls, if every block is called once."""
+
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.stem(x)))
+
+    def body(self, h: Tensor) -> Tensor:
+        return in_turn(self, h)
+
+
+def in_turn(net: Any, h: Tensor) -> Tensor:
+    """What the blocks do where the trap lies elsewhere."""
+    for block in net.blocks:
+        h = block(h)
+    return h
+
+
+class Trap(zoo.PlainClassifier):
+    """A LightningModule with something unusual about it. ``calls`` is how many calls a microbatch makes."""
+
+    calls = 5
+    late = False
+    microbatches = 3
+
+    def arrange(self, net: Any) -> None:
+        """Done before training, or when training has been set up if ``late``."""
+
+    def setup(self, stage: str) -> None:
+        if not self.late:
+            self.arrange(self.model)
+
+    def on_fit_start(self) -> None:
+        if self.late:
+            self.arrange(self.model)
+
+
+class Traps:
+    """The traps of a file, by name."""
+
+    def __init__(self) -> None:
+        self.equal: dict[str, type[Trap]] = {}
+        self.refused: dict[str, tuple[type[Trap], str]] = {}
+        self._bodies: dict[type[Trap], tuple[Body, type[Block]]] = {}
+
+    def __call__(
+        self,
+        name: str,
+        error: str = "",
+        forward: Callable[..., Any] | None = None,
+        block: type[Block] = Block,
+        **attributes: Any,
+    ) -> Callable[[Body], Body]:
+        """Register the decorated body.
+
+        Args:
+            name: of the test.
+            error: what the refusal says; empty if the trap equals plain training.
+            forward: of the blocks.
+            block: their class.
+            attributes: of the LightningModule: ``arrange``, ``late``, ``calls``, ``training_step``.
+        """
+
+        def put(body: Body) -> Body:
+            kind = type("Trap", (Trap,), attributes)
+            made = type("Block", (block,), {"forward": forward}) if forward else block
+            self._bodies[kind] = (body, made)
+            if error:
+                self.refused[name] = (kind, error)
+            else:
+                self.equal[name] = kind
+            return body
+
+        return put
+
+    def build(self, kind: type[Trap]) -> Trap:
+        body, block = self._bodies[kind]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            return kind(type("Net", (Net,), {"body": body})(block))
+
+    def check_equal(self, name: str) -> None:
+        """After a first batch that learns, a plan that recomputes the first calls and keeps the graphs of others."""
+        kind = self.equal[name]
+        plain = run("auto", self.build(kind), zoo.make_batches("mlp"))
+        other = run(strategy(kind, plan=halves(kind.calls)), self.build(kind), zoo.make_batches("mlp"), devices=2)
+        assert_same(plain, other)
+
+    def check_refused(self, name: str) -> None:
+        kind, error = self.refused[name]
+        batches = zoo.make_batches("mlp", count=2)
+        with pytest.raises(RoundPipeError, match=error):
+            run(strategy(kind, watchdog_timeout=30), self.build(kind), batches, devices=2)
+
+
+def strategy(kind: type[Trap], **options: Any) -> Any:
+    return ours(num_microbatches=kind.microbatches, layers=[f"model.blocks.{i}" for i in range(3)], **options)
