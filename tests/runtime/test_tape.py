@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 
 import pytest
 import torch
@@ -114,3 +115,21 @@ def test_outputs_that_need_no_gradient() -> None:
     first, second = boundary(made, [torch.ones(2), torch.ones(2, dtype=torch.long)], [True, False])
     assert first.requires_grad and not second.requires_grad
     assert boundary(made, [torch.ones(2)], [False])[0].grad_fn is None
+
+
+def test_a_sink_is_gone_when_its_call_is() -> None:
+    """With all that lies in front of it. In a circle with its node it would live on until garbage is collected."""
+    x = torch.ones(3, requires_grad=True)
+    h = x * torch.ones(3)
+    storage = h.untyped_storage()._weak_ref()
+    sink = Sink([h * h])
+    del h
+    gc.disable()
+    try:
+        sink.push([torch.ones(3)])
+        del sink
+        expired = torch.UntypedStorage._expired(storage)
+        torch.UntypedStorage._free_weak_ref(storage)
+    finally:
+        gc.enable()
+    assert expired and x.grad is not None
