@@ -91,6 +91,13 @@ class Forward:
         """Of the output, and then the mutated inputs."""
         return self.output.tensors() + [self.mutated[i] for i in sorted(self.mutated)]
 
+    def drop_graph(self) -> None:
+        """Here and now: by the time the microbatch's thread gets round to it, the next microbatch has the worker."""
+        for flat in (self.output, *self.sides.values()):
+            flat.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
+        self.mutated = {i: t.detach() for i, t in self.mutated.items()}
+        self.inlet = None
+
 
 @dataclass
 class _Ran:
@@ -143,8 +150,11 @@ class Runner:
         buffers.write_back(snapshot, thorough)
         for flat in (ran.output, *ran.sides.values()):
             flat.leaves = self._safe(flat.leaves)
+        result = Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs)
+        if call.graph and not (call.kept or call.learning):
+            result.drop_graph()
         worker.retire(leaves, ran.tensors())
-        return Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs)
+        return result
 
     def _run(self, slot: Slot, call: Call, leaves: list[Any], kind: str) -> _Ran:
         """The layer's own code, in everything that was around it when glue called it."""
