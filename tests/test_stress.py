@@ -64,7 +64,8 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(stress, max_examples=12, derandomize=True, database=None)
+@pytest.mark.timeout(300)
+@settings(stress, max_examples=10, derandomize=True, database=None)
 @given(case=cases())
 def test_any_schedule(case: Case) -> None:
     check(case)

@@ -92,11 +92,18 @@ class Forward:
         return self.output.tensors() + [self.mutated[i] for i in sorted(self.mutated)]
 
     def drop_graph(self) -> None:
-        """Here and now: by the time the microbatch's thread gets round to it, the next microbatch has the worker."""
+        """Here and now: by the time the microbatch's thread gets round to it, the next microbatch has the worker.
+
+        Tensors still say whether they require grad.
+        """
         for flat in (self.output, *self.sides.values()):
-            flat.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
-        self.mutated = {i: t.detach() for i, t in self.mutated.items()}
+            flat.leaves = [_without_graph(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
+        self.mutated = {i: _without_graph(t) for i, t in self.mutated.items()}
         self.inlet = None
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @dataclass
