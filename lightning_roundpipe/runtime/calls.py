@@ -223,7 +223,7 @@ class Runner:
             yield
             return
         what = f"layer {call.layer.name!r}"
-        with self._randomness().segment(("call", call.index), call.seed, self._device, what):
+        with self._randomness().segment(call.layer.index, call.seed, self._device, what):
             yield
 
     @contextlib.contextmanager

@@ -66,6 +66,10 @@ class Engine:
         self.broken = False
         self.plans = False
         """Whether the running step is one that a plan will be made from."""
+        self.in_order = False
+        """Whether microbatches have to run one after another in every step."""
+        self.probed: set[tuple[int, int]] = set()
+        """Calls, by layer and use, of which it is known whether they compute other bits without grad."""
         self.weights_uploaded = 0
         self._interceptors = [Interceptor(layer) for layer in self.layers]
         self._threads: list[TaskThread] = []
@@ -99,7 +103,7 @@ class Engine:
         self._begin()
         sizes = self._sizes(batch)
         parts = microbatch.split(batch, sizes)
-        self.plans = self.plan is None and (len(sizes) > 1 or self.options.plan is not None)
+        self.plans = self.plan is None and not self.in_order and (len(sizes) > 1 or self.options.plan is not None)
         step = Step(self, seed, sizes, self._given_weights(parts))
         args = [(part, *rest) for part in parts]
         started = time.perf_counter()
@@ -168,6 +172,8 @@ class Engine:
     def _forget_plan(self) -> None:
         """Other parameters are trained now: gradients flow elsewhere, so everything is learned again."""
         self.trace, self.recent, self.plan, self.costs = None, None, None, None
+        self.in_order = False
+        self.probed.clear()
         self.randomness = Randomness()
         self._sums.clear()
         for worker in self.workers:
@@ -195,17 +201,15 @@ class Engine:
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     def _make_plan(self, step: Step) -> None:
-        trace = step.runs[0].trace
-        for run in step.runs:
-            position = 0
-            for call in run.trace.calls:
-                position = trace.find(call.layer, position, run.index) + 1
+        self.trace = trace = self.trace or Trace()
+        if not trace.learn([run.trace for run in step.runs], self.recorder.call_seconds(), len(self.layers)):
+            return
         if not trace.calls:
             raise RoundPipeError(
                 "training_step called none of the layers that were found "
                 f"({', '.join(layer.name for layer in self.layers)}): name the modules it calls with layers=[...]."
             )
-        self.costs = trace.costs(self.recorder)
+        self.costs = trace.costs()
         size = self.options.round_microbatches
         if self.options.plan is not None:
             plan = Plan.parse(self.options.plan)
@@ -213,8 +217,18 @@ class Engine:
             self._check_budget(plan, self.costs)
         else:
             plan = partition_within(self.costs, len(self.workers), len(step.sizes), size, self._device_bytes())
+        if buffer := trace.torn_buffer(plan):
+            self._run_in_order(buffer)
+            return
         self._reserve_for(plan, trace)
-        self.trace, self.plan = trace, plan
+        self.plan = plan
+
+    def _run_in_order(self, buffer: str) -> None:
+        why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
+        if self.options.plan is not None:
+            raise ValueError(f"{why}: plan must have these calls in one forward stage, or be left out.")
+        self.in_order = True
+        self.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
 
     def _check_budget(self, plan: Plan, costs: Costs) -> None:
         """A plan that the user gave has to fit a budget that the user gave."""

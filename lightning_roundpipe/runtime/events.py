@@ -84,12 +84,12 @@ class Recorder:
             row["end_s"] -= origin
         return sorted(rows, key=lambda r: r["start_s"])
 
-    def call_seconds(self) -> dict[tuple[str, int], list[float]]:
-        """Durations by (kind, call), of compute only."""
-        found: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for kind, _, start, end, _, _, where in self._items:
+    def call_seconds(self) -> dict[tuple[str, int, int], list[float]]:
+        """Durations by (kind, microbatch, call), of compute only."""
+        found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+        for kind, _, start, end, microbatch, _, where in self._items:
             if kind in COMPUTE:
-                found[kind, where.call].append(end.time() - start.time())
+                found[kind, microbatch, where.call].append(end.time() - start.time())
         return found
 
 

@@ -69,7 +69,8 @@ class Randomness:
         """Run one call or one piece of glue.
 
         Args:
-            key: identifies the segment in every step, such as ``("call", 3)``.
+            key: what is learned to draw or not to draw: a layer, or all glue, because where layers are left out its
+                segments are others in each microbatch.
             seed: for this execution.
             device: whose generator is drawn from.
             what: for the error.

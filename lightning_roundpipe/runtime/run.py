@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,7 @@ class MicrobatchRun:
         self._boundaries = Boundaries(index, step.engine.recorder)
         self._tape: list[Entry] = []
         self._position = 0
+        self._uses: Counter[int] = Counter()
         self._segment = 0
         self._device: Device | None = None
         self._slot: Slot | None = None
@@ -136,9 +138,8 @@ class MicrobatchRun:
         self._glue.callback(self._lock.release)
         device = self._device or self._step.engine.devices[0]
         self._glue.enter_context(device.activate())
-        key = ("glue", self._segment)
         seed = derive(*self._step.seed, self.index, -1 - self._segment)
-        self._glue.enter_context(self._step.engine.randomness.segment(key, seed, device, f"glue after {self._last}"))
+        self._glue.enter_context(self._step.engine.randomness.segment("glue", seed, device, f"glue after {self._last}"))
         self._segment += 1
 
     def _leave_glue(self) -> None:
@@ -200,11 +201,17 @@ class MicrobatchRun:
             )
         call = Call(
             index, layer, self.index, spec, leaves, requires_grad, trainable, ambient, state,
-            derive(*self._step.seed, self.index, index), contextvars.copy_context(), list(leaves),
+            self._seed_of(layer), contextvars.copy_context(), list(leaves),
             learning=self.learning, may_mutate=None if self.learning else traced.mutates,
         )  # fmt: skip
         entry = self._new_entry(call, traced) if taped else None
         return call, entry, traced
+
+    def _seed_of(self, layer: HostLayer) -> int:
+        """By what is called, not by the place in the trace, which may grow while it is learned."""
+        use = self._uses[layer.index]
+        self._uses[layer.index] += 1
+        return derive(*self._step.seed, self.index, layer.index, use)
 
     def _next(self, layer: HostLayer) -> tuple[int, TracedCall]:
         if self.learning:
@@ -236,7 +243,7 @@ class MicrobatchRun:
         call.kept = entry is not None and (fused or held)
         call.recomputed = entry is not None and not fused
         call.graph = entry is not None and (fused or self.learning or traced.needs_grad_mode)
-        call.probe = self.learning and self.index == 0 and entry is not None and self._step.engine.plans
+        call.probe = entry is not None and self._step.is_to_be_probed(traced)
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
         saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
         if entry is not None and call.recomputed:

@@ -30,7 +30,7 @@ from lightning_roundpipe.runtime.microbatch import merge, weighted_mean
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.slots import PlannedSlots, Slot, SlotsOnArrival
 from lightning_roundpipe.runtime.threads import Task
-from lightning_roundpipe.runtime.trace import Trace, distinct_layers
+from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
 
 if TYPE_CHECKING:
     from lightning_roundpipe.planning.costs import Phase
@@ -147,6 +147,14 @@ class Step:
                 self.engine.broken = True
 
     # -- slots --------------------------------------------------------------------------------------------------------
+
+    def is_to_be_probed(self, call: TracedCall) -> bool:
+        """Whether a plan will be made from this step, and its first call of this kind is this one."""
+        key, known = (call.layer.index, call.use), self.engine.probed
+        if not self.engine.plans or key in known:
+            return False
+        known.add(key)
+        return True
 
     def is_fused(self, call: int) -> bool:
         return self._plan is not None and call >= self._plan.fused.first

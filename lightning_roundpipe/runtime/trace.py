@@ -1,14 +1,20 @@
-"""The trace: the calls that one microbatch makes, as learned from the first batch."""
+"""The trace: the calls that one microbatch makes, as learned from the first batch.
+
+A model that leaves layers out (layer drop) makes other calls in each microbatch. Its trace is what all of them are
+parts of, in order; each microbatch passes over the calls that it does not make.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.costs import CallCost, Costs
-from lightning_roundpipe.runtime.events import Recorder
+from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.sides import Key
 from lightning_roundpipe.runtime.weights import GradientLayout, HostLayer
 
@@ -39,6 +45,8 @@ class TracedCall:
     overwritten: set[int] = field(default_factory=set)
     boundary_bytes: int = 0
     activation_bytes: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
 
 
 @dataclass
@@ -78,32 +86,88 @@ class Trace:
         raise RoundPipeError(
             f"microbatch {microbatch} called layer {layer.name!r} after {before} where "
             + (f"layer {expected!r} was expected" if expected else "no further layer was expected")
-            + ": with several microbatches each must call the layers in the order of the first batch's first "
-            "microbatch (it may leave some out). Set num_microbatches=1, without a plan, which allows any control flow."
+            + ": with several microbatches each must call the layers in an order that the first batches have shown (it "
+            "may leave some out). Set num_microbatches=1, without a plan, which allows any control flow."
         )
 
-    def costs(self, recorder: Recorder) -> Costs:
-        """What the calls cost, from the first batch's measurements: the fastest of its microbatches."""
-        seconds = recorder.call_seconds()
+    def measure(self, seconds: Mapping[tuple[str, int, int], list[float]], microbatch: int) -> None:
+        """Take the durations of this microbatch's calls from `Recorder.call_seconds`."""
+        for index, call in enumerate(self.calls):
+            call.forward_s = min(seconds.get(("forward", microbatch, index), [0.0]))
+            call.backward_s = min(seconds.get(("backward", microbatch, index), [0.0]))
 
-        def fastest(kind: str, call: int) -> float:
-            return min(seconds.get((kind, call), [0.0]))
+    def take_in(self, other: Trace) -> None:
+        """Add the calls of ``other`` that are not here, so that both are parts of this; keep the fastest times."""
+        mine, theirs = [c.layer.index for c in self.calls], [c.layer.index for c in other.calls]
+        calls: list[TracedCall] = []
+        for tag, i, j, k, n in SequenceMatcher(None, mine, theirs, autojunk=False).get_opcodes():
+            if tag == "equal":
+                calls += self.calls[i:j]
+                for call, again in zip(self.calls[i:j], other.calls[k:n], strict=True):
+                    call.forward_s = _faster(call.forward_s, again.forward_s)
+                    call.backward_s = _faster(call.backward_s, again.backward_s)
+            else:
+                # Layers never seen side by side most likely follow each other as they were registered.
+                calls += heapq.merge(self.calls[i:j], other.calls[k:n], key=lambda call: call.layer.index)
+        uses: Counter[int] = Counter()
+        for call in calls:
+            call.use = uses[call.layer.index]
+            uses[call.layer.index] += 1
+        self.calls = calls
 
+    def learn(self, others: Sequence[Trace], seconds: Mapping[tuple[str, int, int], list[float]], layers: int) -> bool:
+        """Take in what each microbatch of a batch has called.
+
+        Args:
+            others: their traces.
+            seconds: from `Recorder.call_seconds`.
+            layers: how many there are to be called.
+
+        Returns:
+            Whether that is all: not if some were left out that the next batch may show.
+        """
+        before = len(self.calls)
+        for microbatch, other in enumerate(others):
+            other.measure(seconds, microbatch)
+            self.take_in(other)
+        alike = all(len(other.calls) == len(self.calls) for other in others)
+        return alike or len(self.calls) == before or len({c.layer.index for c in self.calls}) == layers
+
+    def torn_buffer(self, plan: Plan) -> str | None:
+        """A buffer that calls in several forward stages of ``plan`` change, described; None if there is none.
+
+        Under such a plan a microbatch would find in it what later microbatches have left there.
+        """
+        stages: dict[tuple[int, str], int] = {}
+        for index, call in enumerate(self.calls):
+            for module, name in call.layer.mutable_buffers.values():
+                stage = plan.stage_of_forward[index]
+                if stages.setdefault((id(module), name), stage) != stage:
+                    return f"buffer {name!r} of {type(module).__name__} in layer {call.layer.name!r}"
+        return None
+
+    def costs(self) -> Costs:
+        """What the calls cost: the fastest of the microbatches that were measured."""
         return Costs(
             tuple(
                 CallCost(
                     layer=c.layer.name,
-                    forward_s=fastest("forward", i),
-                    backward_s=fastest("backward", i),
+                    forward_s=c.forward_s,
+                    backward_s=c.backward_s,
                     weight_bytes=c.layer.nbytes,
                     gradient_bytes=GradientLayout(c.layer).nbytes if c.taped else 0,
                     boundary_bytes=c.boundary_bytes,
                     activation_bytes=c.activation_bytes,
                     needs_backward=c.taped,
                 )
-                for i, c in enumerate(self.calls)
+                for c in self.calls
             )
         )
+
+
+def _faster(a: float, b: float) -> float:
+    """The smaller one; 0 is no measurement."""
+    return min(a, b) or max(a, b)
 
 
 def distinct_layers(calls: Sequence[TracedCall]) -> list[HostLayer]:

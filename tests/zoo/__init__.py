@@ -19,6 +19,7 @@ from zoo.modules import (
     HuggingFace,
     PlainClassifier,
     Seq2SeqLM,
+    Voting,
     ZooModule,
     sgd,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "PlainClassifier",
     "ResidualBlock",
     "Seq2SeqLM",
+    "Voting",
     "ZooModule",
     "make",
     "make_batches",

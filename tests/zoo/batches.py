@@ -79,5 +79,5 @@ def segmentation_batch(generator: torch.Generator, samples: int, length: int) ->
 
 def voting_batch(generator: torch.Generator, samples: int, length: int) -> Batch:
     """Each sample has an opinion on which blocks are to be left out."""
-    keep = torch.rand(samples, 4, generator=generator) < 0.6
+    keep = torch.rand(samples, 4, generator=generator) < 0.7
     return vector_batch(generator, samples, length) | {"keep": keep}

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from zoo.batches import sequence_batch, vector_batch
-from zoo.modules import PlainClassifier
+from zoo.batches import sequence_batch, vector_batch, voting_batch
+from zoo.modules import PlainClassifier, Voting
+from zoo.plain import MLP
 from zoo.registry import WIDTH, entry
 
 
@@ -91,3 +92,17 @@ class Recurrent(nn.Module):
 
 
 entry("recurrent", sequence_batch, PlainClassifier)(Recurrent)
+
+
+class LayerDrop(MLP):
+    """Leaves out the blocks that most samples want left out: another subset in every microbatch."""
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:  # type: ignore[override]
+        h = self.stem(x)
+        for block, wanted in zip(self.blocks, keep.float().mean(0) > 0.5, strict=True):
+            if wanted:
+                h = block(h)
+        return self.head(h)
+
+
+entry("layer_drop", voting_batch, Voting, coupled=True)(LayerDrop)

@@ -1,0 +1,90 @@
+"""The trace of microbatches that call different layers is a sequence that all of them are parts of."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe.runtime.trace import Trace
+
+
+def layer(index: int) -> Any:
+    return SimpleNamespace(index=index, name=f"layer{index}", mutable_buffers={})
+
+
+LAYERS = [layer(i) for i in range(6)]
+
+
+def trace_of(*indices: int) -> Trace:
+    trace = Trace()
+    for index in indices:
+        trace.append(LAYERS[index])
+    return trace
+
+
+def indices(trace: Trace) -> list[int]:
+    return [call.layer.index for call in trace.calls]
+
+
+def is_part(part: Trace, whole: Trace) -> bool:
+    position = 0
+    for call in part.calls:
+        position = whole.find(call.layer, position, 0) + 1
+    return True
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "merged"),
+    [
+        ((0, 1, 2), (0, 1, 2), [0, 1, 2]),
+        ((0, 2), (0, 1, 2), [0, 1, 2]),
+        ((0, 1, 5), (0, 2, 5), [0, 1, 2, 5]),
+        ((0, 2, 5), (0, 1, 3, 5), [0, 1, 2, 3, 5]),
+        ((0, 1, 1, 5), (0, 1, 1, 1, 5), [0, 1, 1, 1, 5]),
+        ((), (0, 1), [0, 1]),
+        ((0, 1), (), [0, 1]),
+    ],
+)
+def test_merged(first: tuple[int, ...], second: tuple[int, ...], merged: list[int]) -> None:
+    trace = trace_of(*first)
+    trace.take_in(trace_of(*second))
+    assert indices(trace) == merged
+
+
+def test_every_microbatch_is_a_part_of_it() -> None:
+    chance = random.Random(5)
+    for _ in range(200):
+        parts = [trace_of(*(chance.choice(range(6)) for _ in range(chance.randrange(8)))) for _ in range(4)]
+        whole = Trace()
+        for part in parts:
+            whole.take_in(part)
+        assert all(is_part(part, whole) for part in parts)
+        uses = [(call.layer.index, call.use) for call in whole.calls]
+        assert len(set(uses)) == len(uses)
+        for index, calls in itertools.groupby(sorted(uses), key=lambda pair: pair[0]):
+            assert [use for _, use in calls] == list(range(len([u for u in uses if u[0] == index])))
+
+
+def test_learned_when_nothing_new_can_come() -> None:
+    assert Trace().learn([trace_of(0, 1), trace_of(0, 1)], {}, 6), "all alike"
+    assert Trace().learn([trace_of(0, 1), trace_of(0, 2)], {}, 3), "all layers were called"
+    trace = Trace()
+    assert not trace.learn([trace_of(0, 1, 5), trace_of(0, 5)], {}, 6)
+    assert not trace.learn([trace_of(0, 2, 5), trace_of(0, 5)], {}, 6)
+    assert trace.learn([trace_of(0, 2, 5), trace_of(0, 1, 5)], {}, 6), "nothing new came"
+
+
+def test_the_fastest_time_counts() -> None:
+    trace = Trace()
+    seconds = {
+        ("forward", 0, 0): [3.0],
+        ("forward", 1, 0): [2.0, 5.0],
+        ("forward", 1, 1): [4.0],
+        ("backward", 1, 1): [6.0],
+    }
+    trace.learn([trace_of(0), trace_of(0, 1)], seconds, 2)
+    assert [(call.forward_s, call.backward_s) for call in trace.calls] == [(2.0, 0.0), (4.0, 6.0)]
