@@ -69,8 +69,8 @@ class Randomness:
         """Run one call or one piece of glue.
 
         Args:
-            key: what is learned to draw or not to draw: a layer, or all glue, because where layers are left out its
-                segments are others in each microbatch.
+            key: what is learned to draw or not to draw: a layer, ``("glue", 3)`` for a segment of glue, or ``"glue"``
+                for any segment, which are others where a microbatch leaves layers out.
             seed: for this execution.
             device: whose generator is drawn from.
             what: for the error.
@@ -95,10 +95,11 @@ class Randomness:
         before = _states(device)
         yield
         after = _states(device)
+        keys = {key, key[0]} if isinstance(key, tuple) else {key}
         if not torch.equal(before[0], after[0]):
-            self._torch.add(key)
+            self._torch |= keys
         if before[1] != after[1] or not _same_numpy(before[2], after[2]):
-            self._host.add(key)
+            self._host |= keys
         device.generator.manual_seed(_PARKED)
 
     @staticmethod

@@ -75,6 +75,8 @@ class MicrobatchRun:
         self._boundaries = Boundaries(index, step.engine.recorder)
         self._tape: list[Entry] = []
         self._position = 0
+        self._astray = self.trace.uneven
+        """Whether layers were left out, so that pieces of glue cannot be told by their number."""
         self._uses: Counter[int] = Counter()
         self._segment = 0
         self._device: Device | None = None
@@ -139,7 +141,8 @@ class MicrobatchRun:
         device = self._device or self._step.engine.devices[0]
         self._glue.enter_context(device.activate())
         seed = derive(*self._step.seed, self.index, -1 - self._segment)
-        self._glue.enter_context(self._step.engine.randomness.segment("glue", seed, device, f"glue after {self._last}"))
+        key = "glue" if self._astray else ("glue", self._segment)
+        self._glue.enter_context(self._step.engine.randomness.segment(key, seed, device, f"glue after {self._last}"))
         self._segment += 1
 
     def _leave_glue(self) -> None:
@@ -220,6 +223,7 @@ class MicrobatchRun:
             self._foresight.see(index, layer)
             return index, traced
         index = self.trace.find(layer, self._position, self.index)
+        self._astray |= index != self._position
         self._position = index + 1
         return index, self.trace.calls[index]
 

@@ -51,7 +51,10 @@ class TracedCall:
 
 @dataclass
 class Trace:
+    """What microbatches call, in order; ``uneven`` if some left out what others did not."""
+
     calls: list[TracedCall] = field(default_factory=list)
+    uneven: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -131,6 +134,7 @@ class Trace:
             other.measure(seconds, microbatch)
             self.take_in(other)
         alike = all(len(other.calls) == len(self.calls) for other in others)
+        self.uneven |= not alike
         return alike or len(self.calls) == before or len({c.layer.index for c in self.calls}) == layers
 
     def torn_buffer(self, plan: Plan) -> str | None:

@@ -76,7 +76,7 @@ def test_durations_of_calls_leave_out_copies() -> None:
     recorder.add("forward", 0, At(1), At(3), 0, 0, Where(call=5))
     recorder.add("forward", 1, At(1), At(2), 1, 0, Where(call=5))
     recorder.add("upload_weights", 0, At(0), At(9))
-    assert recorder.call_seconds() == {("forward", 5): [2.0, 1.0]}
+    assert recorder.call_seconds() == {("forward", 0, 5): [2.0], ("forward", 1, 5): [1.0]}
 
 
 def test_the_bubble_is_what_workers_do_not_compute() -> None:
