@@ -26,6 +26,7 @@ from lightning_roundpipe.runtime.notes import noted
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sides import Doors, Key, Sides, named, refuse_new_gradients
 from lightning_roundpipe.runtime.slots import Slot
+from lightning_roundpipe.runtime.surroundings import parametrizing
 from lightning_roundpipe.runtime.tape import Entry, Inlet
 from lightning_roundpipe.runtime.weights import HostLayer
 from lightning_roundpipe.runtime.worker import Worker
@@ -174,7 +175,7 @@ class Runner:
         inlet = None
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         versions = [p._version for p in replica.parameters]
-        with call.ambient.entered(grad=grad), self._seeded(call):
+        with parametrizing(call.layer), call.ambient.entered(grad=grad), self._seeded(call):
             tensors = [leaves[i] for i in positions]
             if grad:
                 inlet = Inlet(name)
@@ -189,16 +190,30 @@ class Runner:
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
             with self._computing(kind, where, call.microbatch), saved, calling(Inside(name)):
                 output = call.context.run(collecting, replica.module.forward, *args, **kwargs)
-        if [p._version for p in replica.parameters] != versions:
-            raise RoundPipeError(
-                f"layer {name!r} writes to its own parameters while it runs; on a worker that is lost. Write to them "
-                "between steps (in a hook of the LightningModule), or keep what changes in a buffer."
-            )
+        written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
+        if written:
+            self._refuse_written(call.layer, written)
         refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], name)
         ran = _Ran(inlet, Flat.of(output, given), doors.sides(given, name), given)
         if carried:
             replica.drop_written()
         return ran
+
+    def _refuse_written(self, layer: HostLayer, positions: list[int]) -> None:
+        """What a layer writes to its own parameters would be lost, unless they are what they were.
+
+        Putting a parametrization on and taking it off again is such a case (PEFT does it around fused experts). What
+        was seen once to change nothing is not compared again.
+        """
+        parameters = self._worker.replica(layer).parameters
+        for i in set(positions) - layer.rewritten:
+            master = layer.masters[i]
+            if not torch.equal(parameters[i].detach().to(master.device), master.detach()):
+                raise RoundPipeError(
+                    f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write "
+                    "to them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
+                )
+            layer.rewritten.add(i)
 
     def _differs_without_grad(self, slot: Slot, call: Call, leaves: list[Any], first: _Ran) -> bool:
         """Whether the layer computes other bits in no-grad mode, where torch may choose another kernel.

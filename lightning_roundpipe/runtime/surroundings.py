@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +15,9 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.weights import HostLayer
+
+_caching = threading.Lock()
 
 
 class Surroundings:
@@ -32,7 +38,7 @@ class Surroundings:
             what = "a transform of torch.func (vmap, grad, jvp, ...)"
         elif forward_ad._current_level >= 0:
             what = "forward-mode differentiation"
-        elif parametrize._cache_enabled:
+        elif _caches_parametrizations():
             what = "torch.nn.utils.parametrize.cached()"
         elif entered := [m for m in _modes() if not any(m is before for before in self._modes)]:
             what = f"the mode {type(entered[0]).__name__}"
@@ -47,6 +53,30 @@ class Surroundings:
                 "than the step began with. They hold for the whole process, where other layers run now: set them "
                 "before training."
             )
+
+
+@contextlib.contextmanager
+def parametrizing(layer: HostLayer) -> Iterator[None]:
+    """Around a layer's code: layers that cache parametrizations run one at a time.
+
+    ``parametrize.cached()`` keeps one cache for the whole process, until nobody uses it any more. Two layers at once,
+    and one would find what the other left for an earlier microbatch. The first batch shows which layers do it.
+    """
+    before = parametrize._cache
+    with _caching if layer.caches_parametrizations else contextlib.nullcontext():
+        yield
+    if parametrize._cache is not before:  # leaving it makes a new one
+        layer.caches_parametrizations = True
+
+
+def _caches_parametrizations() -> bool:
+    """Whether user code does; while a layer may be doing it, that cannot be told."""
+    if not _caching.acquire(blocking=False):
+        return False
+    try:
+        return bool(parametrize._cache_enabled)
+    finally:
+        _caching.release()
 
 
 def _modes() -> list[Any]:

@@ -116,6 +116,9 @@ class HostLayer:
         self.state = ModuleState(name, module)
         self.mutable_buffers: dict[int, tuple[nn.Module, str]] = {}
         """Which of the layer's buffers its forward changes, as far as it has been seen: module and name by position."""
+        self.caches_parametrizations = False
+        self.rewritten: set[int] = set()
+        """Positions of masters whose copies the forward writes to without changing them, as far as it has been seen."""
         self._seen_states: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
         for inner, key, parameter in parameter_places(module):
