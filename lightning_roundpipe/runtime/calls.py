@@ -289,7 +289,9 @@ class Runner:
         entry.grads = []
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         sums = worker.gradients_of(entry.call)
-        parameters = worker.replica(entry.layer).parameters
+        replica = worker.replica(entry.layer)
+        parameters = replica.parameters
+        replica.train(entry.trainable)  # a later call may have been one with other parameters frozen
         if sums is not None:
             sums.attach(parameters)
         where = Where(slot.index, slot.phase, entry.call, entry.layer.name)

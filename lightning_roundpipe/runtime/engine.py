@@ -16,6 +16,7 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes, partition_within
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import microbatch
+from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.evaluation import Evaluation
 from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, Recorder, bubble_percent
@@ -76,6 +77,7 @@ class Engine:
         self._sums: dict[tuple[int, int], HostGradients] = {}
         self._slot_count = 0
         self._trainable = self._trainable_now()
+        self._belongings: Belongings | None = None
         self.hints = Hints(module, inform)
         self._report: Callable[[], dict[str, Any]] | None = None
         try:
@@ -159,6 +161,12 @@ class Engine:
         for worker in self.workers:
             worker.recorder = self.recorder
             worker.device.reset_peak()
+
+    def belongings(self) -> Belongings:
+        """What user code keeps on modules; learned together with the trace."""
+        if self._belongings is None or self.plan is None:
+            self._belongings = Belongings(self.module, self.layers)
+        return self._belongings
 
     def _adopt(self) -> None:
         for layer in self.layers:

@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.arguments import flatten_call, refuse_caches
+from lightning_roundpipe.runtime.belongings import Kept
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.calls import Call, Forward
 from lightning_roundpipe.runtime.context import Ambient
@@ -78,6 +79,8 @@ class MicrobatchRun:
         self._astray = self.trace.uneven
         """Whether layers were left out, so that pieces of glue cannot be told by their number."""
         self._uses: Counter[int] = Counter()
+        self.kept = Kept(step.belongings) if step.belongings is not None else None
+        self._walking = False
         self._segment = 0
         self._device: Device | None = None
         self._slot: Slot | None = None
@@ -120,8 +123,11 @@ class MicrobatchRun:
                 self._backward_of_loss(loss)
             self.output = detached(output)
             del output, loss
+            if self.kept is not None:
+                self.kept.belongings.settle()
             self._leave_glue()
         self._boundaries.end_forward()
+        self._walking = True
         self._walk_tape()
 
     def _noted(self) -> contextlib.AbstractContextManager[None]:
@@ -138,6 +144,8 @@ class MicrobatchRun:
         """Take the lock, the device that the newest tensors are on, and this segment's random state [2]."""
         self._lock.acquire((self._slot.index if self._slot else -1, self.index))
         self._glue.callback(self._lock.release)
+        if self.kept is not None:
+            self.kept.enter(len(self.trace.calls) if self._walking else self._position - 1, learning=self.learning)
         device = self._device or self._step.engine.devices[0]
         self._glue.enter_context(device.activate())
         seed = derive(*self._step.seed, self.index, -1 - self._segment)
@@ -146,6 +154,8 @@ class MicrobatchRun:
         self._segment += 1
 
     def _leave_glue(self) -> None:
+        if self.kept is not None and not self._walking:
+            self.kept.leave(self._position - 1, learning=self.learning)
         self._glue.close()
 
     # -- layer calls --------------------------------------------------------------------------------------------------
@@ -157,6 +167,7 @@ class MicrobatchRun:
             call, entry, traced = self._prepare(layer, args, kwargs)
             self._leave_glue()
             self._announce()
+            self._position = call.index + 1
             forward, slot = self._run_forward(call, entry, traced)
             self._slot, self._last = slot, f"layer {layer.name!r}"
             self._device = self._step.engine.workers[slot.worker].device
@@ -168,6 +179,8 @@ class MicrobatchRun:
             output, taped = hand_back(call, entry, traced, forward, args, kwargs)
             if entry is not None and taped:
                 self._tape.append(entry)
+            if self.kept is not None and forward.sides:
+                self.kept.belongings.wrote(layer)
             return output
 
     def _refuse(self, layer: HostLayer) -> None:
@@ -191,6 +204,8 @@ class MicrobatchRun:
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         ambient = Ambient.capture(self._step.engine.device_types)
         trainable = layer.trainable()
+        if self.kept is not None and not self.learning:
+            self.kept.belongings.refuse_new(layer, state, trainable)
         can_tape = ambient.grad and (any(requires_grad) or any(trainable))
         taped = can_tape if self.learning else can_tape and traced.taped
         if can_tape:
@@ -224,7 +239,6 @@ class MicrobatchRun:
             return index, traced
         index = self.trace.find(layer, self._position, self.index)
         self._astray |= index != self._position
-        self._position = index + 1
         return index, self.trace.calls[index]
 
     def _new_entry(self, call: Call, traced: TracedCall) -> Entry:
@@ -344,7 +358,7 @@ class MicrobatchRun:
 
     def _hand_over(self, entry: Entry, index: int, grad: Tensor | None, device: Device) -> None:
         """Add to another call's gradient, on the device where that gradient is already."""
-        if grad is not None and entry.grads[index]:
+        if grad is not None and not entry.done and entry.grads[index]:
             there = entry.grads[index][0][1]
             grad, device = self._boundaries.transfer(grad, device, there), there or device
         with device.activate():  # it may be added to another one, in the order of what made both

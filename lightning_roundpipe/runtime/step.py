@@ -57,6 +57,7 @@ class Step:
         self.seed = seed
         self.sizes = sizes
         self.ambient = Ambient.capture(engine.device_types)
+        self.belongings = engine.belongings() if len(sizes) > 1 else None
         self.control = Control(engine.abort_devices)
         self.user_lock = UserLock(self.control)
         self.slots: list[Slot] = []
@@ -92,6 +93,8 @@ class Step:
     def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
         tasks: list[Task[None]] = []
         with shadowed_log(self.engine.module, self._current_log):
+            if self.belongings is not None:
+                self.belongings.begin()
             try:
                 for index, (run, given) in enumerate(zip(self.runs, args, strict=True)):
                     before = self.runs[index - 1].started if index else None
@@ -115,6 +118,8 @@ class Step:
             self.engine.come_to_rest(failed=self.control.failed)
         if self.control.error is not None:
             raise self.control.error
+        if self.belongings is not None and (last := self.runs[-1].kept) is not None:
+            self.belongings.end(last)
 
     @staticmethod
     def _current_log() -> Any:

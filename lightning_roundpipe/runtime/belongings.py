@@ -1,0 +1,219 @@
+"""What user code keeps on modules from one piece of glue to the next, for each microbatch its own.
+
+``self.skip = h`` before a layer and ``h + self.skip`` behind it, a list that gathers hidden states, adapters or
+``requires_grad`` switched off around a reference pass: in plain training all of this lasts for one batch. Microbatches
+take turns within it, so what one has set would be found by another. The first batch shows which attributes change, and
+after which call; from then on they are put back whenever a microbatch goes on.
+
+    at first                        the value that it had when the step began
+    from then on                    the microbatch's own
+    changed in one place only       what the microbatch before left there: counters and sums go on counting
+
+Metrics are left alone: they see one microbatch after another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.attributes import Container, StateDiff, frozen, own_attributes, refill, same
+from lightning_roundpipe.runtime.weights import HostLayer
+
+_ABSENT = object()
+
+
+class Place:
+    """An attribute of a module, or whether a parameter requires grad.
+
+    Attributes:
+        first: the call after which a microbatch first changes it, -1 before all calls; ``last``: after which last.
+        start: its value when the step began; ``latest``: what a microbatch left that has changed it in one place.
+    """
+
+    def __init__(self, owner: nn.Module | nn.Parameter, name: str, position: int) -> None:
+        self._owner = owner
+        self._name = name
+        self.first = self.last = position
+        self.start: Any = _ABSENT
+        self.latest: Any = _ABSENT
+
+    def read(self) -> tuple[Any, Any]:
+        """The value, and a copy of what it holds if it is a list or dict."""
+        if isinstance(self._owner, nn.Parameter):
+            return self._owner.requires_grad, None
+        value = self._owner.__dict__.get(self._name, _ABSENT)
+        return value, frozen(value)
+
+    def write(self, kept: tuple[Any, Any]) -> None:
+        value, contents = kept
+        if isinstance(self._owner, nn.Parameter):
+            if self._owner.requires_grad != value:
+                self._owner.requires_grad_(value)
+            return
+        if isinstance(value, Container) and not same(value, contents):
+            refill(value, contents, nested=False)
+        if value is _ABSENT:
+            self._owner.__dict__.pop(self._name, None)
+        else:
+            self._owner.__dict__[self._name] = value
+
+    @property
+    def chained(self) -> bool:
+        return self.first == self.last
+
+
+class Belongings:
+    """The places of one LightningModule; lives as long as the trace does.
+
+    Args:
+        root: the LightningModule.
+        layers: whose inner modules are compared at each call anyway.
+    """
+
+    def __init__(self, root: nn.Module, layers: Sequence[HostLayer]) -> None:
+        self._modules = [m for m in root.modules() if not isinstance(m, Metric)]
+        self._parameters = list(root.parameters())
+        inside = {id(m) for layer in layers for m in layer.state.modules}
+        self._glue = [m for m in self._modules if id(m) not in inside]
+        self._layers = layers
+        self.places: dict[tuple[int, str], Place] = {}
+        self._before: list[dict[str, Any]] = []
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins."""
+        for place in self.places.values():
+            place.start = place.latest = place.read()
+        self._seen = [list(m.__dict__.values()) for m in self._glue]
+        self._states = [layer.state.current() for layer in self._layers]
+        self._trainable = [layer.trainable() for layer in self._layers]
+
+    def end(self, last: Kept) -> None:
+        """A step ends: what is kept now is what the last microbatch would have left in plain training."""
+        for place in self.places.values():
+            place.write(place.latest if place.chained else last.values.get(place, place.start))
+
+    # -- the first batch ----------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Before a piece of glue."""
+        self._before = self._all()
+
+    def learn(self, position: int) -> None:
+        """After the piece of glue that follows call ``position``."""
+        owners: list[nn.Module | nn.Parameter] = [*self._modules, *self._parameters]
+        for owner, old, new in zip(owners, self._before, self._all(), strict=True):
+            for name in old.keys() | new.keys():
+                if not same(old.get(name, _ABSENT), new.get(name, _ABSENT)):
+                    place = self.places.get((id(owner), name))
+                    if place is None:
+                        place = self.places[id(owner), name] = Place(owner, name, position)
+                        value = old.get(name, _ABSENT)
+                        place.start = place.latest = (_live(owner, name, value), value)
+                    place.first, place.last = min(place.first, position), max(place.last, position)
+        self._before = []
+
+    def _all(self) -> list[dict[str, Any]]:
+        attributes = [{k: frozen(v) for k, v in own_attributes(m).items()} for m in self._modules]
+        return attributes + [{"requires_grad": p.requires_grad} for p in self._parameters]
+
+    # -- later --------------------------------------------------------------------------------------------------------
+
+    def refuse_new(self, layer: HostLayer, state: StateDiff | None, trainable: list[bool]) -> None:
+        """At a call of ``layer``: changes that the first batch did not have may be another microbatch's.
+
+        Raises:
+            RoundPipeError: if there are any.
+        """
+        if trainable != self._trainable[layer.index]:
+            known = self._trainable[layer.index]
+            for master, now, before in zip(layer.masters, trainable, known, strict=True):
+                if now != before and (id(master), "requires_grad") not in self.places:
+                    _refuse("requires_grad of a parameter", layer.name)
+        begun = self._states[layer.index]
+        if state is not begun:
+            for index, module in enumerate(layer.state.modules):
+                old, new = _changed(begun, index), _changed(state, index)
+                for name in old.keys() | new.keys():
+                    if old.get(name, _ABSENT) is not new.get(name, _ABSENT) and not same(old.get(name), new.get(name)):
+                        self._refuse_unless_known(module, name, f"in layer {layer.name!r}")
+        for index, module in enumerate(self._glue):
+            held, seen = module.__dict__, self._seen[index]
+            if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen)):
+                self._check(index, module)
+
+    def _check(self, index: int, module: nn.Module) -> None:
+        seen = self._seen[index]
+        known = {id(value) for value in seen}
+        for name, value in module.__dict__.items():
+            if id(value) not in known:
+                self._refuse_unless_known(module, name, "outside the layers")
+        self._seen[index] = list(module.__dict__.values())
+
+    def _refuse_unless_known(self, module: nn.Module, name: str, where: str) -> None:
+        if (id(module), name) not in self.places:
+            _refuse(f"attribute {name!r} of {type(module).__name__}", where)
+
+    def wrote(self, layer: HostLayer) -> None:
+        """``layer`` itself has set attributes, which is no change by glue."""
+        self._states[layer.index] = layer.state.current()
+
+    def settle(self) -> None:
+        """A microbatch has run its last piece of glue; what it set there, it has set for good."""
+        self._seen = [list(m.__dict__.values()) for m in self._glue]
+
+
+class Kept:
+    """What one microbatch keeps in the places."""
+
+    def __init__(self, belongings: Belongings) -> None:
+        self.belongings = belongings
+        self.values: dict[Place, tuple[Any, Any]] = {}
+
+    def enter(self, position: int, *, learning: bool) -> None:
+        """The microbatch goes on with the glue that follows call ``position``."""
+        for place in self.belongings.places.values():
+            own = self.values.get(place, place.start)
+            counting = place.chained and position == place.first and _unchanged(own, place.start)
+            place.write(place.latest if counting else own)
+        if learning:
+            self.belongings.look()
+
+    def leave(self, position: int, *, learning: bool) -> None:
+        """It calls a layer, or has come to its end."""
+        if learning:
+            self.belongings.learn(position)
+        for place in self.belongings.places.values():
+            self.values[place] = place.read()
+            if place.chained and position == place.first:
+                place.latest = self.values[place]
+
+
+def _unchanged(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
+    return now[0] is before[0] and same(now[1], before[1])
+
+
+def _live(owner: nn.Module | nn.Parameter, name: str, value: Any) -> Any:
+    """The object that ``value`` is a copy of, where it is still there."""
+    now = owner.__dict__.get(name, value) if isinstance(owner, nn.Module) else value
+    return now if isinstance(value, Container) and type(now) is type(value) else value
+
+
+def _changed(state: StateDiff | None, index: int) -> dict[str, Any]:
+    changed, removed = state.changed.get(index, ({}, ())) if state is not None else ({}, ())
+    return {**changed, **dict.fromkeys(removed, _ABSENT)}
+
+
+def _refuse(what: str, where: str) -> None:
+    raise RoundPipeError(
+        f"{what} ({where}) was changed by code between layers, which did not happen in the first batch. Microbatches "
+        "take turns there, so it may be another one's: change it between batches, from the first batch on, or set "
+        "num_microbatches=1."
+    )

@@ -1,0 +1,349 @@
+"""Traps in what is kept on modules: attributes that layers and glue set, flags flipped around calls, hooks, patches."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from accelerate.hooks import ModelHook, add_hook_to_module
+from harness import assert_same, ours, run
+from torch import Tensor, nn
+from traps import Block, Trap, Traps, in_turn
+
+from lightning_roundpipe.config import RoundPipeError
+
+trap = Traps()
+
+
+def keeps(aux: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
+    """A forward that leaves something on its module."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = Block.forward(self, x)
+        self.aux = aux(y)
+        return y
+
+    return forward
+
+
+# --------------------------------------------------------------------------------------------- attributes set by layers
+
+
+@trap("a layer sets a number, and a tensor without grad", forward=keeps(lambda y: (y.shape[1] / 16, y.detach().cos())))
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        h = block(h)
+        h = h * block.aux[0] * block.aux[1]
+    return h * sum(block.aux[1] for block in net.blocks)
+
+
+@trap("a layer sets a tensor that requires grad", forward=keeps(lambda y: y.square().mean(1, keepdim=True)))
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        h = block(h)
+        h = h * (1 + block.aux)
+    return h * (1 + sum(block.aux for block in net.blocks))
+
+
+class Keeping(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, list[Tensor]] = {"penalties": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Block.forward(self, x)
+        self.kept["penalties"] = [y.square().mean(1, keepdim=True)]
+        self.inner.seen = y.detach().tanh()  # type: ignore[assignment]
+        return y
+
+
+@trap("a layer fills a dict of its own", block=Keeping)
+def _(net: Any, h: Tensor) -> Tensor:
+    h = in_turn(net, h)
+    return h * sum(block.kept["penalties"][0] * block.inner.seen for block in net.blocks)
+
+
+def reads_what_it_left(self: Any, x: Tensor) -> Tensor:
+    y = Block.forward(self, x) * (1.0 if self.aux is None else self.aux)
+    self.aux = y.cos()
+    return y
+
+
+@trap("a layer reads what its last call left", forward=reads_what_it_left, calls=6)
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        block.aux = None
+    return net.blocks[0](in_turn(net, h))
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.flag += 1
+    return Block.forward(self, x) / self.flag
+
+
+@trap("a layer counts its calls", forward=counts)
+def _(net: Any, h: Tensor) -> Tensor:
+    return in_turn(net, h) * net.blocks[0].flag
+
+
+# ----------------------------------------------------------------------------------------------- attributes set by glue
+
+
+def reads(self: Any, x: Tensor) -> Tensor:
+    return Block.forward(self, x) * self.flag + (0 if self.aux is None else self.aux)
+
+
+@trap("glue sets tensors on a layer", forward=reads)
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        block.flag = h.detach().cos()
+        block.aux = h.mean(1, keepdim=True)
+        h = block(h)
+    return h
+
+
+@trap("glue keeps tensors on the module around the layers")
+def _(net: Any, h: Tensor) -> Tensor:
+    net.skip, net.all, net.named = h, [], {}
+    for name, block in net.blocks.named_children():
+        h = block(h) + net.skip * 0.5
+        net.all.append(h)
+        net.named[name] = h
+    return h + sum(map(torch.tanh, net.all)) + sum(map(torch.cos, net.named.values()))
+
+
+@trap("flags are flipped around a reference pass", forward=reads, calls=8)
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        block.flag = 0.3
+    with torch.no_grad():
+        reference = in_turn(net, h)
+    for block in net.blocks:
+        block.flag = 1.0
+    return in_turn(net, h) + reference
+
+
+def drops(self: Any, x: Tensor) -> Tensor:
+    return Block.forward(self, x) * (1.0 if self.inner.training else 0.5)
+
+
+@trap("evaluation mode around a pass, and around a call", forward=drops, calls=8)
+def _(net: Any, h: Tensor) -> Tensor:
+    net.eval()
+    target = in_turn(net, h)
+    net.train()
+    net.blocks[1].eval()
+    h = in_turn(net, h)
+    net.blocks[1].train()
+    return h + target
+
+
+@trap("weights frozen around a pass, and around a call", calls=8)
+def _(net: Any, h: Tensor) -> Tensor:
+    net.blocks[1].requires_grad_(False)
+    first = in_turn(net, h)
+    net.blocks[1].requires_grad_(True)
+    net.blocks[2].inner.weight.requires_grad = False
+    h = in_turn(net, h)
+    net.blocks[2].inner.weight.requires_grad = True
+    return first + h
+
+
+def flips_later(kind: str) -> Callable[[Any, Tensor], Tensor]:
+    def body(net: Any, h: Tensor) -> Tensor:
+        h = net.blocks[0](h)
+        net.batches = getattr(net, "batches", 0) + 1
+        if net.batches > 5:
+            if kind == "layer":
+                net.blocks[2].flag = 0.5
+            elif kind == "glue":
+                net.new = h
+            else:
+                net.blocks[2].requires_grad_(False)
+        return net.blocks[2](net.blocks[1](h))
+
+    return body
+
+
+WHERE = {"layer": "'flag' of Block .in layer", "glue": "'new' of Net .outside", "weights": "requires_grad of a param"}
+
+
+@pytest.mark.parametrize("kind", WHERE)
+def test_what_glue_begins_to_change_later_is_refused(kind: str) -> None:
+    traps = Traps()
+    traps(kind, f"{WHERE[kind]}.*did not happen in the first batch", forward=reads)(flips_later(kind))
+    built, error = traps.refused[kind]
+    with pytest.raises(RoundPipeError, match=error):
+        run(ours(num_microbatches=3), traps.build(built), zoo.make_batches("mlp"), devices=2)
+
+
+def test_sums_go_on_over_microbatches_and_stashes_end_as_they_would() -> None:
+    class Summing(zoo.PlainClassifier):
+        seen, last = 0.0, None
+
+        def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+            self.last = None
+            loss = super().training_step(batch, batch_idx)
+            self.last = batch["y"]
+            self.seen += float(batch["y"].sum())
+            return loss
+
+    batches = zoo.make_batches("mlp")
+    module: Any = run(ours(num_microbatches=3), Summing(zoo.MLP()), batches, devices=2).module
+    assert module.seen == sum(float(batch["y"].sum()) for batch in batches)
+    assert torch.equal(module.last, batches[-1]["y"][4:])
+
+
+def test_adapters_switched_off_around_a_reference_pass() -> None:
+    """What preference optimisation does; PEFT flips flags and requires_grad deep inside the layers."""
+
+    class Preference(zoo.CausalLM):
+        def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+            model: Any = self.model
+            with torch.no_grad(), model.disable_adapter():
+                reference = model(**batch).logits
+            output = model(**batch)
+            with model.disable_adapter():
+                again = model(**batch).logits
+            assert torch.equal(reference, again)
+            return output.loss * (1 + (output.logits - reference).square().mean(dim=(1, 2)).sum() * 0), output.logits
+
+    module = Preference(zoo.make_module("llama", lora=True).model)
+    batches = zoo.make_batches("llama", count=2, samples=4)
+    assert_same(run("auto", module, batches), run(ours(num_microbatches=2), module, batches, devices=2))
+
+
+# ----------------------------------------------------------------------------------------------------- hooks on modules
+
+
+def on_each(part: Callable[[Any], nn.Module], hook: Callable[[Any], Any]) -> Callable[..., None]:
+    def arrange(self: Trap, net: Any) -> None:
+        for block in net.blocks:
+            hook(part(block))
+
+    return arrange
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda m: m.register_forward_hook(lambda module, args, output: output * 1.5),
+    "forward pre": lambda m: m.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,)),
+    "backward": lambda m: m.register_full_backward_hook(lambda module, ins, outs: (ins[0] * 2,)),
+    "backward pre": lambda m: m.register_full_backward_pre_hook(lambda module, outs: (outs[0].clamp(-0.01, 0.01),)),
+}
+for kind, hook in HOOKS.items():
+    trap(f"{kind} hooks on layers", arrange=on_each(lambda block: block, hook))(in_turn)
+    trap(f"{kind} hooks inside layers, late", arrange=on_each(lambda block: block.inner, hook), late=True)(in_turn)
+
+
+@trap("hooks inside layers that come and go")
+def _(net: Any, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        handle = block.inner.register_forward_hook(lambda module, args, output: output * 2)
+        h = block(h)
+        handle.remove()
+    return h
+
+
+def uses_its_neighbour(block: Any) -> None:
+    block.inner.register_forward_hook(lambda module, args, output: output * torch.tanh(block.other.weight).sum())
+
+
+trap("hooks that use other parts of the layer", arrange=on_each(lambda block: block, uses_its_neighbour))(in_turn)
+
+collected: list[Tensor] = []
+
+
+@trap(
+    "hooks that collect what is inside",
+    "entered layer .* past its outputs.*Return it from the layer",
+    arrange=on_each(lambda block: block.inner, lambda m: m.register_forward_hook(lambda m, a, o: collected.append(o))),
+)
+def _(net: Any, h: Tensor) -> Tensor:
+    collected.clear()
+    return in_turn(net, h) + sum(map(torch.tanh, collected))
+
+
+# -------------------------------------------------------------------------------------- patched, compiled, parametrized
+
+
+def doubled(self: Any, x: Tensor) -> Tensor:
+    return type(self).forward(self, x).tanh() * 2
+
+
+def patch_method(module: Any) -> None:
+    module.forward = types.MethodType(doubled, module)
+
+
+def patch_closure(module: Any) -> None:
+    old = module.forward
+    module.forward = lambda *args, **kwargs: old(*args, **kwargs).tanh() * 2
+
+
+def patch_like_accelerate(module: Any) -> None:
+    module._old_forward = module.forward
+    module.forward = functools.partial(lambda m, *args: m._old_forward(*args).tanh() * 2, module)
+
+
+class Doubling(ModelHook):
+    def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+        return output.tanh() * 2
+
+
+PATCHES: dict[str, Callable[[Any], Any]] = {
+    "method": patch_method,
+    "closure": patch_closure,
+    "partial": patch_like_accelerate,
+    "accelerate": lambda module: add_hook_to_module(module, Doubling()),
+}
+for kind, patch in PATCHES.items():
+    trap(f"a layer's forward is patched by {kind}", arrange=on_each(lambda block: block, patch), late=True)(in_turn)
+    trap(f"an inner forward is patched by {kind}", arrange=on_each(lambda block: block.inner, patch))(in_turn)
+
+
+def eagerly(module: Any) -> None:
+    module.compile(backend="eager")
+
+
+def wrap_compiled(self: Trap, net: Any) -> None:
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = torch.compile(block, backend="eager")
+
+
+trap("compiled layers", arrange=on_each(lambda block: block, eagerly))(in_turn)
+trap("compiled modules inside layers", arrange=on_each(lambda block: block.inner, eagerly))(in_turn)
+trap("wrapped by torch.compile", arrange=wrap_compiled)(in_turn)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+PARAMETRIZED: dict[str, Callable[[Any], Any]] = {
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "weight norm by hooks": nn.utils.weight_norm,
+    "a parametrization": lambda m: nn.utils.parametrize.register_parametrization(m, "weight", Twice()),
+}
+for kind, change in PARAMETRIZED.items():
+
+    def arrange(self: Trap, net: Any, change: Callable[[Any], Any] = change) -> None:
+        for module in (net.stem, net.blocks[0].inner, net.blocks[2].inner):
+            change(module)
+
+    trap(kind, arrange=arrange)(in_turn)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("name", trap.equal)
+def test_equals_plain(name: str) -> None:
+    trap.check_equal(name)
+
+
+@pytest.mark.parametrize("name", trap.refused)
+def test_refused(name: str) -> None:
+    trap.check_refused(name)
