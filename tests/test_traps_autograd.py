@@ -1,28 +1,19 @@
-"""Traps in autograd and around layers: gradients taken by user code, checkpoints, tensor hooks, weights, modes."""
+"""Traps in autograd: gradients taken by user code, transforms, checkpoints, hooks on tensors and parameters."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import zoo
-from harness import ours, run
+from harness import assert_tensors_same, ours, run
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from traps import Block, Trap, Traps, in_turn
-
-from lightning_roundpipe.config import RoundPipeError
 
 trap = Traps()
 Step = Callable[[Any, zoo.Batch, int], Tensor]
@@ -158,6 +149,67 @@ def _(net: Any, h: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------- hooks on tensors and parameters
 
 
+@trap("hooks on tensors, before and after layers have taken them", calls=7)
+def _(net: Any, h: Tensor) -> Tensor:
+    h.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    y = net.blocks[0](h)
+    z = net.blocks[1](y)
+    y.register_hook(lambda grad: grad.clamp(-0.003, 0.003))
+    y.register_hook(lambda grad: grad * 3)
+    z.register_hook(lambda grad: None)
+    y.register_hook(lambda grad: grad * 100).remove()
+    between = z * 2
+    between.register_hook(lambda grad: grad.clamp(-0.003, 0.003))
+    return net.blocks[2](net.blocks[2](between)) + net.blocks[0](y) * y
+
+
+@trap("a hook on a tensor between layers", "would be called with parts of its gradient.*goes to several layers")
+def _(net: Any, h: Tensor) -> Tensor:
+    y = net.blocks[0](h) * 2
+    y.register_hook(lambda grad: grad.clamp(-0.003, 0.003))
+    return net.blocks[1](y) + net.blocks[2](y)
+
+
+def hooked(self: Trap, net: Any) -> None:
+    net.blocks[0].register_full_backward_hook(lambda module, ins, outs: (ins[0].clamp(-0.003, 0.003),))
+
+
+@trap("a backward hook on a layer whose output is shared", "'model.blocks.0' has backward hooks.*parts", arrange=hooked)
+def _(net: Any, h: Tensor) -> Tensor:
+    y = net.blocks[0](h)
+    return net.blocks[1](y) + net.blocks[2](y)
+
+
+@trap("a hook on a parameter in the step", "register_hook was called on a parameter within training_step")
+def _(net: Any, h: Tensor) -> Tensor:
+    net.blocks[0].inner.weight.register_hook(lambda grad: grad * 2)
+    return in_turn(net, h)
+
+
+def test_gradients_of_layer_outputs_are_kept() -> None:
+    """Whether asked for before or after another layer has taken the output."""
+    kept: list[list[Tensor]] = []
+
+    def body(net: Any, h: Tensor) -> Tensor:
+        h.retain_grad()
+        y = net.blocks[0](h)
+        z = net.blocks[1](y)
+        y.retain_grad()
+        between = z * 2
+        between.retain_grad()
+        kept.append([h, y, between])
+        return net.blocks[2](between) + y
+
+    traps = Traps()
+    traps("kept")(body)
+    built, batches = traps.build(traps.equal["kept"]), zoo.make_batches("mlp", 2)
+    run("auto", built, batches)
+    run(ours(num_microbatches=3, layers=["Block"]), built, batches, devices=2)
+    for plain, parts in ((kept[0], kept[2:5]), (kept[1], kept[5:8])):
+        for i, tensor in enumerate(plain):
+            assert_tensors_same(tensor.grad, torch.cat([part[i].grad for part in parts]))
+
+
 def on_parameters(hook: Callable[[nn.Parameter], Any]) -> Callable[..., None]:
     def arrange(self: Trap, net: Any) -> None:
         for parameter in net.parameters():
@@ -181,186 +233,6 @@ trap(
     "hooks on parameters when gradients are there",
     arrange=on_parameters(lambda p: p.register_post_accumulate_grad_hook(doubles_grad)),
 )(in_turn)
-
-
-# -------------------------------------------------------------------------------------------------------------- weights
-
-
-def with_weights(self: Trap, batch: zoo.Batch, batch_idx: int) -> Tensor:
-    weights = {name: p * 0.5 for name, p in self.model.named_parameters()}
-    return F.cross_entropy(torch.func.functional_call(self.model, weights, (batch["x"],)), batch["y"])
-
-
-OTHER = "'weight' was replaced within the step, as torch.func.functional_call does"
-trap("functional_call of the whole model", OTHER, training_step=with_weights)(in_turn)
-
-
-@trap("a parameter replaced in the step", "'weight' was replaced within the step")
-def _(net: Any, h: Tensor) -> Tensor:
-    net.blocks[0].inner.weight = nn.Parameter(torch.zeros_like(net.blocks[0].inner.weight))
-    return in_turn(net, h)
-
-
-@trap("a module replaced in the step", "a module inside layer 'model.blocks.1' was replaced within the step")
-def _(net: Any, h: Tensor) -> Tensor:
-    h = net.blocks[0](h)
-    net.blocks[1].register_module("inner", None)
-    return net.blocks[1](h)
-
-
-WRITTEN = "parameter 'weight' of layer 'model.blocks.1' was written to within the step.*between steps"
-
-
-@trap("a weight written to in the step", WRITTEN)
-def _(net: Any, h: Tensor) -> Tensor:
-    with torch.no_grad():
-        net.blocks[1].inner.weight.clamp_(-0.1, 0.1)
-    return in_turn(net, h)
-
-
-@trap("a weight swapped in the step", WRITTEN)
-def _(net: Any, h: Tensor) -> Tensor:
-    weight = net.blocks[1].inner.weight
-    weight.data = weight.data * 0.5
-    return in_turn(net, h)
-
-
-def clamps_itself(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        self.inner.weight.clamp_(-0.1, 0.1)
-    return Block.forward(self, x)
-
-
-trap("a layer writes to its weights", "writes to its own parameters while it runs", forward=clamps_itself)(in_turn)
-
-
-def give_a_neighbour(self: Trap, net: Any) -> None:
-    net.blocks[1].aux = [net.blocks[0]]
-
-
-def calls_its_neighbour(self: Any, x: Tensor) -> Tensor:
-    return Block.forward(self, x) + (self.aux[0](x) if self.aux else 0)
-
-
-def reads_its_neighbour(self: Any, x: Tensor) -> Tensor:
-    return Block.forward(self, x) + (self.aux[0].inner.weight.sum() if self.aux else 0)
-
-
-trap(
-    "a layer calls another", "'model.blocks.0' was called by code inside layer 'model.blocks.1'",
-    forward=calls_its_neighbour, arrange=give_a_neighbour,
-)(in_turn)  # fmt: skip
-trap(
-    "a layer reads another's weights", r"'model.blocks.1' uses a parameter of shape \(32, 32\) that is not its own",
-    forward=reads_its_neighbour, arrange=give_a_neighbour,
-)(in_turn)  # fmt: skip
-
-
-def quantise(self: Trap, net: Any) -> None:
-    net.blocks[1].inner.weight = Quantised(net.blocks[1].inner.weight)
-
-
-class Quantised(nn.Parameter):
-    pass
-
-
-trap("parameters that cannot be moved", "type Quantised cannot be moved.*quantised", arrange=quantise)(in_turn)
-
-
-@trap("a copy of a layer made in the step")
-def _(net: Any, h: Tensor) -> Tensor:
-    teacher = copy.deepcopy(net.blocks[0]).requires_grad_(False)
-    teacher.inner.weight.zero_()
-    return in_turn(net, h) + teacher(h)
-
-
-# -------------------------------------------------------------------------------------- modes, flags, and other threads
-
-
-class Doubled(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-for mode in (Doubled, Watching):
-
-    @trap(f"a {mode.__mro__[1].__name__} around layers", f"under the mode {mode.__name__}")
-    def _(net: Any, h: Tensor, mode: Any = mode) -> Tensor:
-        with mode():
-            return in_turn(net, h)
-
-
-@trap("cached parametrizations", r"under torch.nn.utils.parametrize.cached\(\)")
-def _(net: Any, h: Tensor) -> Tensor:
-    with nn.utils.parametrize.cached():
-        return in_turn(net, h)
-
-
-@trap("another default dtype", "called with another default dtype")
-def _(net: Any, h: Tensor) -> Tensor:
-    torch.set_default_dtype(torch.float64)
-    try:
-        return in_turn(net, h)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def call_and_forget(layer: nn.Module, h: Tensor) -> None:
-    with contextlib.suppress(RoundPipeError):
-        layer(h)
-
-
-@pytest.mark.parametrize("swallowed", [False, True])
-def test_layers_called_from_another_thread(swallowed: bool) -> None:
-    """Also if that thread's error is lost: the step must fail, not train without the layer's gradient."""
-
-    def body(net: Any, h: Tensor) -> Tensor:
-        if not swallowed:
-            with ThreadPoolExecutor(1) as pool:
-                return pool.submit(net.blocks[0], h).result()
-        thread = threading.Thread(target=call_and_forget, args=(net.blocks[0], h))
-        thread.start()
-        thread.join()
-        return h
-
-    traps = Traps()
-    traps("thread", "'model.blocks.0' was called from a thread that does not run a step")(body)
-    traps.check_refused("thread")
-
-
-def test_autocast_switched_off_in_part() -> None:
-    """In glue around a layer, and inside a layer: what runs in bfloat16 is the same as in plain training."""
-    seen: set[tuple[str, torch.dtype, torch.dtype]] = set()
-
-    class Partly(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            around = self.other(x).dtype
-            with torch.autocast("cpu", enabled=False):
-                seen.add((self.aux, around, self.other(x.float()).dtype))
-                return Block.forward(self, x.float())
-
-    def arrange(self: Trap, net: Any) -> None:
-        for name, block in net.blocks.named_children():
-            block.aux = name
-
-    def body(net: Any, h: Tensor) -> Tensor:
-        h = net.blocks[0](h)
-        with torch.autocast("cpu", enabled=False):
-            h = net.blocks[1](h.float())
-        return net.blocks[2](h)
-
-    traps = Traps()
-    traps("autocast", block=Partly, arrange=arrange)(body)
-    low, full = torch.bfloat16, torch.float32
-    for strategy in ("auto", ours(num_microbatches=3, layers=["Partly"])):
-        seen.clear()
-        run(strategy, traps.build(traps.equal["autocast"]), zoo.make_batches("mlp", 2), precision="bf16-mixed")
-        assert seen == {("0", low, full), ("1", full, full), ("2", low, full)}
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

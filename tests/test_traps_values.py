@@ -113,6 +113,29 @@ def _(net: Any, h: Tensor) -> Tensor:
     return net.blocks[1](net.head.weight.sum() + g * 1)
 
 
+SHARED = "returned tensors that share memory .* wrote to one of them in place.*clone what the layer returns"
+
+
+def and_a_view_of_it(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = Block.forward(self, x)
+    return y, y[:, :4]
+
+
+@trap("glue writes to an output that shares memory with another", SHARED, forward=and_a_view_of_it)
+def _(net: Any, h: Tensor) -> Tensor:
+    whole, part = net.blocks[0](h)
+    part.mul_(3)
+    return whole * 1
+
+
+@trap("glue writes to an input that an output is a view of", SHARED, forward=lambda self, x: x[:, :4])
+def _(net: Any, h: Tensor) -> Tensor:
+    h = h * 1
+    part = net.blocks[0](h)
+    h.add_(1)
+    return net.blocks[0](h * part.sum())
+
+
 # ------------------------------------------------------------------------------------------------------------ arguments
 
 

@@ -27,19 +27,22 @@ from lightning_roundpipe.runtime.weights import HostLayer
 
 _ABSENT = object()
 
+Spot = tuple[int, int]
+"""A piece of glue, by the call that it follows: number of the layer, and how often it has been called."""
+
 
 class Place:
     """An attribute of a module, or whether a parameter requires grad.
 
     Attributes:
-        first: the call after which a microbatch first changes it, -1 before all calls; ``last``: after which last.
+        spots: the pieces of glue that change it.
         start: its value when the step began; ``latest``: what a microbatch left that has changed it in one place.
     """
 
-    def __init__(self, owner: nn.Module | nn.Parameter, name: str, position: int) -> None:
+    def __init__(self, owner: nn.Module | nn.Parameter, name: str) -> None:
         self._owner = owner
         self._name = name
-        self.first = self.last = position
+        self.spots: set[Spot] = set()
         self.start: Any = _ABSENT
         self.latest: Any = _ABSENT
 
@@ -63,9 +66,9 @@ class Place:
         else:
             self._owner.__dict__[self._name] = value
 
-    @property
-    def chained(self) -> bool:
-        return self.first == self.last
+    def counts_at(self, spot: Spot | None) -> bool:
+        """Whether ``spot`` is the one place that changes it."""
+        return len(self.spots) == 1 and spot in self.spots
 
 
 class Belongings:
@@ -98,7 +101,7 @@ class Belongings:
     def end(self, last: Kept) -> None:
         """A step ends: what is kept now is what the last microbatch would have left in plain training."""
         for place in self.places.values():
-            place.write(place.latest if place.chained else last.values.get(place, place.start))
+            place.write(place.latest if len(place.spots) == 1 else last.values.get(place, place.start))
 
     # -- the first batch ----------------------------------------------------------------------------------------------
 
@@ -106,18 +109,18 @@ class Belongings:
         """Before a piece of glue."""
         self._before = self._all()
 
-    def learn(self, position: int) -> None:
-        """After the piece of glue that follows call ``position``."""
+    def learn(self, spot: Spot) -> None:
+        """After a piece of glue."""
         owners: list[nn.Module | nn.Parameter] = [*self._modules, *self._parameters]
         for owner, old, new in zip(owners, self._before, self._all(), strict=True):
             for name in old.keys() | new.keys():
                 if not same(old.get(name, _ABSENT), new.get(name, _ABSENT)):
                     place = self.places.get((id(owner), name))
                     if place is None:
-                        place = self.places[id(owner), name] = Place(owner, name, position)
+                        place = self.places[id(owner), name] = Place(owner, name)
                         value = old.get(name, _ABSENT)
                         place.start = place.latest = (_live(owner, name, value), value)
-                    place.first, place.last = min(place.first, position), max(place.last, position)
+                    place.spots.add(spot)
         self._before = []
 
     def _all(self) -> list[dict[str, Any]]:
@@ -165,7 +168,7 @@ class Belongings:
         """``layer`` itself has set attributes, which is no change by glue."""
         self._states[layer.index] = layer.state.current()
 
-    def settle(self) -> None:
+    def finished(self) -> None:
         """A microbatch has run its last piece of glue; what it set there, it has set for good."""
         self._seen = [list(m.__dict__.values()) for m in self._glue]
 
@@ -177,22 +180,22 @@ class Kept:
         self.belongings = belongings
         self.values: dict[Place, tuple[Any, Any]] = {}
 
-    def enter(self, position: int, *, learning: bool) -> None:
-        """The microbatch goes on with the glue that follows call ``position``."""
+    def enter(self, spot: Spot | None, *, learning: bool) -> None:
+        """The microbatch goes on with the glue of ``spot``; None when it walks back."""
         for place in self.belongings.places.values():
             own = self.values.get(place, place.start)
-            counting = place.chained and position == place.first and _unchanged(own, place.start)
+            counting = place.counts_at(spot) and _unchanged(own, place.start)
             place.write(place.latest if counting else own)
         if learning:
             self.belongings.look()
 
-    def leave(self, position: int, *, learning: bool) -> None:
+    def leave(self, spot: Spot, *, learning: bool) -> None:
         """It calls a layer, or has come to its end."""
         if learning:
-            self.belongings.learn(position)
+            self.belongings.learn(spot)
         for place in self.belongings.places.values():
             self.values[place] = place.read()
-            if place.chained and position == place.first:
+            if place.counts_at(spot):
                 place.latest = self.values[place]
 
 

@@ -23,6 +23,7 @@ from lightning_roundpipe.runtime.events import Where
 from lightning_roundpipe.runtime.interception import Inside, calling
 from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
 from lightning_roundpipe.runtime.notes import noted
+from lightning_roundpipe.runtime.overlaps import overlapping
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sides import Doors, Key, Sides, named, refuse_new_gradients
 from lightning_roundpipe.runtime.slots import Slot
@@ -78,6 +79,7 @@ class Forward:
 
     Attributes:
         mutated: inputs that the layer wrote to, by position.
+        overlapping: which tensors of the output share memory with others or with inputs, and positions of such inputs.
     """
 
     output: Flat
@@ -87,6 +89,7 @@ class Forward:
     buffers: dict[int, Tensor] = field(default_factory=dict)
     activation_bytes: int = 0
     differs_without_grad: bool = False
+    overlapping: tuple[list[int], list[int]] = ([], [])
 
     def tensors(self) -> list[Tensor]:
         """Of the output, and then the mutated inputs."""
@@ -158,7 +161,8 @@ class Runner:
         buffers.write_back(snapshot, thorough)
         for flat in (ran.output, *ran.sides.values()):
             flat.leaves = self._safe(flat.leaves)
-        result = Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs)
+        shared = overlapping(ran.output.tensors(), ran.given)
+        result = Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs, shared)
         if call.graph and not (call.kept or call.learning):
             result.drop_graph()
         worker.retire(leaves, ran.tensors())

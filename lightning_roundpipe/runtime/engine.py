@@ -77,7 +77,7 @@ class Engine:
         self._sums: dict[tuple[int, int], HostGradients] = {}
         self._slot_count = 0
         self._trainable = self._trainable_now()
-        self._belongings: Belongings | None = None
+        self.belongings = Belongings(module, self.layers)
         self.hints = Hints(module, inform)
         self._report: Callable[[], dict[str, Any]] | None = None
         try:
@@ -162,12 +162,6 @@ class Engine:
             worker.recorder = self.recorder
             worker.device.reset_peak()
 
-    def belongings(self) -> Belongings:
-        """What user code keeps on modules; learned together with the trace."""
-        if self._belongings is None or self.plan is None:
-            self._belongings = Belongings(self.module, self.layers)
-        return self._belongings
-
     def _adopt(self) -> None:
         for layer in self.layers:
             layer.adopt()
@@ -182,6 +176,7 @@ class Engine:
         self.trace, self.recent, self.plan, self.costs = None, None, None, None
         self.in_order = False
         self.probed.clear()
+        self.belongings = Belongings(self.module, self.layers)
         self.randomness = Randomness()
         self._sums.clear()
         for worker in self.workers:

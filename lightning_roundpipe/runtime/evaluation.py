@@ -25,6 +25,7 @@ from lightning_roundpipe.runtime.glue import GlueMode
 from lightning_roundpipe.runtime.handing import hand_back
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.notes import noted
+from lightning_roundpipe.runtime.overlaps import Watched
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.surroundings import Surroundings
 from lightning_roundpipe.runtime.trace import TracedCall
@@ -97,4 +98,4 @@ class Evaluation:
             self._device = worker.device
             self._boundaries.settle()
             worker.post(lambda: worker.close_slot(slot), self._control)
-            return hand_back(call, None, TracedCall(layer, 0), forward, args, kwargs)[0]
+            return hand_back(call, None, TracedCall(layer, 0), forward, args, kwargs, Watched())[0]

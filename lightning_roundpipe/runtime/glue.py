@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.tape import refuse_layers_between
+from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 
 _LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
@@ -79,6 +79,8 @@ class GlueMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__", "requires_grad_"):
             return func(*args, **kwargs)
+        if self._train and name in ("register_hook", "retain_grad"):
+            return _hooked(func, args, kwargs)
         if self._train:
             args, kwargs = self._with_proxies(args, kwargs)
             if func in _COUNTED:
@@ -154,6 +156,20 @@ class GlueMode(TorchFunctionMode):
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
         self.counts.append(float(count))
+
+
+def _hooked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if isinstance(tensor, nn.Parameter):
+        raise RoundPipeError(
+            f"{getattr(func, '__name__', '')} was called on a parameter within training_step, once for each "
+            "microbatch. Do it before training, for example in configure_model or on_fit_start."
+        )
+    if not tensor.requires_grad:
+        return func(*args, **kwargs)
+    if func is Tensor.register_hook:
+        return hook_gradient(tensor, *args[1:], **kwargs)
+    return keep_gradient(tensor)
 
 
 def check_counts(modes: list[GlueMode]) -> None:

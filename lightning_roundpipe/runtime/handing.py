@@ -11,6 +11,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.boundary import HostCopy
 from lightning_roundpipe.runtime.calls import Call, Forward
 from lightning_roundpipe.runtime.collector import hand_over
+from lightning_roundpipe.runtime.overlaps import Watched
 from lightning_roundpipe.runtime.sides import Key, put, refuse_new_gradients
 from lightning_roundpipe.runtime.tape import Entry, boundary
 from lightning_roundpipe.runtime.trace import TracedCall
@@ -29,7 +30,13 @@ def learn(call: Call, traced: TracedCall, forward: Forward, *, taped: bool) -> N
 
 
 def hand_back(
-    call: Call, entry: Entry | None, traced: TracedCall, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    call: Call,
+    entry: Entry | None,
+    traced: TracedCall,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    watched: Watched,
 ) -> tuple[Any, bool]:
     """The layer's output as glue sees it, and whether ``entry`` is to be put on the tape."""
     outputs = forward.tensors()
@@ -59,6 +66,9 @@ def hand_back(
         for position in sorted(forward.mutated):
             # Glue sees, and differentiates through, what the layer wrote into its inputs.
             call.originals[position].copy_(next(rest))
+    outputs_shared, inputs_shared = forward.overlapping
+    shared = [returned[i] for i in outputs_shared] + [call.originals[i] for i in inputs_shared]
+    watched.add(shared, call.layer.name)
     sides: dict[Key, Any] = {}
     for key in (*through, *(k for k in forward.sides if k not in through)):
         flat = forward.sides[key]

@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.arguments import flatten_call, refuse_caches
-from lightning_roundpipe.runtime.belongings import Kept
+from lightning_roundpipe.runtime.belongings import Kept, Spot
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.calls import Call, Forward
 from lightning_roundpipe.runtime.context import Ambient
@@ -37,10 +37,11 @@ from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.logs import LogRecorder
 from lightning_roundpipe.runtime.microbatch import detached, loss_of
 from lightning_roundpipe.runtime.notes import noted
+from lightning_roundpipe.runtime.overlaps import Watched
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.slots import Slot, Slots
 from lightning_roundpipe.runtime.surroundings import Surroundings
-from lightning_roundpipe.runtime.tape import Entry, Sink, driven_backward, source_of
+from lightning_roundpipe.runtime.tape import Entry, Sink, driven_backward, refuse_hooked_module, source_of
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -81,6 +82,7 @@ class MicrobatchRun:
         self._uses: Counter[int] = Counter()
         self.kept = Kept(step.belongings) if step.belongings is not None else None
         self._walking = False
+        self._spot: Spot = (-1, 0)
         self._segment = 0
         self._device: Device | None = None
         self._slot: Slot | None = None
@@ -88,6 +90,7 @@ class MicrobatchRun:
         self._phase = "forward"
         self._announced = False
         self._surroundings: Surroundings | None = None
+        self._watched = Watched()
         self._glue = contextlib.ExitStack()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -116,6 +119,7 @@ class MicrobatchRun:
             self._surroundings = Surroundings()
             with self._noted():
                 output = function(*args)
+                self._watched.check()
                 loss = loss_of(output)
             self._announce()
             if loss is not None:
@@ -124,7 +128,7 @@ class MicrobatchRun:
             self.output = detached(output)
             del output, loss
             if self.kept is not None:
-                self.kept.belongings.settle()
+                self.kept.belongings.finished()
             self._leave_glue()
         self._boundaries.end_forward()
         self._walking = True
@@ -145,7 +149,7 @@ class MicrobatchRun:
         self._lock.acquire((self._slot.index if self._slot else -1, self.index))
         self._glue.callback(self._lock.release)
         if self.kept is not None:
-            self.kept.enter(len(self.trace.calls) if self._walking else self._position - 1, learning=self.learning)
+            self.kept.enter(None if self._walking else self._spot, learning=self.learning)
         device = self._device or self._step.engine.devices[0]
         self._glue.enter_context(device.activate())
         seed = derive(*self._step.seed, self.index, -1 - self._segment)
@@ -155,7 +159,7 @@ class MicrobatchRun:
 
     def _leave_glue(self) -> None:
         if self.kept is not None and not self._walking:
-            self.kept.leave(self._position - 1, learning=self.learning)
+            self.kept.leave(self._spot, learning=self.learning)
         self._glue.close()
 
     # -- layer calls --------------------------------------------------------------------------------------------------
@@ -167,7 +171,7 @@ class MicrobatchRun:
             call, entry, traced = self._prepare(layer, args, kwargs)
             self._leave_glue()
             self._announce()
-            self._position = call.index + 1
+            self._spot = (layer.index, self._uses[layer.index])
             forward, slot = self._run_forward(call, entry, traced)
             self._slot, self._last = slot, f"layer {layer.name!r}"
             self._device = self._step.engine.workers[slot.worker].device
@@ -176,7 +180,7 @@ class MicrobatchRun:
             self._enter_glue()
             if self.learning:
                 learn(call, traced, forward, taped=entry is not None)
-            output, taped = hand_back(call, entry, traced, forward, args, kwargs)
+            output, taped = hand_back(call, entry, traced, forward, args, kwargs, self._watched)
             if entry is not None and taped:
                 self._tape.append(entry)
             if self.kept is not None and forward.sides:
@@ -193,6 +197,7 @@ class MicrobatchRun:
         assert self._surroundings is not None
         self._surroundings.refuse(layer.name)
         layer.check()
+        self._watched.check()
 
     def _prepare(
         self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -239,6 +244,7 @@ class MicrobatchRun:
             return index, traced
         index = self.trace.find(layer, self._position, self.index)
         self._astray |= index != self._position
+        self._position = index + 1
         return index, self.trace.calls[index]
 
     def _new_entry(self, call: Call, traced: TracedCall) -> Entry:
@@ -342,6 +348,10 @@ class MicrobatchRun:
                 continue
             traced = self.trace.calls[entry.call]
             self._check_inputs(entry, traced)
+            refuse_hooked_module(entry)
+            if entry.hooks:
+                with self._glue_again(entry.home):
+                    entry.run_hooks(self._boundaries.transfer)
             if not self._slots.holds(entry.call):
                 entry.graph = None
             slot = self._slots.backward(self.index, entry.call, entry.layer, engine.sums_of(traced))
@@ -364,6 +374,20 @@ class MicrobatchRun:
         with device.activate():  # it may be added to another one, in the order of what made both
             entry.add_grad(index, grad, device)
 
+    @contextlib.contextmanager
+    def _glue_again(self, device: Device | None) -> Iterator[None]:
+        """User code runs once more, when the microbatch walks back."""
+        with (
+            self._step.ambient.entered(),
+            noted(f"glue in front of {self._last}", "backward", self.index, self._slot, device),
+        ):
+            self._device = device
+            self._enter_glue()
+            try:
+                yield
+            finally:
+                self._leave_glue()
+
     def _hand_on(self, entry: Entry, grads: list[Tensor | None], device: Device) -> None:
         pushed: list[Tensor | None] = []
         for grad, target, wanted in zip(grads, entry.targets, entry.tensor_flags, strict=True):
@@ -372,13 +396,5 @@ class MicrobatchRun:
             elif wanted:
                 pushed.append(None if grad is None else self._boundaries.transfer(grad, device, entry.input_home))
         if entry.sink is not None and any(g is not None for g in pushed):
-            with (
-                self._step.ambient.entered(),
-                noted(f"glue in front of {self._last}", "backward", self.index, self._slot, device),
-            ):
-                self._device = entry.input_home
-                self._enter_glue()
-                try:
-                    entry.sink.push(pushed)
-                finally:
-                    self._leave_glue()
+            with self._glue_again(entry.input_home):
+                entry.sink.push(pushed)

@@ -57,7 +57,7 @@ class Step:
         self.seed = seed
         self.sizes = sizes
         self.ambient = Ambient.capture(engine.device_types)
-        self.belongings = engine.belongings() if len(sizes) > 1 else None
+        self.belongings = engine.belongings if len(sizes) > 1 and not engine.in_order else None
         self.control = Control(engine.abort_devices)
         self.user_lock = UserLock(self.control)
         self.slots: list[Slot] = []

@@ -20,14 +20,17 @@ thread, and with it the step. So each call is a node of our own between two piec
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.config import RoundPipeError
 
@@ -79,6 +82,8 @@ class Entry:
         graph: the kept graph of a fused call, as (inlet, outputs).
         trainable: per parameter of the layer, whether it required grad at the call.
         sides: how many tensors left by which side door; they are the last outputs.
+        hooks: by output, what user code wants to be called with its gradient.
+        arrivals: how often glue has brought gradients.
         done: whether its gradients have been handed on.
     """
 
@@ -104,6 +109,8 @@ class Entry:
     graph: tuple[Inlet, list[Tensor]] | None = None
     trainable: list[bool] = field(default_factory=list)
     sides: dict[Key, int] = field(default_factory=dict)
+    hooks: dict[int, dict[int, Callable[[Tensor], Tensor | None]]] = field(default_factory=dict)
+    arrivals: int = 0
     done: bool = False
 
     def add_grad(self, index: int, grad: Tensor | None, device: Device | None) -> None:
@@ -123,6 +130,18 @@ class Entry:
             parts[0] = (parts[0][0] + grad, device)
         else:
             parts.append((grad, device))
+
+    def run_hooks(self, transfer: Callable[[Tensor, Device | None, Device | None], Tensor]) -> None:
+        """Call user code's hooks with the whole gradients; ``transfer`` is that of the microbatch's boundaries."""
+        for index, hooks in self.hooks.items():
+            parts = [transfer(grad, device, self.home) for grad, device in self.grads[index]]
+            if not parts:
+                continue
+            total = functools.reduce(torch.add, parts)
+            for hook in list(hooks.values()):
+                changed = hook(total)
+                total = total if changed is None else changed
+            self.grads[index] = [(total, self.home)]
 
     def overwritten(self) -> set[int]:
         """Positions of arguments that have been written to since the call."""
@@ -151,6 +170,7 @@ class _BoundaryFunction(torch.autograd.Function):
         entry: Entry = ctx.entry
         if not driven_backward.depth:
             _refuse(entry)
+        entry.arrivals += 1
         for index, grad in enumerate(grads):
             entry.add_grad(index, grad, entry.home)
         return None, None, None, None
@@ -205,6 +225,57 @@ def source_of(tensor: Tensor) -> tuple[Entry, int] | None:
     if entry is None or tensor._backward_hooks or tensor.retains_grad:
         return None
     return entry, tensor.output_nr
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """What ``tensor.register_hook(hook)`` does in glue.
+
+    A gradient may come in parts, one for each layer that ``tensor`` goes to. A hook must see their sum: on a layer's
+    output it waits for the call's turn; anywhere else a second part is refused.
+    """
+    entry, index = getattr(tensor.grad_fn, "entry", None), tensor.output_nr
+    if entry is not None:
+        hooks = entry.hooks.setdefault(index, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+    calls = 0
+
+    def once(grad: Tensor) -> Tensor | None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise RoundPipeError(
+                "a hook on a tensor between layers would be called with parts of its gradient, because the tensor "
+                "goes to several layers. Put the hook on what a layer returns, or inside a layer."
+            )
+        return hook(grad)
+
+    return tensor.register_hook(once)  # type: ignore[no-untyped-call]
+
+
+def keep_gradient(tensor: Tensor) -> None:
+    """What ``tensor.retain_grad()`` does in glue."""
+    alive = weakref.ref(tensor)
+
+    def keep(grad: Tensor) -> None:
+        if (kept := alive()) is not None:
+            kept.grad = grad.detach().clone()
+
+    if getattr(tensor.grad_fn, "entry", None) is not None:
+        hook_gradient(tensor, keep)
+    else:
+        tensor.retain_grad()
+
+
+def refuse_hooked_module(entry: Entry) -> None:
+    """Backward hooks on a layer itself run in glue, where its gradient may come in parts."""
+    module = entry.layer.module
+    if entry.arrivals > 1 and (module._backward_hooks or module._backward_pre_hooks):
+        raise RoundPipeError(
+            f"layer {entry.layer.name!r} has backward hooks, which would be called with parts of its gradient, because "
+            "what it returns goes to several layers. Put them on a module inside it."
+        )
 
 
 class _SinkFunction(torch.autograd.Function):
