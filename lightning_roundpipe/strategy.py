@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,11 +26,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.engine import Engine
+from lightning_roundpipe.runtime.interrupts import held
 
 _CPU = torch.device("cpu")
 
@@ -162,6 +165,22 @@ class RoundPipeStrategy(ParallelStrategy):
         # Lightning picks the plugin by the strategy's type, from a fixed list; whatever it picked becomes ours.
         self._precision_plugin = None if precision_plugin is None else RoundPipePrecision.of(precision_plugin)
 
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
     # -- setup and teardown -------------------------------------------------------------------------------------------
 
     @override
@@ -175,7 +194,8 @@ class RoundPipeStrategy(ParallelStrategy):
         assert module is not None
         self._refuse_unsupported(module, trainer)
         self.model = module
-        self._start_engine(module)
+        with held():
+            self._start_engine(module)
         # The base class would move the optimizer's state to the first device here; it belongs to the masters.
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -242,6 +262,7 @@ class RoundPipeStrategy(ParallelStrategy):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    @held()
     def _stop_engine(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:

@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"devices", "planning", "model"},
     {"runtime"},
-    {"precision"},
+    {"precision", "checkpoint_io"},
     {"strategy"},
     {"callbacks", "timeline", "tasks", "data", "sweep"},
     {"train"},

@@ -22,7 +22,7 @@ from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.events import Where
 from lightning_roundpipe.runtime.interception import Inside, calling
 from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
-from lightning_roundpipe.runtime.notes import noted
+from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import overlapping
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sides import Doors, Key, Sides, named, refuse_new_gradients
@@ -327,7 +327,7 @@ class Runner:
         with device.hold([t for t in leaves if isinstance(t, Tensor)], "inputs of the running call"):
             # A layer that writes to its inputs must not write to what other calls share.
             private = [t.clone() if i in entry.mutates and isinstance(t, Tensor) else t for i, t in enumerate(leaves)]
-            with noted(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device):
+            with noted(lambda: Place(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device)):
                 ran = self._run(slot, call, private, "recompute")
         buffers.discard()
         assert ran.inlet is not None

@@ -18,16 +18,16 @@ from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import microbatch
 from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.calls import Runner
+from lightning_roundpipe.runtime.crew import Crew
 from lightning_roundpipe.runtime.evaluation import Evaluation
 from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, Recorder, bubble_percent
 from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, intercepted, without_caches
+from lightning_roundpipe.runtime.interrupts import allowed, held
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.step import Step
-from lightning_roundpipe.runtime.threads import TaskThread
 from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
 from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
-from lightning_roundpipe.runtime.worker import Worker
 
 
 class Engine:
@@ -47,15 +47,17 @@ class Engine:
         self.devices = devices
         self.options = options
         owned: set[int] = set()
-        self.layers = [
-            HostLayer(i, name, layer, devices[0], owned)
-            for i, (name, layer) in enumerate(find_layers(module, options.layers).items())
-        ]
+        with allowed():  # copies all weights, and there is no thread yet
+            self.layers = [
+                HostLayer(i, name, layer, devices[0], owned)
+                for i, (name, layer) in enumerate(find_layers(module, options.layers).items())
+            ]
         self.master_ids = {id(p) for p in module.parameters()}
         types = {d.torch_device.type for d in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)
-        self.workers = [Worker(d) for d in devices]
+        self.crew = Crew(devices, options.watchdog_timeout)
+        self.workers = self.crew.workers
         self.recorder = Recorder()
         self.randomness = Randomness()
         self.runners = [Runner(w, lambda: self.randomness) for w in self.workers]
@@ -64,7 +66,6 @@ class Engine:
         """What the last batch of one microbatch called, as a guess at what the next one will."""
         self.plan: Plan | None = None
         self.costs: Costs | None = None
-        self.broken = False
         self.plans = False
         """Whether the running step is one that a plan will be made from."""
         self.in_order = False
@@ -73,7 +74,6 @@ class Engine:
         """Calls, by layer and use, of which it is known whether they compute other bits without grad."""
         self.weights_uploaded = 0
         self._interceptors = [Interceptor(layer) for layer in self.layers]
-        self._threads: list[TaskThread] = []
         self._sums: dict[tuple[int, int], HostGradients] = {}
         self._slot_count = 0
         self._trainable = self._trainable_now()
@@ -88,6 +88,7 @@ class Engine:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
+    @held()
     def train_batch(
         self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]
     ) -> Any:
@@ -114,6 +115,9 @@ class Engine:
             random_state.park()
             try:
                 self._run(step, function, args)
+            except BaseException:
+                self._sums.clear()  # half a step is in them, or will never arrive
+                raise
             finally:
                 random_state.restore()
         output = step.finish()
@@ -126,8 +130,10 @@ class Engine:
         step.let_go()
         return output
 
+    @held()
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
+        self._refuse_broken()
         self._adopt()
         recorder, self.recorder = self.recorder, Recorder()
         for worker in self.workers:
@@ -135,6 +141,9 @@ class Engine:
         try:
             with intercepted(self._interceptors):
                 return Evaluation(self).run(function, args, kwargs)
+        except BaseException:
+            self._sums.clear()  # what was on its way to them will not arrive
+            raise
         finally:
             self.weights_uploaded += sum(self.recorder.nbytes(("upload_weights",), len(self.workers)))
             self.recorder = recorder
@@ -148,10 +157,7 @@ class Engine:
             step.run_one_by_one(function, args)
 
     def _begin(self) -> None:
-        if self.broken:
-            raise RoundPipeError(
-                "a thread of an earlier step never came back, so this strategy cannot go on: build a new Trainer."
-            )
+        self._refuse_broken()
         if (now := self._trainable_now()) != self._trainable:
             self._trainable = now
             self._forget_plan()
@@ -161,6 +167,13 @@ class Engine:
         for worker in self.workers:
             worker.recorder = self.recorder
             worker.device.reset_peak()
+
+    def _refuse_broken(self) -> None:
+        if self.crew.broken:
+            raise RoundPipeError(
+                "a thread of an earlier step never came back, so this engine cannot go on: call the Trainer's fit() "
+                "again, or better start a new process, because the thread may still hold what others need."
+            )
 
     def _adopt(self) -> None:
         for layer in self.layers:
@@ -312,30 +325,6 @@ class Engine:
             return None
         return newest if newest in there else there[0]
 
-    def thread(self, index: int) -> TaskThread:
-        while len(self._threads) <= index:
-            self._threads.append(TaskThread(f"roundpipe-microbatch{len(self._threads)}"))
-        return self._threads[index]
-
-    def abort_devices(self) -> None:
-        for device in self.devices:
-            device.abort()
-
-    def come_to_rest(self, *, failed: bool) -> None:
-        """After a step: nothing is running. After a failure, devices and workers start afresh.
-
-        The caller looks at outputs from a stream of its own, which knows nothing of ours; so all is computed by then.
-        """
-        if not failed:
-            for device in self.devices:
-                device.compute.synchronize()
-            return
-        self._sums.clear()
-        for device in self.devices:
-            device.reset()
-        for worker in self.workers:
-            worker.abandon()
-
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def _finish_report(self, step: Step, seconds: float) -> None:
@@ -382,16 +371,5 @@ class Engine:
         return self._report() if self._report is not None else {}
 
     def close(self) -> None:
-        """Stop all threads and give everything on the devices back.
-
-        If a thread is stuck in user code there is nobody to stop it: it is left to end with the process.
-        """
-        if self.broken:
-            return
-        for worker in self.workers:
-            worker.close()
-        for thread in self._threads:
-            thread.close()
-        self._threads.clear()
-        for device in self.devices:
-            device.close()
+        """Stop all threads and give everything on the devices back."""
+        self.crew.close()

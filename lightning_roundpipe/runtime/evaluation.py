@@ -20,11 +20,12 @@ from lightning_roundpipe.runtime.arguments import flatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries
 from lightning_roundpipe.runtime.calls import Call
 from lightning_roundpipe.runtime.context import Ambient
-from lightning_roundpipe.runtime.control import Control
+from lightning_roundpipe.runtime.crew import WatchedControl
 from lightning_roundpipe.runtime.glue import GlueMode
 from lightning_roundpipe.runtime.handing import hand_back
 from lightning_roundpipe.runtime.interception import calling
-from lightning_roundpipe.runtime.notes import noted
+from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import Watched
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.surroundings import Surroundings
@@ -40,7 +41,7 @@ class Evaluation:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._control = Control(engine.abort_devices)
+        self._control = WatchedControl(engine.crew)
         self._boundaries = Boundaries(-1, engine.recorder)
         self._device: Device | None = None
         self._glue = contextlib.ExitStack()
@@ -53,24 +54,26 @@ class Evaluation:
         follow = GlueMode(set(), train=False, accelerator=self._engine.accelerator)
         # Where host and device are the same there is nothing to follow, and user code keeps its speed.
         mode = follow if self._engine.accelerator else contextlib.nullcontext()
-        failed = True
+        output: Any = None
         try:
-            with calling(self), mode, self._glue, noted("glue", "evaluation", 0, None, None):
+            with calling(self), mode, self._glue, noted(self._place), allowed():
                 self._glue.enter_context(self._engine.devices[0].activate())
                 self._surroundings = Surroundings()
                 output = function(*args, **kwargs)
-            failed = False
-        finally:
-            if failed:
-                self._control.fail(RuntimeError("evaluation failed"))
-            for worker in self._engine.workers:
-                worker.drain()
-            self._engine.come_to_rest(failed=failed)
+        except BaseException as error:
+            self._control.fail(error)
+        crew = self._engine.crew
+        crew.rest(self._control, given_up=self._control.given_up)
+        if self._control.error is not None:
+            raise self._control.error
         return output
+
+    def _place(self) -> Place:
+        return Place("glue", "evaluation", 0, self._slot, self._device)
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the intercepted layer does instead of running."""
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), allowed(False):
             engine = self._engine
             layer.check()
             self._surroundings.refuse(layer.name)
@@ -87,7 +90,7 @@ class Evaluation:
             )  # fmt: skip
             self._calls += 1
             slot = Slot(engine.next_slot(), worker.index, 0, "forward", range(0), [layer], {}, [0])
-            with noted(f"layer {layer.name!r}", "evaluation", 0, slot, worker.device):
+            with noted(lambda: Place(f"layer {layer.name!r}", "evaluation", 0, slot, worker.device)):
                 worker.run(lambda: worker.open(slot, None, self._control), self._control)
                 forward = worker.run(
                     lambda: engine.runners[worker.index].forward(slot, call, self._boundaries), self._control
@@ -95,7 +98,7 @@ class Evaluation:
             # Glue goes on in the stream that made the newest tensors.
             self._glue.close()
             self._glue.enter_context(worker.device.activate())
-            self._device = worker.device
+            self._device, self._slot = worker.device, slot
             self._boundaries.settle()
             worker.post(lambda: worker.close_slot(slot), self._control)
             return hand_back(call, None, TracedCall(layer, 0), forward, args, kwargs, Watched())[0]

@@ -60,24 +60,28 @@ class Recorder:
 
         Waits for those that are not over: gradients may be on their way until somebody asks for them.
         """
-        for _, _, _, end, _, _, _ in self._items:
-            if not end.done():
-                end.wait()
-        rows: list[dict[str, Any]] = [
-            {
-                "kind": kind,
-                "phase": where.phase,
-                "worker": worker,
-                "slot": where.slot,
-                "call": where.call,
-                "layer": where.layer,
-                "microbatch": microbatch,
-                "nbytes": nbytes,
-                "start_s": start.time(),
-                "end_s": end.time(),
-            }
-            for kind, worker, start, end, microbatch, nbytes, where in self._items
-        ]
+        rows: list[dict[str, Any]] = []
+        for kind, worker, start, end, microbatch, nbytes, where in self._items:
+            try:
+                if not end.done():
+                    end.wait()
+                times = start.time(), end.time()
+            except RuntimeError:  # a later step failed, and this was dropped before it was over
+                continue
+            rows.append(
+                {
+                    "kind": kind,
+                    "phase": where.phase,
+                    "worker": worker,
+                    "slot": where.slot,
+                    "call": where.call,
+                    "layer": where.layer,
+                    "microbatch": microbatch,
+                    "nbytes": nbytes,
+                    "start_s": times[0],
+                    "end_s": times[1],
+                }
+            )
         origin = min((r["start_s"] for r in rows), default=0.0)
         for row in rows:
             row["start_s"] -= origin

@@ -3,26 +3,64 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.errors import DeviceOutOfMemory, sizeof
+from lightning_roundpipe.runtime.control import Aborted
 from lightning_roundpipe.runtime.slots import Slot
 
 _MARK = "roundpipe: "
 
 
-def describe(what: str, phase: str, microbatch: int, slot: Slot | None, device: Device | None) -> str:
-    where = f"slot {slot.index} ({slot.phase})" if slot else "slot none yet"
-    on = f"device {device.torch_device} (worker {device.index})" if device else "device none (host)"
-    return f"{_MARK}{what}, phase {phase}, microbatch {microbatch}, {where}, {on}"
+class Place(NamedTuple):
+    """Somewhere in a step. ``what`` is a layer, or glue after or in front of one."""
+
+    what: str
+    phase: str
+    microbatch: int
+    slot: Slot | None
+    device: Device | None
+
+    def __str__(self) -> str:
+        where = f"slot {self.slot.index} ({self.slot.phase})" if self.slot else "slot none yet"
+        return f"{self.what}, phase {self.phase}, microbatch {self.microbatch}, {where}, {_named(self.device)}"
 
 
 @contextlib.contextmanager
-def noted(what: str, phase: str, microbatch: int, slot: Slot | None, device: Device | None) -> Iterator[None]:
-    """Add a note to an exception that passes, unless one closer to it has."""
+def noted(place: Callable[[], Place]) -> Iterator[None]:
+    """Add a note to an exception that passes, unless one closer to it has. ``place`` is asked for when there is one."""
     try:
         yield
-    except Exception as error:
-        if not any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
-            error.add_note(describe(what, phase, microbatch, slot, device))
+    except Aborted:
         raise
+    except BaseException as error:
+        add_note(error, place())
+        raise
+
+
+def add_note(error: BaseException, place: Place) -> None:
+    if any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
+        return
+    error.add_note(f"{_MARK}{place}")
+    # A device that counts for itself has said the same already.
+    if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DeviceOutOfMemory) and place.device:
+        resident = place.device.resident_by_purpose()
+        held = ", ".join(f"{name} {sizeof(n)}" for name, n in sorted(resident.items(), key=lambda kv: -kv[1]))
+        error.add_note(
+            f"{_MARK}{_named(place.device)} held {held or 'nothing'}. Set a smaller microbatch_size (or more "
+            "num_microbatches), or a smaller memory_budget, so that stages get smaller."
+        )
+
+
+def add_waiting_note(error: BaseException, slots: Sequence[Slot]) -> None:
+    """For an exception of the main thread, which only waits: what others were doing. ``slots`` are the open ones."""
+    doing = "; ".join(f"slot {s.index} ({s.phase}) on worker {s.worker}" for s in slots) or "none"
+    error.add_note(f"{_MARK}raised while the main thread waited for a training step; open slots: {doing}")
+
+
+def _named(device: Device | None) -> str:
+    return f"device {device.torch_device} (worker {device.index})" if device else "device none (host)"

@@ -36,7 +36,7 @@ from lightning_roundpipe.runtime.handing import hand_back, learn
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.logs import LogRecorder
 from lightning_roundpipe.runtime.microbatch import detached, loss_of
-from lightning_roundpipe.runtime.notes import noted
+from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import Watched
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.slots import Slot, Slots
@@ -135,7 +135,7 @@ class MicrobatchRun:
         self._walk_tape()
 
     def _noted(self) -> contextlib.AbstractContextManager[None]:
-        return noted(f"glue after {self._last}", self._phase, self.index, self._slot, self._device)
+        return noted(lambda: Place(f"glue after {self._last}", self._phase, self.index, self._slot, self._device))
 
     def _announce(self) -> None:
         if not self._announced:
@@ -287,7 +287,7 @@ class MicrobatchRun:
             entry.home = worker.device
             self._watch_inputs(call, entry, traced, tensors)
         runner = self._step.engine.runners[slot.worker]
-        with noted(f"layer {call.layer.name!r}", "forward", self.index, slot, worker.device):
+        with noted(lambda: Place(f"layer {call.layer.name!r}", "forward", self.index, slot, worker.device)):
             return worker.run(lambda: runner.forward(slot, call, self._boundaries), self._control), slot
 
     def _watch_inputs(self, call: Call, entry: Entry, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
@@ -358,7 +358,8 @@ class MicrobatchRun:
             self._foresight.backward(self.index, self._tape, self.trace)
             worker, runner = engine.workers[slot.worker], engine.runners[slot.worker]
             task = functools.partial(runner.backward, slot, entry, self._boundaries)
-            with noted(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device):
+            place = Place(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)
+            with noted(lambda place=place: place):  # type: ignore[misc]
                 grads = worker.run(task, self._control)
             self._slot = slot
             self._last = f"layer {entry.layer.name!r}"
@@ -379,7 +380,7 @@ class MicrobatchRun:
         """User code runs once more, when the microbatch walks back."""
         with (
             self._step.ambient.entered(),
-            noted(f"glue in front of {self._last}", "backward", self.index, self._slot, device),
+            noted(lambda: Place(f"glue in front of {self._last}", "backward", self.index, self._slot, device)),
         ):
             self._device = device
             self._enter_glue()

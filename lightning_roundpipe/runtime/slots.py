@@ -65,7 +65,7 @@ class Slot:
         self.arena: int | None = None
         self.uploaded: dict[int, Event] = {}
         self.opened = False
-        self._closed = False
+        self.closed = False
         self._successor: Waiter | None = None
         self._position = 0
         self._left: set[int] = set()
@@ -102,7 +102,7 @@ class Slot:
     def close(self) -> None:
         """Let the same stage of the next round open."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             if self._successor is not None:
                 self._successor.wake()
 
@@ -113,7 +113,7 @@ class Slot:
 
     def _wait_closed(self, control: Control) -> None:
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
             waiter = self._successor = Waiter()
         control.wait(waiter)

@@ -9,10 +9,7 @@ The first error anywhere fails the step: everybody leaves, the devices come to r
 
 from __future__ import annotations
 
-import faulthandler
-import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,6 +24,7 @@ from lightning_roundpipe.runtime.glue import check_counts
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.logs import issue, shadowed_log
 from lightning_roundpipe.runtime.microbatch import merge, weighted_mean
+from lightning_roundpipe.runtime.notes import add_waiting_note
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.slots import PlannedSlots, Slot, SlotsOnArrival
 from lightning_roundpipe.runtime.threads import Task
@@ -37,9 +35,6 @@ if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
     from lightning_roundpipe.runtime.interception import CallContext
     from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
-
-STUCK_GRACE = 5.0
-"""Seconds that threads get to leave after a failure before they are left behind."""
 
 
 class Step:
@@ -58,7 +53,7 @@ class Step:
         self.sizes = sizes
         self.ambient = Ambient.capture(engine.device_types)
         self.belongings = engine.belongings if len(sizes) > 1 and not engine.in_order else None
-        self.control = Control(engine.abort_devices)
+        self.control = Control(engine.crew.abort)
         self.user_lock = UserLock(self.control)
         self.slots: list[Slot] = []
         self._given = weights
@@ -92,30 +87,28 @@ class Step:
 
     def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
         tasks: list[Task[None]] = []
+        crew, given_up = self.engine.crew, False
         with shadowed_log(self.engine.module, self._current_log):
             if self.belongings is not None:
                 self.belongings.begin()
             try:
                 for index, (run, given) in enumerate(zip(self.runs, args, strict=True)):
                     before = self.runs[index - 1].started if index else None
-                    thread = self.engine.thread(index if together else 0)
+                    thread = crew.thread(index if together else 0)
                     tasks.append(thread.submit(lambda r=run, g=given, b=before: r.run(function, g, b)))  # type: ignore[misc]
                     if not together:
-                        self._watch(tasks[-1].waiter)
+                        crew.wait(tasks[-1].waiter, self.control)
                         if self.control.failed:
                             break
                 for task in tasks if together else ():
-                    self._watch(task.waiter)
+                    crew.wait(task.waiter, self.control)
                 if together:  # slots that nobody needed may be on their way still
-                    self._watch(self._all_closed, unless_failed=True)
-            except BaseException as error:  # a KeyboardInterrupt, most likely
+                    crew.wait(self._all_closed, self.control, unless_failed=True)
+            except BaseException as error:  # a KeyboardInterrupt, most likely, or the watchdog
+                add_waiting_note(error, [s for s in self.slots if s.opened and not s.closed])
                 self.control.fail(error)
-                self._leave(tasks)
-            for worker in self.engine.workers:
-                if not worker.drain(STUCK_GRACE if self.control.failed else None):
-                    self.engine.broken = True
-        if not self.engine.broken:
-            self.engine.come_to_rest(failed=self.control.failed)
+                given_up = True
+            crew.rest(self.control, tasks, given_up=given_up)
         if self.control.error is not None:
             raise self.control.error
         if self.belongings is not None and (last := self.runs[-1].kept) is not None:
@@ -132,24 +125,6 @@ class Step:
                 "training_step itself."
             )
         return context.logs
-
-    def _watch(self, waiter: Waiter, *, unless_failed: bool = False) -> None:
-        """Wait for ``waiter``; fail the step if nothing at all happens for the watchdog's time."""
-        limit = self.engine.options.watchdog_timeout
-        seen, since = self.control.progress, time.monotonic()
-        while not (unless_failed and self.control.failed) and not waiter.wait_for(min(1.0, limit)):
-            if self.control.progress != seen:
-                seen, since = self.control.progress, time.monotonic()
-            elif time.monotonic() - since > limit:
-                raise TimeoutError(
-                    f"nothing happened for watchdog_timeout={limit:g} seconds. Raise it if a layer really takes that "
-                    f"long. All threads:\n{_stacks()}"
-                )
-
-    def _leave(self, tasks: list[Task[None]]) -> None:
-        for task in tasks:
-            if not task.finished and not task.waiter.wait_for(STUCK_GRACE):
-                self.engine.broken = True
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -299,10 +274,3 @@ class Step:
 
 def _loss(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else output
-
-
-def _stacks() -> str:
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()

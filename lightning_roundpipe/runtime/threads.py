@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
@@ -49,13 +50,28 @@ class TaskThread:
     Args:
         name: shown by debuggers and in stack dumps.
         around: entered by the thread for as long as it lives.
+
+    Attributes:
+        died: what ended the thread, if that was not ``stop``.
     """
 
     def __init__(self, name: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self.name = name
+        self.died: BaseException | None = None
         self._around = around
         self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _serve(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:  # whoever waits for this thread finds it, and says so
+            self.died = error
 
     def _loop(self) -> None:
         with self._around():
@@ -68,7 +84,23 @@ class TaskThread:
         self._tasks.put(task)
         return task
 
-    def close(self, timeout: float | None = None) -> None:
-        """Let the thread finish what it was given, and join it."""
+    def stop(self) -> None:
+        """Let the thread end when it has done what it was given."""
         self._tasks.put(None)
-        self._thread.join(timeout)
+
+    def join(self, deadline: float | None = None) -> bool:
+        """Wait for the end of a thread that was told to stop; False if it is not there at ``deadline`` (monotonic)."""
+        self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+
+def within(seconds: float, function: Callable[[], object]) -> bool:
+    """Run ``function`` on a thread of its own; False if it is not done in time, and is left behind."""
+    thread = TaskThread("roundpipe-resting")
+    task = thread.submit(function)
+    thread.stop()
+    if not task.waiter.wait_for(seconds):
+        return False
+    thread.join()
+    task.result()
+    return True

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.buffers import Buffers
-from lightning_roundpipe.runtime.control import Control
+from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.events import Recorder, Where
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.threads import TaskThread
@@ -86,13 +86,13 @@ class Worker:
         self._device_gradients: dict[int, DeviceGradients] = {}
         self._segments: dict[int, Tensor] = {}
         self._in_flight: deque[tuple[Event, Any]] = deque()
-        self._thread = TaskThread(f"roundpipe-worker{self.index}", device.activate)
+        self.thread = TaskThread(f"roundpipe-worker{self.index}", device.activate)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def run(self, function: Callable[[], T], control: Control) -> T:
         """Run ``function`` on the worker's thread and wait for its result; its exceptions are raised here."""
-        task = self._thread.submit(function)
+        task = self.thread.submit(function)
         control.wait(task.waiter)
         return task.result()
 
@@ -107,21 +107,25 @@ class Worker:
             except BaseException as error:
                 control.fail(error)
 
-        self._thread.submit(guarded)
+        self.thread.submit(guarded)
 
-    def drain(self, timeout: float | None = None) -> bool:
-        """Wait until the thread has done everything asked of it so far; False if that takes longer than ``timeout``."""
-        waiter = self._thread.submit(lambda: None).waiter
-        if timeout is not None:
-            return waiter.wait_for(timeout)
-        waiter.wait()
-        return True
+    def fence(self) -> Waiter:
+        """Woken when the thread has done everything asked of it so far."""
+        return self.thread.submit(lambda: None).waiter
 
-    def close(self) -> None:
-        """Stop the thread and give the arenas back."""
-        self._thread.close()
+    def close(self, deadline: float | None = None) -> None:
+        """Stop the thread and give the arenas back.
+
+        Args:
+            deadline: for a thread that may be stuck (monotonic time): if it is not joined by then, it keeps them.
+        """
+        self.thread.stop()
+        if not self.thread.join(deadline):
+            return
         self.forget()
         for arena in (*self.weights, *self.gradients):
+            if deadline is not None:
+                arena.free = None  # what was on its way will not arrive
             arena.release()
 
     # -- slots --------------------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class Pool:
             try:
                 time.sleep(delay)
                 slot.wait_for_predecessor(self.control)
-                if slot.predecessor is not None and not slot.predecessor._closed:
+                if slot.predecessor is not None and not slot.predecessor.closed:
                     self.faults.append(f"slot {slot.index} opened before the round before it was closed")
                 if self.open_now[slot.worker]:
                     self.faults.append(f"slot {slot.index} opened while {self.open_now[slot.worker]} was open")

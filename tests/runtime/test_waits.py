@@ -112,12 +112,18 @@ WAITS = [
     # The end of a call, of a microbatch, of a step.
     Wait("runtime.control:Control.wait", "waiter.wait()", "numbers"),
     Wait("runtime.worker:Worker.run", "control.wait(task.waiter)", "numbers"),
-    Wait("runtime.step:Step._join", "self._watch(self._all_closed, unless_failed=True)", "numbers", TAIL, "closing"),
-    Wait("runtime.worker:Worker.drain", "waiter.wait()", "numbers", ARRIVAL, "closing"),
+    Wait(
+        "runtime.step:Step._join",
+        "crew.wait(self._all_closed, self.control, unless_failed=True)",
+        "numbers",
+        TAIL,
+        "closing",
+    ),
+    Wait("runtime.crew:Crew.rest", "self.wait(waiter, control)  # [2]", "numbers", ARRIVAL, "closing"),
 ]
 
 ELSEWHERE = {
-    ("runtime.engine:Engine.come_to_rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
+    ("runtime.crew:Crew.rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
     ("runtime.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
     ("runtime.weights:HostGradients.restart", "self.wait()"),  # test_a_sum_that_nobody_took
     ("runtime.worker:Worker.retire", "self._in_flight.popleft()[0].wait()"),  # test_the_host_does_not_run_far_ahead
@@ -125,16 +131,15 @@ ELSEWHERE = {
 """Tested below, in a way of its own, or where it says."""
 
 ENDS = {
-    ("runtime.step:Step._join", "if not worker.drain(STUCK_GRACE if self.control.failed else None):"),  # Worker.drain
-    ("runtime.step:Step._join", "self._watch(tasks[-1].waiter)"),
-    ("runtime.step:Step._join", "self._watch(task.waiter)"),
-    ("runtime.step:Step._leave", "if not task.finished and not task.waiter.wait_for(STUCK_GRACE):"),
+    ("runtime.step:Step._join", "crew.wait(tasks[-1].waiter, self.control)"),
+    ("runtime.step:Step._join", "crew.wait(task.waiter, self.control)"),
     (
-        "runtime.step:Step._watch",
-        "while not (unless_failed and self.control.failed) and not waiter.wait_for(min(1.0, limit)):",
+        "runtime.crew:Crew.wait",
+        "while not (unless_failed and control.failed) and not waiter.wait_for(min(LOOK, self._limit)):",
     ),
-    ("runtime.worker:Worker.drain", "return waiter.wait_for(timeout)"),
-    ("runtime.evaluation:Evaluation.run", "worker.drain()"),
+    ("runtime.crew:Crew._comes", "while not waiter.wait_for(LOOK):"),
+    ("runtime.crew:WatchedControl.wait", "self._crew.wait(waiter, self)"),
+    ("runtime.threads:within", "if not task.waiter.wait_for(seconds):"),
 }
 """How threads come to rest, above all when one fails, which tests/test_faults.py looks at. Without them there is no run
 to look at (the main thread goes on while microbatches are running), or, where nothing fails, others wait as well."""
@@ -247,7 +252,7 @@ def test_outputs_are_computed_when_given(missing: bool) -> None:
     module = Predicting()
     with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
         if missing:
-            take_out(patch, "runtime.engine:Engine.come_to_rest", "device.compute.synchronize()")
+            take_out(patch, "runtime.crew:Crew.rest", "device.compute.synchronize()")
         trainer.predict(module, harness.loader(stress.batches(CUT)))
     assert bool(ordering.faults) is missing, ordering.faults
 

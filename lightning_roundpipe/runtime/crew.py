@@ -1,0 +1,195 @@
+"""Everybody who works on a step, started together and stopped together: workers, microbatch threads, devices.
+
+main thread ── wait, under a watchdog ── [1]      a thread died, or nothing moves: all stacks are reported
+     │
+   rest ── everybody has come back ── [2]         or, after a failure, is given a grace to
+     │      devices reset, arenas free ── [3]     or the crew is broken: a new one has to be made
+   close ── joined ── [4]                         all but threads that are stuck in code that is not ours
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.control import Control, Waiter
+from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.threads import Task, TaskThread, within
+from lightning_roundpipe.runtime.worker import Worker
+
+GRACE = 5.0
+"""Seconds that threads get to come back after the main thread has given up on them."""
+LOOK = 0.25
+"""Seconds between two looks of the watchdog."""
+
+
+class Crew:
+    """The threads and devices of one engine.
+
+    Args:
+        devices: one per worker.
+        watchdog_timeout: seconds without any progress after which a step fails.
+
+    Attributes:
+        broken: whether a thread never came back; the others are joined by ``close`` all the same.
+    """
+
+    def __init__(self, devices: list[Device], watchdog_timeout: float) -> None:
+        self.devices = devices
+        self.workers = [Worker(d) for d in devices]
+        self.broken = False
+        self._limit = watchdog_timeout
+        self._threads: list[TaskThread] = []
+
+    def thread(self, index: int) -> TaskThread:
+        """The thread of microbatch ``index``, started when first asked for."""
+        while len(self._threads) <= index:
+            self._threads.append(TaskThread(f"roundpipe-microbatch{len(self._threads)}"))
+        return self._threads[index]
+
+    def abort(self) -> None:
+        """Wake everybody who waits for a device."""
+        for device in self.devices:
+            device.abort()
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def wait(self, waiter: Waiter, control: Control, *, unless_failed: bool = False) -> None:
+        """Wait for ``waiter`` in the main thread [1]. Ctrl-C comes through here.
+
+        Raises:
+            TimeoutError: nothing at all happened for the watchdog's time.
+            RoundPipeError: a thread has died.
+        """
+        seen, since = control.progress, time.monotonic()
+        with allowed():
+            while not (unless_failed and control.failed) and not waiter.wait_for(min(LOOK, self._limit)):
+                self._look_for_the_dead()
+                if control.progress != seen:
+                    seen, since = control.progress, time.monotonic()
+                elif time.monotonic() - since > self._limit:
+                    raise TimeoutError(
+                        f"nothing happened for watchdog_timeout={self._limit:g} seconds. Raise it if a layer, or the "
+                        f"code between layers, really takes that long. All threads:\n{stacks()}"
+                    )
+
+    def _look_for_the_dead(self) -> None:
+        for thread in (*(worker.thread for worker in self.workers), *self._threads):
+            if not thread.alive:
+                raise RoundPipeError(
+                    f"thread {thread.name!r} has died ({thread.died!r}), so the step cannot go on. All threads:\n"
+                    f"{stacks()}"
+                ) from thread.died
+
+    # -- coming to rest -----------------------------------------------------------------------------------------------
+
+    def rest(self, control: Control, tasks: Sequence[Task[Any]] = (), *, given_up: bool = False) -> None:
+        """After a step: nothing is running. After a failure, devices and workers start afresh.
+
+        The caller looks at outputs from a stream of its own, which knows nothing of ours; so all is computed by then.
+
+        Args:
+            control: of the step; what goes wrong here fails it.
+            tasks: what microbatch threads were given.
+            given_up: whether the main thread waits no more: a watchdog's or user's decision.
+        """
+        late: list[Waiter] = []
+        for waiter in (*(t.waiter for t in tasks if not t.finished), *(w.fence() for w in self.workers)):
+            if not given_up:
+                try:
+                    self.wait(waiter, control)  # [2]
+                    continue
+                except BaseException as error:
+                    control.fail(error)
+                    given_up = True
+            late.append(waiter)
+        if control.error is not None:
+            self.broken = not (self._all_come(late) and self._reset(control.error))
+            return
+        for device in self.devices:
+            device.compute.synchronize()
+
+    def _all_come(self, late: Sequence[Waiter]) -> bool:
+        deadline = time.monotonic() + GRACE
+        try:
+            return all(self._comes(waiter, deadline) for waiter in late)
+        except BaseException:  # a second Ctrl-C
+            return False
+
+    def _comes(self, waiter: Waiter, deadline: float) -> bool:
+        while not waiter.wait_for(LOOK):
+            if time.monotonic() > deadline or not all(worker.thread.alive for worker in self.workers):
+                return False
+        return True
+
+    def _reset(self, because: BaseException) -> bool:
+        """Make devices and workers usable again [3]. On a thread of its own: a stream may be stuck as well."""
+
+        def reset() -> None:
+            for device in self.devices:
+                device.reset()
+            for worker in self.workers:
+                worker.abandon()
+
+        try:
+            return within(GRACE, reset)
+        except Exception as error:
+            because.add_note(f"roundpipe: afterwards, the devices could not be reset: {error!r}")
+            return False
+
+    def close(self) -> None:
+        """Stop all threads and give everything on the devices back [4].
+
+        If a thread is stuck in user code there is nobody to stop it: it is left to end with the process.
+        """
+        deadline = time.monotonic() + 1.0 if self.broken else None
+        for thread in (*(worker.thread for worker in self.workers), *self._threads):
+            thread.stop()  # all of them, before the first that is stuck takes all the time
+        for worker in self.workers:
+            worker.close(deadline)
+        for thread in self._threads:
+            thread.join(deadline)
+        self._threads.clear()
+        if self.broken:
+            within(GRACE, self._close_devices)
+        else:
+            self._close_devices()
+
+    def _close_devices(self) -> None:
+        for device in self.devices:
+            device.close()
+
+
+class WatchedControl(Control):
+    """For a step that the main thread runs itself: its waits are under the watchdog."""
+
+    def __init__(self, crew: Crew) -> None:
+        super().__init__(crew.abort)
+        self.given_up = False
+        """Whether a wait ended without what it waited for."""
+        self._crew = crew
+
+    def wait(self, waiter: Waiter) -> None:
+        try:
+            self._crew.wait(waiter, self)
+        except BaseException:
+            self.given_up = True
+            raise
+        self.progress += 1
+        self.check()
+
+
+def stacks() -> str:
+    """Where each thread of the process is, by name."""
+    frames = sys._current_frames()
+    known = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {known.get(ident, 'not started by Python')!r} ({ident}):\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames.items()
+    )

@@ -1,0 +1,98 @@
+"""Ctrl-C between two lines of ours.
+
+Python raises ``KeyboardInterrupt`` in the main thread after whatever bytecode it happens to be at. An engine that is
+interrupted while it takes the interceptors off a module, or while it resets a device, would leave the user's module
+patched or a thread waiting for ever. So while the engine works the signal is held back until the main thread waits for
+others, which is what it nearly always does, or until the engine is done. A second Ctrl-C is not held back: somebody
+wants to leave at any price.
+
+The same goes for ``SIGCHLD``: torch's data loader raises from its handler when one of its processes has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGCHLD") if hasattr(signal, name)]
+
+
+class _Hold:
+    """The handlers that were there before, and what came meanwhile."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self._pending: list[tuple[int, FrameType | None]] = []
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def install(self) -> None:
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
+                signal.signal(number, self._handle)
+
+    def remove(self) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+        self.deliver()
+
+    def deliver(self) -> None:
+        while self._pending:
+            self._call(*self._pending.pop(0))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = number == signal.SIGINT and any(known == number for known, _ in self._pending)
+        if self.open or again:
+            self._call(number, frame)
+        else:
+            self._pending.append((number, frame))
+
+    def _call(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handlers[number](number, frame)
+        except BaseException:
+            self.open = False  # who leaves because of it is not to be interrupted once more
+            raise
+
+
+_current: _Hold | None = None
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Hold interrupts back until the end, except in `allowed`. Only in the main thread, where alone they come."""
+    global _current
+    if _current is not None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    hold = _Hold()
+    try:
+        _current = hold
+        hold.install()
+        yield
+    finally:
+        _current = None
+        hold.remove()
+
+
+@contextlib.contextmanager
+def allowed(allow: bool = True) -> Iterator[None]:
+    """Inside `held`: let interrupts through, as around waits and the user's own code; or hold them back again."""
+    hold = _current
+    if hold is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = hold.open
+    try:
+        hold.open = allow
+        if allow:
+            hold.deliver()
+        yield
+    finally:
+        hold.open = before
