@@ -6,8 +6,9 @@ message names the setting and the remedy. This module imports nothing of ours.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -23,18 +24,26 @@ class RoundPipeError(RuntimeError):
 
 def parse_bytes(value: float | str, name: str) -> int:
     """``"20GiB"``, ``"512 MB"`` or a plain number of bytes, as bytes. ``name`` is the setting for the error."""
-    if isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is not a size: give bytes (a number) or text such as '20GiB'.")
-    if isinstance(value, (int, float)):
-        size = float(value)
-    else:
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value)
-        if not match or match[2].upper() not in _UNITS or match[1].count(".") > 1:
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", value)
+        if not match or match[2].upper() not in _UNITS:
             raise ValueError(f"{name}={value!r} is not a size: write it like '20GiB', '512MB' or 1000000.")
         size = float(match[1]) * _UNITS[match[2].upper()]
-    if size <= 0:
-        raise ValueError(f"{name}={value!r} must be more than 0 bytes.")
+    elif _is_number(value) and math.isfinite(value):
+        size = value
+    else:
+        raise ValueError(f"{name}={value!r} is not a size: give bytes (a number) or text such as '20GiB'.")
+    if size < 1:
+        raise ValueError(f"{name}={value!r} must be at least 1 byte.")
     return int(size)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,12 @@ class Emulation:
             object.__setattr__(self, "memory", parse_bytes(self.memory, "emulation.memory"))
         if self.bandwidth is not None:
             object.__setattr__(self, "bandwidth", float(parse_bytes(self.bandwidth, "emulation.bandwidth")))
-        if self.latency < 0:
-            raise ValueError(f"emulation.latency={self.latency!r} must be 0 or more seconds.")
+        if not (_is_number(self.latency) and 0 <= self.latency < math.inf):
+            raise ValueError(f"emulation.latency={self.latency!r} must be 0 or more seconds, as a number.")
+        if not isinstance(self.poison, bool):
+            raise ValueError(f"emulation.poison={self.poison!r} must be True or False.")
+        if self.delay_seed is not None and not _is_whole(self.delay_seed):
+            raise ValueError(f"emulation.delay_seed={self.delay_seed!r} must be a whole number, or None for no delays.")
 
     @classmethod
     def of(cls, value: Emulation | Mapping[str, Any] | None) -> Emulation:
@@ -71,8 +84,12 @@ class Emulation:
         if isinstance(value, Emulation):
             return value
         known = {f.name for f in fields(cls)}
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(
+                f"emulation={value!r} must be a mapping such as {{'memory': '2GiB'}}, of {', '.join(sorted(known))}."
+            )
         given = dict(value or {})
-        if unknown := sorted(set(given) - known):
+        if unknown := sorted(set(given) - known, key=str):
             raise ValueError(f"emulation has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}.")
         return cls(**given)
 
@@ -101,35 +118,57 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("num_microbatches", "microbatch_size", "round_microbatches"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and not (_is_whole(value) and value >= 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
         if self.num_microbatches is not None and self.microbatch_size is not None:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} and microbatch_size={self.microbatch_size} are both set, "
                 "and each decides the other: set only one of them."
             )
-        if isinstance(self.layers, str) or (self.layers is not None and not self.layers):
-            raise ValueError(f"layers={self.layers!r} must be a list of module classes, class names or module names.")
+        self._check_layers()
         if self.plan is not None and not isinstance(self.plan, str):
             raise ValueError(f"plan={self.plan!r} must be text, as RoundPipeStrategy.report()['plan'] prints it.")
         if self.loss_weight is not None and not callable(self.loss_weight):
             raise ValueError(f"loss_weight={self.loss_weight!r} must be a function of a microbatch, or None.")
-        if isinstance(self.memory_budget, float) and 0 < self.memory_budget <= 1:
-            pass  # a fraction of the device's memory
-        elif self.memory_budget is not None:
-            object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))
-        if self.watchdog_timeout <= 0:
-            raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be more than 0 seconds.")
+        self._check_budget()
+        if not (_is_number(self.watchdog_timeout) and self.watchdog_timeout > 0):
+            raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be a number of more than 0 seconds.")
         pin = ("on" if self.pin_memory else "off") if isinstance(self.pin_memory, bool) else self.pin_memory
         if pin not in ("auto", "on", "off"):
             raise ValueError(f"pin_memory={self.pin_memory!r} must be 'auto', 'on' or 'off'.")
         object.__setattr__(self, "pin_memory", pin)
+        if not (_is_whole(self.prefetch) and self.prefetch in (0, 1)):
+            raise ValueError(f"prefetch={self.prefetch!r} must be 0 or 1, the stages that are uploaded ahead.")
         self._refuse_unbuilt()
 
+    def _check_layers(self) -> None:
+        layers: Any = self.layers
+        if layers is None:
+            return
+        listed = isinstance(layers, (Sequence, Set)) and not isinstance(layers, str) and layers
+        if not listed or not all(isinstance(item, (str, type)) for item in layers):
+            raise ValueError(
+                f"layers={layers!r} must be a list of module classes, class names or qualified module names, "
+                "such as ['Block', 'model.head']; None finds them."
+            )
+
+    def _check_budget(self) -> None:
+        budget = self.memory_budget
+        if isinstance(budget, float) and not budget.is_integer():
+            if not 0 < budget < 1:
+                raise ValueError(
+                    f"memory_budget={budget!r} is neither a fraction of the device's memory (up to 1.0) nor whole "
+                    "bytes: write 0.9, 2000000000 or '20GiB'."
+                )
+        elif budget is not None and not (isinstance(budget, float) and budget == 1):
+            object.__setattr__(self, "memory_budget", parse_bytes(budget, "memory_budget"))
+
     def _refuse_unbuilt(self) -> None:
-        if self.staleness != 0:
-            raise ValueError(f"staleness={self.staleness!r} is not built yet: only staleness=0 (exact) works.")
-        if self.prefetch not in (0, 1) or isinstance(self.prefetch, bool):
-            raise ValueError(f"prefetch={self.prefetch!r} is not built yet: 0 and 1 (stages uploaded ahead) work.")
+        if not _is_whole(self.staleness) or self.staleness not in (0, 1):
+            raise ValueError(f"staleness={self.staleness!r} must be 0 (exact training); 1 is not built yet.")
+        if self.staleness == 1:
+            raise ValueError("staleness=1 is not built yet: only staleness=0 (exact) works.")
+        if self.microbatch_scope == "model":
+            raise ValueError("microbatch_scope='model' is not built yet: only microbatch_scope='step' works.")
         if self.microbatch_scope != "step":
-            raise ValueError(f"microbatch_scope={self.microbatch_scope!r} is not built yet: only 'step' works.")
+            raise ValueError(f"microbatch_scope={self.microbatch_scope!r} must be 'step'; 'model' is not built yet.")

@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from typing_extensions import override
 
 from lightning_roundpipe.config import PRECISIONS
+
+_OF_THE_FLAG = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+"""What Lightning makes of ``Trainer(precision=...)`` alone; anything else is a plugin with hooks of its own."""
 
 _ALIASES = {"32": "32-true", "bf16": "bf16-mixed"}
 
@@ -41,10 +44,21 @@ class RoundPipePrecision(Precision):
 
     @classmethod
     def of(cls, plugin: Precision | None) -> RoundPipePrecision:
-        """The plugin that stands for whatever Lightning chose from the Trainer's flag."""
+        """The plugin that stands for whatever Lightning chose from the Trainer's flag.
+
+        Raises:
+            ValueError: for a plugin that the flag does not make, because its hooks would be lost.
+        """
         if isinstance(plugin, cls):
             return plugin
-        return cls(str(plugin.precision)) if plugin is not None else cls()
+        if plugin is None:
+            return cls()
+        if type(plugin) not in _OF_THE_FLAG:
+            raise ValueError(
+                f"plugins=[{type(plugin).__name__}(...)] brings a precision plugin, and the roundpipe strategy has its "
+                f"own: take it out and set precision= to {' or '.join(PRECISIONS)}."
+            )
+        return cls(str(plugin.precision))
 
     @override
     @contextlib.contextmanager

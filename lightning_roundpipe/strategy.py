@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
@@ -31,6 +32,17 @@ from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.precision import RoundPipePrecision
+from lightning_roundpipe.refusals import (
+    load_optimizer,
+    refuse_foreign_parameters,
+    refuse_layer_sync,
+    refuse_missing_states,
+    refuse_module,
+    refuse_several_processes,
+    refuse_strange_checkpoint,
+    unfitting_weights,
+    unreadable_checkpoint,
+)
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.interrupts import held
 
@@ -131,18 +143,9 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._refuse_several_processes()
+        refuse_several_processes(self.world_size, self.num_nodes)
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-
-    def _refuse_several_processes(self) -> None:
-        trainer_nodes = getattr(self, "_num_nodes", 1)
-        if self.world_size > 1 or trainer_nodes > 1:
-            raise MisconfigurationException(
-                f"the roundpipe strategy runs in one process on one machine, and {max(self.world_size, trainer_nodes)} "
-                "were asked for: set num_nodes=1 and start the script with plain `python` (no torchrun, one SLURM "
-                "task). All GPUs of the machine are used by that one process."
-            )
 
     @property
     def num_nodes(self) -> int:
@@ -189,42 +192,19 @@ class RoundPipeStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         if trainer.num_nodes > 1:
             self._num_nodes = trainer.num_nodes
-            self._refuse_several_processes()
+            refuse_several_processes(self.world_size, self.num_nodes)
         module = self.lightning_module
         assert module is not None
-        self._refuse_unsupported(module, trainer)
+        refuse_layer_sync(self._layer_sync)
+        refuse_module(module, self.options, fitting=trainer.state.fn == TrainerFn.FITTING)
         self.model = module
         with held():
             self._start_engine(module)
         # The base class would move the optimizer's state to the first device here; it belongs to the masters.
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._refuse_foreign_parameters(module)
+            refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
         self.setup_precision_plugin()
-
-    def _refuse_unsupported(self, module: LightningModule, trainer: Trainer) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-            asked = self.options.num_microbatches
-            raise MisconfigurationException(
-                "automatic_optimization=False (manual optimization) is not built yet in the roundpipe strategy"
-                + (f", and would need num_microbatches=1 instead of {asked}" if asked and asked > 1 else "")
-                + ": let Lightning optimize, or use another strategy for this module."
-            )
-        away = next((n for n, p in module.named_parameters() if p.device.type not in ("cpu", "meta")), None)
-        if away is not None:
-            raise MisconfigurationException(
-                f"parameter {away!r} is on a GPU already; under the roundpipe strategy weights live in host memory and "
-                "are sent to the GPUs layer by layer. Build the model on the CPU (no .cuda(), no device_map)."
-            )
-
-    def _refuse_foreign_parameters(self, module: LightningModule) -> None:
-        mine = {id(p) for p in module.parameters()}
-        for optimizer in self.optimizers:
-            if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
-                raise MisconfigurationException(
-                    f"{type(optimizer).__name__} holds parameters that are not the LightningModule's and would never "
-                    "get a gradient: build the optimizer from self.parameters() in configure_optimizers()."
-                )
 
     def _start_engine(self, module: LightningModule) -> None:
         if self._engine is not None:
@@ -319,13 +299,41 @@ class RoundPipeStrategy(ParallelStrategy):
         """
         return self._engine.report() if self._engine is not None and self._engine.report() else self._last_report
 
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """As in the base class; callbacks may have replaced the optimizer or added groups to it."""
+        if self._engine is not None:
+            refuse_foreign_parameters([optimizer], self._engine.master_ids)
+        return super().optimizer_step(optimizer, *args, **kwargs)
+
     # -- where things live --------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in the base class; what cannot be read, or is no checkpoint, is said with ``ckpt_path`` and a remedy."""
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        except Exception as error:
+            reason = unreadable_checkpoint(checkpoint_path, error)
+            raise reason from (None if reason is error else error)
+        refuse_strange_checkpoint(checkpoint_path, checkpoint)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        try:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        except RuntimeError as error:
+            raise unfitting_weights(self.lightning_module, error) from error
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As in the base class, but the state stays beside the masters, on the CPU."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
+        states = checkpoint["optimizer_states"]
+        refuse_missing_states(len(states), len(self.optimizers))
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            load_optimizer(optimizer, state)
 
     @override
     @contextlib.contextmanager

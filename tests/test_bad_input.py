@@ -47,7 +47,7 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("plan unreadable", {"plan": "first this, then that"}, {}, ["plan", "forward 0-3"]),
     ("plan not text", {"plan": 3}, {}, ["plan=3", "text"]),
     ("staleness", {"staleness": 1}, {}, ["staleness=1", "not built"]),
-    ("prefetch", {"prefetch": 2}, {}, ["prefetch=2", "not built"]),
+    ("prefetch", {"prefetch": 2}, {}, ["prefetch=2", "0 or 1"]),
     ("scope", {"microbatch_scope": "epoch"}, {}, ["microbatch_scope", "not built"]),
     ("budget unreadable", {"memory_budget": "plenty"}, {}, ["memory_budget='plenty'", "20GiB"]),
     ("no budget", {"memory_budget": 0}, {}, ["memory_budget=0"]),

@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"devices", "planning", "model"},
     {"runtime"},
-    {"precision", "checkpoint_io"},
+    {"precision", "checkpoint_io", "refusals"},
     {"strategy"},
     {"callbacks", "timeline", "tasks", "data", "sweep"},
     {"train"},

@@ -40,15 +40,20 @@ def make_devices(
     Args:
         kind: ``"cpu"``: emulated devices; ``"cuda"``: GPUs.
         torch_devices: one for each worker; the same one may come several times.
-        emulation: how emulated devices behave; GPUs ignore it.
+        emulation: how emulated devices behave; GPUs must be given the default.
         pin_memory: whether GPUs' host buffers are pinned, ``"auto"``, ``"on"`` or ``"off"``; the emulation ignores it.
 
     Raises:
-        ValueError: no devices, an unknown kind, or a GPU that does not exist.
+        ValueError: no devices, an unknown kind, a GPU that does not exist, or GPUs that are to be emulated.
     """
     if not torch_devices:
         raise ValueError("devices: RoundPipe needs at least one device.")
     if kind == "cuda":
+        if emulation != Emulation():
+            raise ValueError(
+                f"emulation={emulation} says how emulated devices behave, and these are GPUs: leave emulation= out, or "
+                "set accelerator='cpu'."
+            )
         from lightning_roundpipe.devices.cuda import make_cuda
 
         return make_cuda(torch_devices, pin_memory)

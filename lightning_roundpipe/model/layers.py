@@ -11,7 +11,7 @@ glue.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -91,26 +91,48 @@ class _Search:
 
 
 def _match_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn.Module]:
-    matched: set[nn.Module] = set()
-    hits: set[nn.Module]
+    named = {n: m for n, m in root.named_modules(remove_duplicate=False) if m is not root}
+    matched: dict[nn.Module, str | None] = {}
+    """Each module that is to be a layer, and the qualified name that it was asked for by."""
     for want in requested:
-        if isinstance(want, type):
-            hits = {m for m in root.modules() if issubclass(type(m), want)}
-        else:
-            hits = {m for n, m in root.named_modules() if n and (n == want or type(m).__name__ == want)}
-        hits.discard(root)
-        if not hits:
-            classes = sorted({type(m).__name__ for m in root.modules() if m is not root})
+        hits = _matches(want, named)
+        _check_matches(root, want, hits)
+        by_name = want if isinstance(want, str) and want in named else None
+        matched.update({m: by_name or matched.get(m) for m in hits})
+    outermost = {m for m in matched if not any(m is not other and _inside(m, other) for other in matched)}
+    for module, name in matched.items():
+        if name is not None and module not in outermost:
+            holder = next(n for n, m in named.items() if m in outermost and _inside(module, m))
             raise ValueError(
-                f"layers={want!r} matches no module of {type(root).__name__}. Give a module class, a class name or a "
-                f"qualified module name; its module classes are {', '.join(classes)}."
+                f"layers={name!r} lies inside {holder!r}, which layers= names too: a layer is moved as a whole. Take "
+                "one of the two out."
             )
-        if uncalled := next((m for m in hits if isinstance(m, _UNCALLED)), None):
-            raise ValueError(
-                f"layers={want!r} names a {type(uncalled).__name__}, which is never called as a whole: name its items."
-            )
-        matched |= hits
-    return {m for m in matched if not any(m is not other and _inside(m, other) for other in matched)}
+    return outermost
+
+
+def _matches(want: str | type, named: Mapping[str, nn.Module]) -> list[nn.Module]:
+    if isinstance(want, type):
+        return [m for m in named.values() if issubclass(type(m), want)]
+    return [m for n, m in named.items() if n == want or type(m).__name__ == want]
+
+
+def _check_matches(root: nn.Module, want: str | type, hits: Sequence[nn.Module]) -> None:
+    shown = repr(want.__name__ if isinstance(want, type) else want)
+    if not hits:
+        classes = sorted({type(m).__name__ for m in root.modules() if m is not root})
+        raise ValueError(
+            f"layers={shown} matches no module of {type(root).__name__}. Give a module class, a class name or a "
+            f"qualified module name; its module classes are {', '.join(classes)}."
+        )
+    if uncalled := next((m for m in hits if isinstance(m, _UNCALLED)), None):
+        raise ValueError(
+            f"layers={shown} names a {type(uncalled).__name__}, which is never called as a whole: name its items."
+        )
+    if not any(True for m in hits for _ in m.parameters()):
+        raise ValueError(
+            f"layers={shown} names modules without parameters, which are not moved but run between the layers: take it "
+            "out."
+        )
 
 
 def _inside(module: nn.Module, other: nn.Module) -> bool:

@@ -13,10 +13,11 @@ from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import device_bytes, partition_within
+from lightning_roundpipe.planning.memory import partition_within
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import microbatch
 from lightning_roundpipe.runtime.belongings import Belongings
+from lightning_roundpipe.runtime.budget import check_layers_fit, check_plan_fits, worker_bytes
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.crew import Crew
 from lightning_roundpipe.runtime.evaluation import Evaluation
@@ -78,9 +79,11 @@ class Engine:
         self._slot_count = 0
         self._trainable = self._trainable_now()
         self.belongings = Belongings(module, self.layers)
+        self._in_glue = self._glue_parameters()
         self.hints = Hints(module, inform)
         self._report: Callable[[], dict[str, Any]] | None = None
         try:
+            check_layers_fit(self.layers, options, devices[0])
             self._reserve()
         except BaseException:
             self.close()
@@ -123,7 +126,7 @@ class Engine:
         output = step.finish()
         self.hints.after_step(self.layers, switched_off, len(sizes))
         self._finish_report(step, time.perf_counter() - started)
-        if self.plans:
+        if self.plans and step.has_loss:
             self._make_plan(step)
         elif len(sizes) == 1:
             self.recent = step.runs[0].trace
@@ -158,6 +161,12 @@ class Engine:
 
     def _begin(self) -> None:
         self._refuse_broken()
+        if self._glue_parameters() != self._in_glue:
+            raise RoundPipeError(
+                "the module has other parameters outside its layers than at the start of training (one was added, "
+                "removed or replaced), and a new one would get no gradient. Change the model before fit(), or write "
+                "new values into the parameters it has."
+            )
         if (now := self._trainable_now()) != self._trainable:
             self._trainable = now
             self._forget_plan()
@@ -180,6 +189,16 @@ class Engine:
             layer.adopt()
         for layer in self.layers:
             layer.remember()
+
+    def _glue_parameters(self) -> list[int]:
+        """Ids of the parameters that belong to no layer."""
+        inside = {id(layer.module) for layer in self.layers}
+        found, left = [], [self.module]
+        while left:
+            module = left.pop()
+            found += [id(p) for p in module._parameters.values() if p is not None]
+            left += [m for m in module._modules.values() if m is not None and id(m) not in inside]
+        return found
 
     def _trainable_now(self) -> list[bool]:
         return [p.requires_grad for layer in self.layers for p in layer.masters]
@@ -207,12 +226,7 @@ class Engine:
 
     def _given_weights(self, parts: Sequence[Any]) -> list[float] | None:
         function = self.options.loss_weight or getattr(self.module, "loss_weight", None)
-        if not callable(function) or len(parts) == 1:
-            return None
-        weights = [float(function(part)) for part in parts]
-        if any(not w >= 0 for w in weights) or not sum(weights):
-            raise ValueError(f"loss_weight gave {weights} for the microbatches; weights must be at least 0, not all 0.")
-        return weights
+        return microbatch.given_weights(function, parts) if callable(function) and len(parts) > 1 else None
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
@@ -230,9 +244,10 @@ class Engine:
         if self.options.plan is not None:
             plan = Plan.parse(self.options.plan)
             plan.validate(trace.names)
-            self._check_budget(plan, self.costs)
+            check_plan_fits(plan, self.costs, self.options, self.devices[0])
         else:
-            plan = partition_within(self.costs, len(self.workers), len(step.sizes), size, self._device_bytes())
+            limit = worker_bytes(self.options, self.devices[0])
+            plan = partition_within(self.costs, len(self.workers), len(step.sizes), size, limit)
         if buffer := trace.torn_buffer(plan):
             self._run_in_order(buffer)
             return
@@ -245,35 +260,6 @@ class Engine:
             raise ValueError(f"{why}: plan must have these calls in one forward stage, or be left out.")
         self.in_order = True
         self.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
-
-    def _check_budget(self, plan: Plan, costs: Costs) -> None:
-        """A plan that the user gave has to fit a budget that the user gave."""
-        if self.options.memory_budget is None or (budget := self._device_bytes()) is None:
-            return
-        if (need := device_bytes(plan, costs)) > budget:
-            raise ValueError(
-                f"plan: it needs {need:,} bytes on each worker (two arenas each for weights and gradients of the "
-                f"largest stages, and activations), but memory_budget allows {budget:,}. Cut it into more stages, or "
-                "raise memory_budget."
-            )
-
-    def _device_bytes(self) -> int | None:
-        """What a worker may use; None: no limit."""
-        budget = self.options.memory_budget
-        capacity = self.devices[0].capacity()
-        if budget is None and capacity is None:
-            return None
-        if isinstance(budget, float):
-            if capacity is None:
-                raise ValueError(
-                    f"memory_budget={budget} is a fraction, and emulated devices have no limit to take it of: give a "
-                    "size such as '2GiB', or set emulation.memory."
-                )
-            budget = int(budget * capacity)
-        elif budget is None:
-            assert capacity is not None
-            budget = int(0.9 * capacity)
-        return int(budget)
 
     def _reserve_for(self, plan: Plan, trace: Trace) -> None:
         weights = gradients = 0

@@ -44,16 +44,23 @@ class StepGradients:
         found.update({id(master): master for master, _ in self._glue})
         return list(found.values())
 
-    def loss(self, value: Tensor) -> Tensor:
-        """``value`` with a backward that hands the gradients out; ``value`` itself if there are none."""
-        if not self.masters:
-            return value
+    def loss(self, value: Tensor, *, differentiable: bool) -> Tensor:
+        """``value`` with a backward that hands the gradients out.
+
+        Args:
+            value: the merged loss.
+            differentiable: whether a microbatch's loss required grad. If so, and it depends on no parameter, a backward
+                pass does nothing; if not, it fails, as it would on the loss itself.
+        """
         with torch.enable_grad():
-            loss: Tensor = _StepLoss.apply(self, value, *self.masters)  # type: ignore[no-untyped-call]
+            anchors: list[Tensor] = [*self.masters] or [torch.zeros((), requires_grad=True)]
+            loss: Tensor = _StepLoss.apply(self if differentiable else None, value, *anchors)  # type: ignore[no-untyped-call]
         return loss
 
     def take(self, scale: float) -> list[Tensor]:
         """The gradients of ``masters`` times ``scale``. Once only: they are scaled where they lie."""
+        if not self.masters:
+            return []
         if not self._sums and not self._glue:
             raise RoundPipeError(
                 "backward was called twice on the loss of one training_step: its gradients have been handed out."
@@ -72,10 +79,18 @@ class StepGradients:
 
 class _StepLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradients: StepGradients, value: Tensor, *masters: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: StepGradients | None, value: Tensor, *anchors: Tensor) -> Tensor:
         ctx.gradients = gradients
+        ctx.anchors = len(anchors)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.gradients.take(float(grad))
+        if ctx.gradients is None:
+            raise RoundPipeError(
+                "training_step returned a loss that does not require grad: it was detached, computed under "
+                "torch.no_grad(), or depends on no parameter that is trained. Return the loss as it was computed, or "
+                "None to skip the batch."
+            )
+        taken = ctx.gradients.take(float(grad))
+        return None, None, *(taken or [None] * ctx.anchors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def _leaves(value: Any, kind: type) -> Iterator[Any]:
 
 
 def sizes_of(samples: int, count: int | None, size: int | None, workers: int) -> list[int]:
-    """How many samples each microbatch gets.
+    """How many samples each microbatch gets. An empty batch is one microbatch, as plain training would run it.
 
     Args:
         samples: the batch size.
@@ -58,10 +59,35 @@ def sizes_of(samples: int, count: int | None, size: int | None, workers: int) ->
         size: or samples per microbatch asked for.
         workers: sets the default count, 2 per worker.
     """
+    if not samples:
+        return [0]
     if size is not None:
         return [min(size, samples - start) for start in range(0, samples, size)]
     count = min(samples, count if count is not None else 2 * workers)
     return [samples // count + (i < samples % count) for i in range(count)]
+
+
+def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[float]:
+    """What ``function``, the user's ``loss_weight``, says of each microbatch.
+
+    Raises:
+        ValueError: if that are no weights: numbers of at least 0, of which one is more.
+    """
+    weights = []
+    for index, part in enumerate(parts):
+        given = function(part)
+        try:
+            weights.append(float(given))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"loss_weight gave {given!r} for microbatch {index}: it must give one number, such as that of the "
+                "targets in it."
+            ) from error
+    if not all(0 <= w < math.inf for w in weights) or not sum(weights):
+        raise ValueError(
+            f"loss_weight gave {weights} for the microbatches: weights must be finite, at least 0, and not all 0."
+        )
+    return weights
 
 
 def split(batch: Any, sizes: list[int]) -> list[Any]:
@@ -88,15 +114,7 @@ def _holds_batches(values: list[Any], samples: int) -> bool:
 
 def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
-        changed = {k: change(v) for k, v in value.items()}
-        if type(value) is dict:
-            return changed
-        mapping: Any = copy.copy(value)
-        if isinstance(getattr(mapping, "data", None), dict):  # a UserDict's copy shares its dict
-            mapping.data = dict(mapping.data)
-        for key, item in changed.items():
-            mapping[key] = item
-        return mapping
+        return _with_items(value, {k: change(v) for k, v in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(change(v) for v in value))
     if isinstance(value, (list, tuple)):
@@ -107,6 +125,18 @@ def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
             object.__setattr__(fresh, field.name, change(getattr(value, field.name)))
         return fresh
     return value
+
+
+def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the type of ``value``, which has the same keys."""
+    if type(value) is dict:
+        return items
+    mapping: Any = copy.copy(value)
+    if isinstance(getattr(mapping, "data", None), dict):  # a UserDict's copy shares its dict
+        mapping.data = dict(mapping.data)
+    for key, item in items.items():
+        mapping[key] = item
+    return mapping
 
 
 def merge(outputs: Sequence[Any], sizes: list[int], weights: list[float]) -> Any:
@@ -120,20 +150,27 @@ def merge(outputs: Sequence[Any], sizes: list[int], weights: list[float]) -> Any
         return _detached(first)
     if isinstance(first, Tensor):
         tensors = [o.detach().cpu() for o in outputs]
-        if first.dim() and all(t.dim() and t.shape[0] == n for t, n in zip(tensors, sizes, strict=True)):
+        if first.dim() and all(t.shape == (n, *first.shape[1:]) for t, n in zip(tensors, sizes, strict=True)):
             return torch.cat(tensors)
         if all(t.shape == first.shape for t in tensors):
             return weighted_mean(tensors, weights)
         return tensors
     if isinstance(first, Mapping) and all(isinstance(o, Mapping) and o.keys() == first.keys() for o in outputs):
-        merged = {k: merge([o[k] for o in outputs], sizes, weights) for k in first}
-        return merged if type(first) is dict or not merged else type(first)(**merged)
+        return _with_items(first, {k: merge([o[k] for o in outputs], sizes, weights) for k in first})
     if isinstance(first, (list, tuple)) and all(type(o) is type(first) and len(o) == len(first) for o in outputs):
         parts = [merge(list(column), sizes, weights) for column in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if isinstance(first, float):
         return float(weighted_mean([torch.tensor(float(o), dtype=torch.float64) for o in outputs], weights))
-    return first if all(type(o) is type(first) and o == first for o in outputs) else list(outputs)
+    return first if all(_same(o, first) for o in outputs[1:]) else list(outputs)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two outputs are surely equal; arrays, and what holds tensors, do not compare to one truth value."""
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b))
+    except Exception:
+        return False
 
 
 def _detached(value: Any) -> Any:
@@ -157,14 +194,19 @@ def loss_of(output: Any) -> Tensor | None:
     """The loss in what ``training_step`` returned; None if there is none, of which Lightning says what is wrong.
 
     Raises:
-        RoundPipeError: it is not one number.
+        RoundPipeError: it is not one real number in a tensor.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
+        if isinstance(output, Mapping) and loss is not None:
+            raise RoundPipeError(
+                f"training_step returned 'loss' as a {type(loss).__name__}: return the tensor, without .item()."
+            )
         return None
-    if loss.numel() != 1:
+    if loss.numel() != 1 or loss.is_complex():
         raise RoundPipeError(
-            f"training_step returned a loss of shape {tuple(loss.shape)}; it must be one number (take its mean)."
+            f"training_step returned a loss of shape {tuple(loss.shape)} and {loss.dtype}; it must be one real number "
+            "(take its mean)."
         )
     return loss
 

@@ -67,6 +67,7 @@ class MicrobatchRun:
         self.started = Waiter()
         self.output: Any = None
         self.weight = 0.0
+        self.differentiable = False
         self.learning = trace is None
         self.trace = trace or Trace()
         self._foresight = Foresight(slots, step.engine.sums_of, recent)
@@ -331,6 +332,7 @@ class MicrobatchRun:
     def _backward_of_loss(self, loss: Tensor) -> None:
         """Backward from the loss through the glue behind the last layer [4]."""
         self._phase = "backward"
+        self.differentiable = loss.requires_grad
         scale = self._step.scale_of(self)
         if not loss.requires_grad or not scale:
             return

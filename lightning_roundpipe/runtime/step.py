@@ -64,6 +64,8 @@ class Step:
         self._unclosed_lock = threading.Lock()
         self._all_closed = Waiter()
         self.runs: list[MicrobatchRun] = []
+        self.has_loss = False
+        """Whether there is a loss to differentiate; training_step may also skip a batch."""
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -220,6 +222,8 @@ class Step:
 
     def weigh(self, run: MicrobatchRun) -> float:
         """How much the microbatch counts in the loss of the whole batch, known when its loss is."""
+        if len(self.sizes) == 1:
+            return 1.0  # whatever it holds, even nothing
         if self._given is not None:
             return self._given[run.index]
         return run.mode.counts[0] if run.mode.counts else float(self.sizes[run.index])
@@ -231,8 +235,9 @@ class Step:
         but the batch, so that results do not depend on what runs when.
         """
         if self._provisional is None:
-            first = run.weight / self.sizes[run.index]
-            self._provisional = first * sum(self.sizes) if run.weight else float(sum(self.sizes))
+            samples = sum(self.sizes)
+            known = run.weight / self.sizes[run.index] * samples if samples else run.weight
+            self._provisional = known or float(samples)
         return run.weight / self._provisional
 
     def finish(self) -> Any:
@@ -256,7 +261,9 @@ class Step:
         losses = [_loss(output) for output in outputs]
         if not all(isinstance(loss, Tensor) for loss in losses):
             return merged
-        loss = self._gradients().loss(weighted_mean(losses, weights))
+        self.has_loss = True
+        differentiable = any(run.differentiable for run in self.runs)
+        loss = self._gradients().loss(weighted_mean(losses, weights), differentiable=differentiable)
         if isinstance(merged, Mapping):
             return {**merged, "loss": loss}
         return loss

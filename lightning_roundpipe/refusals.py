@@ -1,0 +1,145 @@
+"""What the strategy cannot run: a launcher, a module, an optimizer, a checkpoint, each refused by name.
+
+A strategy that went on regardless would train something else than what was asked for: every process on the same data,
+parameters that never get a gradient, weights that were not in the file. Each function here raises before that happens,
+and its message names the setting and what to write instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+
+from lightning_roundpipe.config import Options, RoundPipeError
+
+_NEEDED = ("state_dict", "pytorch-lightning_version")
+"""What every checkpoint holds that Lightning wrote."""
+
+
+def refuse_several_processes(world_size: int, num_nodes: int) -> None:
+    """One process on one machine; ``WORLD_SIZE`` is set by launchers that Lightning does not know."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    asked = max(world_size, num_nodes, int(launched) if launched.isdecimal() else 1)
+    if asked > 1:
+        raise MisconfigurationException(
+            f"the roundpipe strategy runs in one process on one machine, and {asked} were asked for: set num_nodes=1 "
+            "and start the script with plain `python` (no torchrun, one SLURM task, no WORLD_SIZE in the "
+            "environment). All GPUs of the machine are used by that one process."
+        )
+
+
+def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -> None:
+    """What a module does that the engine cannot carry, as far as it shows before the first batch."""
+    if fitting and not module.automatic_optimization:
+        asked = [f"{n}={v}" for n in ("num_microbatches", "microbatch_size") if (v := getattr(options, n)) is not None]
+        several = bool(asked) and options.num_microbatches != 1
+        raise MisconfigurationException(
+            "automatic_optimization=False (manual optimization) is not built yet in the roundpipe strategy"
+            + (f", and would need num_microbatches=1 instead of {asked[0]}" if several else "")
+            + ": let Lightning optimize, or use another strategy for this module."
+        )
+    for name, parameter in module.named_parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            raise MisconfigurationException(
+                f"parameter {name!r} is on device {parameter.device} already; under the roundpipe strategy weights "
+                "live in host memory and are sent to the GPUs layer by layer. Build the model on the CPU (no .cuda(), "
+                "no device_map)."
+            )
+
+
+def refuse_layer_sync(layer_sync: object) -> None:
+    """``sync_batchnorm`` would be without effect: there are no processes whose statistics could be joined."""
+    if layer_sync is not None:
+        raise MisconfigurationException(
+            "sync_batchnorm=True joins the statistics of several processes, and the roundpipe strategy has one: batch "
+            "norm sees a microbatch at a time. Set sync_batchnorm=False, and num_microbatches=1 if the statistics "
+            "must be those of the whole batch."
+        )
+
+
+def refuse_foreign_parameters(optimizers: Iterable[Optimizer], mine: set[int]) -> None:
+    """An optimizer's parameters must be the module's own; ``mine`` are the ids of those."""
+    for optimizer in optimizers:
+        if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
+            raise MisconfigurationException(
+                f"{type(optimizer).__name__} holds parameters that are not the LightningModule's and would never "
+                "get a gradient: build the optimizer from self.parameters() in configure_optimizers(), after the last "
+                "parameter was made or replaced."
+            )
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def unreadable_checkpoint(path: Any, error: Exception) -> Exception:
+    """What to raise when reading ``path`` has failed with ``error``."""
+    file = Path(str(path))
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"ckpt_path={str(path)!r} is not there: name a file that ModelCheckpoint wrote.")
+    if file.is_dir():
+        return ValueError(
+            f"ckpt_path={str(path)!r} is a folder, as strategies with sharded checkpoints write it; the roundpipe "
+            "strategy reads single files. Convert it first (Lightning's consolidate_checkpoint)."
+        )
+    if "Weights only load failed" in str(error):  # torch says well what to do about that
+        return error
+    size = f" ({file.stat().st_size:,} bytes)" if file.is_file() else ""
+    return ValueError(
+        f"ckpt_path={str(path)!r}{size} cannot be read as a checkpoint: {_first_line(error)}. If saving or copying it "
+        "was interrupted it is cut short: copy it again, or go on from an earlier one."
+    )
+
+
+def refuse_strange_checkpoint(path: Any, checkpoint: object) -> None:
+    """A file that torch can read and Lightning did not write."""
+    missing = [key for key in _NEEDED if not isinstance(checkpoint, Mapping) or key not in checkpoint]
+    if missing:
+        raise ValueError(
+            f"ckpt_path={str(path)!r} is no Lightning checkpoint: it lacks {missing[0]!r}. Weights alone are loaded by "
+            "your own code (module.load_state_dict(torch.load(...))), before fit()."
+        )
+
+
+def unfitting_weights(module: LightningModule, error: RuntimeError) -> RoundPipeError:
+    """What to raise when the checkpoint's ``state_dict`` does not fit."""
+    return RoundPipeError(
+        f"ckpt_path: the checkpoint is of another model than this {type(module).__name__}: "
+        f"{' '.join(str(error).split())} Build the model that it was saved from, or set module.strict_loading=False "
+        "if it is to be loaded in part."
+    )
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """``optimizer.load_state_dict(state)``, refusing the state of another optimizer before its first step does."""
+    try:
+        optimizer.load_state_dict(dict(state))
+        lacking = [key for group in optimizer.param_groups for key in optimizer.defaults if key not in group]
+        problem = f"it has no {lacking[0]!r}" if lacking else ""
+    except (ValueError, KeyError) as error:
+        problem = _first_line(error)
+    if problem:
+        raise ValueError(
+            f"ckpt_path: the checkpoint's optimizer state does not fit {type(optimizer).__name__}: {problem}. Make "
+            "the same optimizer and groups in configure_optimizers(), or take only the weights "
+            "(load_from_checkpoint)."
+        )
+
+
+def refuse_missing_states(states: int, optimizers: int) -> None:
+    """A checkpoint with the states of fewer or more optimizers than there are."""
+    if states != optimizers:
+        raise ValueError(
+            f"ckpt_path: the checkpoint has the state of {states} optimizers, and configure_optimizers() makes "
+            f"{optimizers}: make the same ones, or take only the weights (load_from_checkpoint)."
+        )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

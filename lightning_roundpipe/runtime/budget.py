@@ -1,0 +1,68 @@
+"""What a worker may use of its device, and whether the layers and a plan written by hand keep to it.
+
+A layer is the smallest thing that is moved, so one that exceeds the budget can never run. That is known before the
+first batch, and said then; what its calls need beside weights and gradients is measured in the first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_roundpipe.config import Options
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.memory import ARENAS, device_bytes
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
+
+_SHARE = 0.9
+"""Of a device's memory, where ``memory_budget`` is not set."""
+
+
+def worker_bytes(options: Options, device: Device) -> int | None:
+    """What a worker may use; None: no limit.
+
+    Raises:
+        ValueError: if the budget is a fraction of a memory that has no size.
+    """
+    budget, capacity = options.memory_budget, device.capacity()
+    if isinstance(budget, float):
+        if capacity is None:
+            raise ValueError(
+                f"memory_budget={budget} is a fraction, and emulated devices have no limit to take it of: give a "
+                "size such as '2GiB', or set emulation.memory."
+            )
+        return int(budget * capacity)
+    if budget is not None:
+        return int(budget)
+    return None if capacity is None else int(_SHARE * capacity)
+
+
+def check_layers_fit(layers: Sequence[HostLayer], options: Options, device: Device) -> None:
+    """``ValueError`` unless there is room for the arenas of the largest layer, which nothing runs without."""
+    limit, setting = worker_bytes(options, device), "memory_budget"
+    if options.memory_budget is None:  # the share left for activations is the plan's affair
+        limit, setting = device.capacity(), "emulation.memory (or use devices with more memory)"
+    weights = max(layer.nbytes for layer in layers)
+    gradients = max(HostGradients.bytes_of(layer) for layer in layers)
+    need = ARENAS * (weights + gradients)
+    if limit is not None and need > limit:
+        largest = max(layers, key=lambda layer: layer.nbytes + HostGradients.bytes_of(layer))
+        raise ValueError(
+            f"layer {largest.name!r} is too large: workers may use {limit:,} bytes, and a layer at a time needs "
+            f"{need:,} ({ARENAS} x {weights:,} for weights, {ARENAS} x {gradients:,} for gradients). Raise {setting}, "
+            "or name smaller modules in layers= so that the layer is split."
+        )
+
+
+def check_plan_fits(plan: Plan, costs: Costs, options: Options, device: Device) -> None:
+    """``ValueError`` for a plan by hand that takes more than a budget that was given."""
+    limit = worker_bytes(options, device)
+    if options.memory_budget is None or limit is None:
+        return
+    if (need := device_bytes(plan, costs)) > limit:
+        raise ValueError(
+            f"plan: it needs {need:,} bytes on each worker (two arenas each for weights and gradients of the largest "
+            f"stages, and activations), but memory_budget allows {limit:,}. Cut it into more stages, or raise "
+            "memory_budget."
+        )
