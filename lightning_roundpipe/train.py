@@ -27,13 +27,19 @@ import traceback
 import warnings
 from importlib import import_module
 from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.sweep import finished_sweep, forget_sweep
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+"""Hydra's environment variable: 1 shows every traceback in full."""
 
 _CONFIG_PATH = "pkg://lightning_roundpipe.conf"
 
@@ -58,18 +64,70 @@ _finished: list[Path] = []
 
 
 def main() -> None:
-    """The console command. Exits with 1, and one line that says what to change, for settings that cannot be."""
+    """The console command. Exits with 2, and one line that says what to change, for settings that cannot be."""
     _finished.clear()
     forget_sweep()
     folder: Path | None = None
     try:
-        _application()
+        _run_application()
         folder = _finished[-1] if _finished else None
     finally:
         folder = finished_sweep() or folder
         sys.stderr.flush()
         if folder is not None:
             print(folder, flush=True)
+
+
+class _Mistake(SystemExit):
+    """A failure of the job whose message alone says what to change. No ``Exception``: Hydra would report those too."""
+
+
+def _run_application() -> None:
+    """Runs the application without Hydra's reports, which take several lines of its internals for one mistake.
+
+    Raises:
+        SystemExit: 2 for a mistake in the settings, 1 after the traceback of any other failure.
+    """
+    full = os.environ.get(_FULL_ERROR)
+    os.environ[_FULL_ERROR] = "1"  # with which Hydra raises
+    try:
+        _application()
+    except _Mistake as mistake:
+        if full == "1" and mistake.__cause__ is not None:
+            raise mistake.__cause__ from None
+        _exit(str(mistake))
+    except Exception as error:
+        if full == "1":
+            raise
+        trace = _of_the_job(error.__traceback__)
+        if trace is None:
+            _exit(_explained(error))
+        traceback.print_exception(error.with_traceback(trace))
+        raise SystemExit(1) from None
+    finally:
+        del os.environ[_FULL_ERROR]
+        os.environ.update({} if full is None else {_FULL_ERROR: full})
+
+
+def _of_the_job(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` from where the job begins; None if the failure was before that."""
+    while trace is not None and trace.tb_frame.f_code is not _application.__wrapped__.__code__:
+        trace = trace.tb_next
+    return trace
+
+
+def _explained(error: Exception) -> str:
+    """The first line of what Hydra and OmegaConf say, the choices if they name some, and where to find the rest."""
+    first = [line for e in (error, error.__cause__) if e is not None for line in str(e).strip().splitlines()[:1]]
+    _, _, choices = str(error).partition("Available options in ")
+    names = re.findall(r"^\t(\w+)$", choices, re.MULTILINE)
+    listed = f" There are {', '.join(names)}." if names else ""
+    return f"{': '.join(line.strip('. ') for line in first)}.{listed} All settings: roundpipe-train --cfg job"
+
+
+def _exit(text: str) -> NoReturn:
+    print(f"roundpipe-train: {' '.join(text.split())}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def run_folder(name: str) -> str:
@@ -104,10 +162,9 @@ def _application(cfg: DictConfig) -> None:
         run(job)
     except Exception as error:
         _leave_error(folder, error)
-        wants_trace = settings.mode == RunMode.MULTIRUN or os.environ.get("HYDRA_FULL_ERROR") == "1"
-        if wants_trace or not _is_mistake(error, started):
-            raise
-        raise SystemExit(f"roundpipe-train: {' '.join(str(error).split())}") from None
+        if settings.mode != RunMode.MULTIRUN and _is_mistake(error, started):
+            raise _Mistake(str(error)) from error
+        raise
     _finished.append(folder)
 
 
@@ -130,9 +187,10 @@ def _is_mistake(error: Exception, started: bool) -> bool:
     if type(error).__name__ == "MisconfigurationException":
         return True
     if not started:
-        return isinstance(error, (ValueError, OSError, ImportError))
+        return isinstance(error, (ValueError, TypeError, OSError, ImportError))
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return isinstance(error, ValueError) and str(frame.f_globals["__name__"]).startswith("lightning_roundpipe.")
+    ours = str(frame.f_globals["__name__"]).startswith("lightning_roundpipe.")
+    return ours and isinstance(error, (ValueError, OSError, RoundPipeError))
 
 
 def _leave_error(folder: Path, error: Exception) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_roundpipe.data.sequences import Sequences, ShuffledLoader
+from lightning_roundpipe.data.sequences import Sequences, ShuffledLoader, check_sizes
 from lightning_roundpipe.data.split import split_texts
 
 
@@ -46,6 +46,7 @@ class PackedText(LightningDataModule):
                 "data=topics needs the model's tokenizer, and this model has none. Choose a pretrained model "
                 "(model=smollm2) or data=random_tokens."
             )
+        check_sizes(sequence_length, batch_size)
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.num_workers = num_workers
@@ -76,7 +77,5 @@ class PackedText(LightningDataModule):
 
 def pack(texts: Sequence[Sequence[int]], length: int) -> Tensor:
     """The texts' tokens one after another, cut into rows: shape (rows, ``length``)."""
-    if length < 2:
-        raise ValueError(f"data.sequence_length={length} is too short: the first token of a sequence is no target.")
     joined = torch.tensor([token for text in texts for token in text], dtype=torch.long)
     return joined[: len(joined) // length * length].view(-1, length)

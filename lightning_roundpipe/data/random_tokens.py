@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_roundpipe.data.sequences import Sequences, ShuffledLoader
+from lightning_roundpipe.data.sequences import Sequences, ShuffledLoader, check_sizes
 
 
 class RandomTokens(LightningDataModule):
@@ -33,6 +33,7 @@ class RandomTokens(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
+        check_sizes(sequence_length, batch_size)
         generator = torch.Generator().manual_seed(seed)
         self.training = torch.randint(vocab_size, (sequences, sequence_length), generator=generator)
         self.validation = self.training[:batch_size]

@@ -13,6 +13,16 @@ from typing_extensions import override
 Batch = dict[str, Tensor]
 
 
+def check_sizes(sequence_length: int, batch_size: int) -> None:
+    """``ValueError`` for batches without a target."""
+    if sequence_length < 2:
+        raise ValueError(
+            f"data.sequence_length={sequence_length} is too short: the first token of a sequence is no target."
+        )
+    if batch_size < 1:
+        raise ValueError(f"data.batch_size={batch_size} must be at least 1.")
+
+
 class Sequences(Dataset[Batch]):
     """Each row of ``tokens``, shape (rows, length), as ``input_ids`` and ``labels`` (the model shifts the labels)."""
 

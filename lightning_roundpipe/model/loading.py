@@ -77,7 +77,7 @@ def from_folder(folder: str | Path, gguf_file: str | None = None) -> Pretrained:
     if gguf_file is not None:
         return _from_gguf(path / gguf_file, setting, "copy or download the file again", str(path / gguf_file))
     with _reading(path, setting, "copy or download the folder again"):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        model = _whole_model(path)
     tokenizer = None
     if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         with _reading(path, setting, "copy or download the folder again"):
@@ -128,12 +128,28 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained
             raise ValueError(f"{setting}: {path} is no GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
     folder, name = str(path.parent), path.name
     with _reading(path, setting, remedy), _parsing_once():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=name, dtype=torch.float32, local_files_only=True, **_unpacked()
-        )
+        model = _whole_model(folder, gguf_file=name, **_unpacked())
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
     _forget_quantisation(model)
     return Pretrained(model, tokenizer, source)
+
+
+def _whole_model(path: str | Path, **options: Any) -> PreTrainedModel:
+    """Transformers fills what a file lacks with random numbers, and says so only in a log."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True,
+        **options,
+    )  # fmt: skip
+    model, info = loaded
+    if mismatched := info["mismatched_keys"]:
+        name, stored, wanted = min(mismatched)
+        raise ValueError(
+            f"weight {name!r} has shape {tuple(stored)} in the file and {tuple(wanted)} by the configuration"
+        )
+    if missing := info["missing_keys"]:
+        raise ValueError(f"{len(missing)} weights of the configuration are not in it, {min(missing)!r} first")
+    whole: PreTrainedModel = model
+    return whole
 
 
 @contextmanager
@@ -185,4 +201,4 @@ def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

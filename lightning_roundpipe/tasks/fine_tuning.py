@@ -117,12 +117,24 @@ def _make(node: DictConfig, **objects: Any) -> Any:
         if node.get("_partial_"):
             return instantiate(node, _convert_="all", **objects)
         return instantiate(node, _partial_=True, _convert_="all")(**objects)
+    except TypeError as error:
+        made = node.get("_target_")
+        raise ValueError(f"{made} does not take these settings: {error} ({_shown(node)})") from error
     except InstantiationException as error:
         cause = error.__cause__
         raise (cause if isinstance(cause, (ValueError, OSError)) else ValueError(str(error))) from None
 
 
+def _shown(node: DictConfig) -> str:
+    return ", ".join(f"{key!s}={value!r}" for key, value in node.items() if not str(key).startswith("_"))
+
+
 def _make_trainer(cfg: DictConfig, measurements: Measurements) -> Trainer:
+    if cfg.trainer.get("accelerator") in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"trainer.accelerator={cfg.trainer.accelerator!r} needs a CUDA device, and torch finds none: set "
+            "trainer=cpu for emulated devices."
+        )
     named = "_target_" not in cfg.strategy
     strategy = cfg.strategy.name if named else _make(cfg.strategy)
     devices = cfg.strategy.get("devices") if named else None
