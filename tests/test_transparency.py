@@ -30,7 +30,8 @@ def _cases(names: Any) -> list[Any]:
     ]
 
 
-every_model = pytest.mark.parametrize(("name", "lora"), _cases(zoo.ENTRIES))
+every_model = pytest.mark.parametrize(("name", "lora"), _cases(n for n, e in zoo.ENTRIES.items() if not e.other))
+other_models = pytest.mark.parametrize(("name", "lora"), _cases(n for n, e in zoo.ENTRIES.items() if e.other))
 some_models = pytest.mark.parametrize(("name", "lora"), _cases(["llama", "qwen3", "gpt2", "t5", "bert", "mlp"]))
 
 
@@ -149,6 +150,11 @@ def test_without_a_watching_callback() -> None:
     batches = zoo.make_batches("llama", 4)
     expected = run("auto", module("llama", False), batches, watch=False)
     assert_same(expected, run(ours(num_microbatches=3), module("llama", False), batches, devices=2, watch=False))
+
+
+@other_models
+def test_other_architectures(name: str, lora: bool) -> None:
+    assert_same(expected(name, lora, 3), train(name, lora, 2, num_microbatches=3))
 
 
 # ---------------------------------------------------------------------------------------------------------------- plans

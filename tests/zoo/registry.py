@@ -28,6 +28,7 @@ class Entry:
         coupled: what it computes for a sample depends on the others of its batch, so that several microbatches equal
             the same microbatches run one after another, not the whole batch.
         layers: the strategy's option, for models whose layers are not found as the test wants them.
+        other: compared in one run only.
     """
 
     build: Callable[[], nn.Module]
@@ -36,6 +37,7 @@ class Entry:
     lora: bool = False
     coupled: bool = False
     layers: tuple[str, ...] | None = None
+    other: bool = False
 
 
 ENTRIES: dict[str, Entry] = {}
