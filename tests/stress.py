@@ -32,6 +32,8 @@ WIDTH, CLASSES = 8, 5
 LAYERS = ["Linear", "Block"]
 WATCHDOG = 15.0
 """Seconds: a hang is a failure that shows all stacks. Nothing here takes one."""
+GLUE_S = 0.0005
+"""Seconds that each piece of glue takes."""
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -99,7 +101,7 @@ class Glue:
             self.faults.append("two microbatches are in glue at once")
             yield
             return
-        time.sleep(0.0005)
+        time.sleep(GLUE_S)
         try:
             yield
         finally:

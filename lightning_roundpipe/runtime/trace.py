@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from typing import NoReturn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.costs import CallCost, Costs
@@ -81,9 +82,15 @@ class Trace:
         Raises:
             RoundPipeError: if the trace has no such call ahead.
         """
-        for index in range(position, len(self.calls)):
-            if self.calls[index].layer is layer:
-                return index
+        found = self._ahead(layer, position)
+        if found is None:
+            self._refuse(layer, position, microbatch)
+        return found
+
+    def _ahead(self, layer: HostLayer, position: int) -> int | None:
+        return next((i for i in range(position, len(self.calls)) if self.calls[i].layer is layer), None)
+
+    def _refuse(self, layer: HostLayer, position: int, microbatch: int) -> NoReturn:
         expected = self.names[position] if position < len(self.calls) else None
         before = f"layer {self.names[position - 1]!r}" if position else "no other layer"
         raise RoundPipeError(
@@ -99,8 +106,12 @@ class Trace:
             call.forward_s = min(seconds.get(("forward", microbatch, index), [0.0]))
             call.backward_s = min(seconds.get(("backward", microbatch, index), [0.0]))
 
-    def take_in(self, other: Trace) -> None:
-        """Add the calls of ``other`` that are not here, so that both are parts of this; keep the fastest times."""
+    def take_in(self, other: Trace, microbatch: int) -> None:
+        """Add the calls of ``other`` that are not here, so that both are parts of this; keep the fastest times.
+
+        Raises:
+            RoundPipeError: if ``other``, of ``microbatch``, calls the same layers in another order.
+        """
         mine, theirs = [c.layer.index for c in self.calls], [c.layer.index for c in other.calls]
         calls: list[TracedCall] = []
         for tag, i, j, k, n in SequenceMatcher(None, mine, theirs, autojunk=False).get_opcodes():
@@ -112,11 +123,24 @@ class Trace:
             else:
                 # Layers never seen side by side most likely follow each other as they were registered.
                 calls += heapq.merge(self.calls[i:j], other.calls[k:n], key=lambda call: call.layer.index)
+        if Counter(c.layer.index for c in calls) != Counter(mine) | Counter(theirs):
+            self._refuse_order(other, microbatch)
         uses: Counter[int] = Counter()
         for call in calls:
             call.use = uses[call.layer.index]
             uses[call.layer.index] += 1
         self.calls = calls
+
+    def _refuse_order(self, other: Trace, microbatch: int) -> None:
+        """Name the first call of ``other`` that comes too late; one of a layer that is not here may come anywhere."""
+        known = {c.layer.index for c in self.calls}
+        position = 0
+        for call in other.calls:
+            if call.layer.index in known:
+                found = self._ahead(call.layer, position)
+                if found is None:
+                    self._refuse(call.layer, position, microbatch)
+                position = found + 1
 
     def learn(self, others: Sequence[Trace], seconds: Mapping[tuple[str, int, int], list[float]], layers: int) -> bool:
         """Take in what each microbatch of a batch has called.
@@ -130,9 +154,9 @@ class Trace:
             Whether that is all: not if some were left out that the next batch may show.
         """
         before = len(self.calls)
-        for microbatch, other in enumerate(others):
+        for microbatch, other in sorted(enumerate(others), key=lambda pair: -len(pair[1].calls)):
             other.measure(seconds, microbatch)
-            self.take_in(other)
+            self.take_in(other, microbatch)  # the longest first, as it shows most of the order
         alike = all(len(other.calls) == len(self.calls) for other in others)
         self.uneven |= not alike
         return alike or len(self.calls) == before or len({c.layer.index for c in self.calls}) == layers

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.trace import Trace
 
 
@@ -51,22 +52,47 @@ def is_part(part: Trace, whole: Trace) -> bool:
 )
 def test_merged(first: tuple[int, ...], second: tuple[int, ...], merged: list[int]) -> None:
     trace = trace_of(*first)
-    trace.take_in(trace_of(*second))
+    trace.take_in(trace_of(*second), 1)
     assert indices(trace) == merged
 
 
 def test_every_microbatch_is_a_part_of_it() -> None:
     chance = random.Random(5)
-    for _ in range(200):
-        parts = [trace_of(*(chance.choice(range(6)) for _ in range(chance.randrange(8)))) for _ in range(4)]
+    refused = 0
+    for again in range(400):
+        order = range(6) if again % 2 else [chance.randrange(6) for _ in range(8)]
+        parts = [trace_of(*(i for i in order if chance.random() < 0.6)) for _ in range(4)]
         whole = Trace()
-        for part in parts:
-            whole.take_in(part)
+        try:
+            for part in parts:
+                whole.take_in(part, 0)
+        except RoundPipeError:
+            refused += 1
+            assert again % 2 == 0, "only a layer that is called twice can be mistaken for one in another order"
+            continue
         assert all(is_part(part, whole) for part in parts)
         uses = [(call.layer.index, call.use) for call in whole.calls]
         assert len(set(uses)) == len(uses)
         for index, calls in itertools.groupby(sorted(uses), key=lambda pair: pair[0]):
             assert [use for _, use in calls] == list(range(len([u for u in uses if u[0] == index])))
+    assert refused < 200
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "called", "expected"),
+    [
+        ((0, 1, 2, 3), (0, 2, 1, 3), 1, 3),
+        ((0, 1), (1, 0), 0, None),
+        ((0, 1, 2), (0, 4, 2, 1), 1, None),
+    ],
+)
+def test_another_order_is_refused(
+    first: tuple[int, ...], second: tuple[int, ...], called: int, expected: int | None
+) -> None:
+    trace = trace_of(*first)
+    with pytest.raises(RoundPipeError, match=f"microbatch 5 called layer 'layer{called}' after") as caught:
+        trace.take_in(trace_of(*second), 5)
+    assert (f"layer 'layer{expected}' was expected" if expected else "no further layer was expected") in str(caught)
 
 
 def test_learned_when_nothing_new_can_come() -> None:
