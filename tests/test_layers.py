@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"precision", "checkpoint_io", "refusals"},
     {"strategy"},
     {"callbacks", "timeline", "tasks", "data", "sweep"},
-    {"train"},
+    {"train", "commands"},
 ]
 STRANGERS = {"devices", "planning", "model"}
 """Packages of one layer that know nothing of each other."""
