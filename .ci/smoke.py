@@ -31,6 +31,16 @@ def check_command_answers() -> None:
     assert "roundpipe" in text.lower(), text
 
 
+def check_simulator_gives_the_papers_figures() -> None:
+    """The command is installed, and the cases with it."""
+    cases = files("lightning_roundpipe.conf") / "cases" / "paper.json"
+    command = COMMAND.with_name("roundpipe-simulate")
+    done = subprocess.run([command, f"case={cases}", "format=json"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    [row] = [r for r in json.loads(done.stdout) if (r["model"], r["schedule"]) == ("llama3.1-8b", "roundpipe")]
+    assert abs(row["makespan_ms"] - 6100.545) < 1e-3, row
+
+
 def check_main_job_runs_two_steps() -> None:
     """The main job as it is shipped, only shorter: real weights, four emulated devices, the run folder."""
     folder = Path(run("experiment=smollm2_lora", "trainer.max_steps=2").splitlines()[-1])
@@ -52,6 +62,7 @@ if __name__ == "__main__":
         check_strategy_is_known_without_importing_the_package,
         check_configuration_is_in_the_wheel,
         check_command_answers,
+        check_simulator_gives_the_papers_figures,
         check_main_job_runs_two_steps,
     ):
         check()

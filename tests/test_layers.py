@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"runtime"},
     {"precision", "checkpoint_io", "refusals"},
     {"strategy"},
-    {"callbacks", "timeline", "tasks", "data", "sweep"},
+    {"callbacks", "timeline", "gantt", "tasks", "data", "sweep"},
     {"train", "commands"},
 ]
 STRANGERS = {"devices", "planning", "model"}

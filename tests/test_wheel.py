@@ -22,4 +22,4 @@ def test_installed_wheel_runs_the_main_job(tmp_path: Path) -> None:
     [wheel] = tmp_path.glob("*.whl")
     done = subprocess.run([ROOT / ".ci" / "smoke", wheel], capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.count("ok:") == 4, done.stdout
+    assert done.stdout.count("ok:") == 5, done.stdout

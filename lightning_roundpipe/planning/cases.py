@@ -1,20 +1,42 @@
-"""Measured models as files: a list of cases, each with one layer's times on one GPU.
+"""Measured models as files: a case or a list of them, each with one layer's times on one GPU and the cuts into stages.
 
 ``conf/cases/paper.json`` holds those of the paper (arXiv 2604.27085; RTX 4090, 8192 tokens a microbatch): per model and
-schedule the number of layers, their times, the LM head's, and the cuts that the paper's simulator was given.
+schedule the number of layers, their times, the LM head's, the cuts that the paper's simulator was given, and, where
+the paper prints them, the figures that it found. A case in a file::
+
+    {"model": "tiny", "schedule": "1f1b", "workers": 2, "microbatches": 4, "layers": 3, "forward_ms": 1.0,
+     "backward_ms": 2.0, "head_forward_ms": 0.5, "head_backward_ms": 1.0, "hop_ms": 0.1, "stages": [2, 1]}
+
+``stages`` are layers per stage. The schedule ``roundpipe`` cuts both passes, ``{"forward": [...], "backward": [...]}``,
+each in the order in which it runs; ``backward`` begins with the fused stage, whose layers no forward stage has.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from lightning_roundpipe.planning.costs import CallCost, Costs
 
-_NUMBERS = ("forward_ms", "backward_ms", "head_forward_ms", "head_backward_ms")
+Schedule = Literal["1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "roundpipe"]
+
+FIGURES = ("makespan_ms", "bubble_pct", "fill_pct", "switch_pct", "drain_pct", "intra_pct")
+"""What the paper says about a schedule: its length, and its idle time in percent of all workers' time."""
+
+MOST_MS = 1e15
+"""Above this (30,000 years) a time is a mistake, and sums of it might not be finite."""
+
+MOST = 1_000_000
+"""Workers, microbatches or layers."""
+
+_TIMES = ("forward_ms", "backward_ms", "head_forward_ms", "head_backward_ms", "hop_ms")
+_COUNTS = ("workers", "microbatches", "layers")
+_OPTIONAL = ("expected",)
 
 
 @dataclass(frozen=True)
@@ -23,7 +45,7 @@ class Case:
 
     Args:
         model: its name.
-        schedule: ``roundpipe`` or the name of a baseline.
+        schedule: ``roundpipe`` or one of the baselines.
         workers: N.
         microbatches: M.
         layers: how many equal layers come before the LM head.
@@ -31,10 +53,15 @@ class Case:
         backward_ms: a layer's backward without the recomputation.
         head_forward_ms: the LM head's and the loss's forward.
         head_backward_ms: their backward.
+        hop_ms: how long a microbatch is on its way from one worker to another.
+        forward_stages: layers per forward stage; a baseline's stages go both ways.
+        backward_stages: layers per backward stage in the order in which they run, the fused one first; a baseline has
+            none of its own.
+        expected: the `FIGURES` that the paper found, or some of them, or nothing.
     """
 
     model: str
-    schedule: str
+    schedule: Schedule
     workers: int
     microbatches: int
     layers: int
@@ -42,6 +69,10 @@ class Case:
     backward_ms: float
     head_forward_ms: float
     head_backward_ms: float
+    hop_ms: float
+    forward_stages: tuple[int, ...]
+    backward_stages: tuple[int, ...] = ()
+    expected: Mapping[str, float] | None = None
 
     def costs(self, scale: float = 1.0) -> Costs:
         """A call for each layer and one for the head; ``scale`` stretches all times. Sizes are not known: 0."""
@@ -59,27 +90,116 @@ def read_cases(path: Path) -> list[Case]:
     """The cases of a JSON file, which holds one or a list of them.
 
     Raises:
-        ValueError: the file is no JSON, or a case lacks something; says which.
+        ValueError: the file cannot be read, is no JSON, or a case lacks something or contradicts itself; says which.
     """
+    data = read_json(path)
+    cases = data if isinstance(data, list) else [data]
+    if not cases:
+        raise ValueError(f"{path} holds no case: write one case, or a list of at least one.")
+    found = []
+    for number, case in enumerate(cases):
+        try:
+            found.append(_read_case(case))
+        except ValueError as error:
+            raise ValueError(f"{path}, case {number}: {error}") from None
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; ``ValueError`` names the file and says what is wrong with it."""
     try:
-        data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply.") from None
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, and numbers of too many digits
         raise ValueError(f"{path} is not JSON: {error}.") from None
-    return [_case(path, number, case) for number, case in enumerate(data if isinstance(data, list) else [data])]
 
 
-def _case(path: Path, number: int, data: Any) -> Case:
+def _read_case(data: Any) -> Case:
+    needed = [item.name for item in fields(Case) if not item.name.endswith("_stages") and item.name not in _OPTIONAL]
+    needed.append("stages")
     if not isinstance(data, Mapping):
-        raise ValueError(f"{path}, case {number}: expected an object, not {data!r}.")
-    names = Case.__dataclass_fields__
-    if missing := [name for name in names if name not in data]:
-        raise ValueError(f"{path}, case {number} lacks {missing[0]!r}; it needs {', '.join(names)}.")
-    for name in _NUMBERS:
+        raise ValueError(f"expected an object with the keys {', '.join(needed)}, not {_shown(data)}.")
+    unknown = [key for key in data if key not in (*needed, *_OPTIONAL)]
+    for name in needed:
+        if name not in data:
+            meant = get_close_matches(name, unknown, n=1)
+            hint = f" ({meant[0]!r} is not known)" if meant else ""
+            raise ValueError(f"it lacks {name!r}{hint}; it needs {', '.join(needed)}.")
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}; it takes {', '.join((*needed, *_OPTIONAL))}.")
+    for name in _TIMES:
         value = data[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-            raise ValueError(f"{path}, case {number}: {name}={value!r} must be a number of at least 0.")
-    for name in ("workers", "microbatches", "layers"):
-        value = data[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{path}, case {number}: {name}={value!r} must be a whole number of at least 1.")
-    return Case(**{name: data[name] for name in names})
+        if not _is_number(value) or not 0 <= value <= MOST_MS:
+            raise ValueError(f"{name}={_shown(value)} must be a number of 0 to {MOST_MS:g} milliseconds.")
+    for name in _COUNTS:
+        if not _is_whole(data[name]) or not 1 <= data[name] <= MOST:
+            raise ValueError(f"{name}={_shown(data[name])} must be a whole number of at least 1, and {MOST:,} at most.")
+    if not isinstance(data["model"], str):
+        raise ValueError(f"model={_shown(data['model'])} must be text.")
+    if data["schedule"] not in get_args(Schedule):
+        raise ValueError(f"schedule={_shown(data['schedule'])} must be one of {', '.join(get_args(Schedule))}.")
+    forward, backward = _read_stages(cast(Schedule, data["schedule"]), data["stages"], data["layers"])
+    given = {name: data[name] for name in needed if name != "stages"}
+    expected = _read_expected(data.get("expected"))
+    return Case(**given, forward_stages=forward, backward_stages=backward, expected=expected)
+
+
+def _read_stages(schedule: Schedule, data: Any, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Forward and backward stages; each pass must have every layer once."""
+    if schedule != "roundpipe":
+        if isinstance(data, Mapping):
+            raise ValueError(f"stages of {schedule} must be one list, as each stage goes both ways; not an object.")
+        stages = _layers_per_stage("stages", data, at_least=1)
+        _check_sum("stages", sum(stages), layers)
+        return stages, ()
+    if not isinstance(data, Mapping) or set(data) != {"forward", "backward"}:
+        raise ValueError(
+            f'stages of roundpipe must be {{"forward": [...], "backward": [...]}}, with layers per stage; '
+            f"not {_shown(data)}."
+        )
+    forward = _layers_per_stage("stages.forward", data["forward"], at_least=0)
+    backward = _layers_per_stage("stages.backward", data["backward"], at_least=1)
+    _check_sum("stages.backward", sum(backward), layers)
+    _check_sum("stages.forward and the fused stage, stages.backward[0],", sum(forward) + backward[0], layers)
+    return forward, backward
+
+
+def _layers_per_stage(name: str, data: Any, at_least: int) -> tuple[int, ...]:
+    if not isinstance(data, list):
+        raise ValueError(f"{name}={_shown(data)} must be a list of layers per stage.")
+    if len(data) < at_least:
+        raise ValueError(f"{name} is empty: it needs at least one stage, if only for the head.")
+    for stage, count in enumerate(data):
+        if not _is_whole(count) or count < 0:
+            raise ValueError(f"{name}[{stage}]={_shown(count)} must be a whole number of layers, 0 or more.")
+    return tuple(data)
+
+
+def _check_sum(name: str, total: int, layers: int) -> None:
+    if total != layers:
+        raise ValueError(f"{name} must hold layers={layers} layers together, but they hold {total}.")
+
+
+def _read_expected(data: Any) -> Mapping[str, float] | None:
+    if data is None:
+        return None
+    if not isinstance(data, Mapping) or any(key not in FIGURES or not _is_number(data[key]) for key in data):
+        raise ValueError(f"expected must be null or hold numbers for some of {', '.join(FIGURES)}.")
+    return dict(data)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _shown(value: Any) -> str:
+    """A value of the file, as JSON and not too long for a line."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

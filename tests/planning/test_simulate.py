@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import Costs, Plan
-from lightning_roundpipe.planning.cases import read_cases
 from lightning_roundpipe.planning.partition import pipeline_length
 from lightning_roundpipe.planning.simulate import HostTime, Simulation, simulate
-
-PAPER = Path(__file__).parents[2] / "conf" / "cases" / "paper.json"
 
 
 def rows(simulation: Simulation) -> list[tuple[int, int, int, float, float]]:
@@ -117,39 +112,3 @@ def test_what_makes_no_sense_is_refused() -> None:
         simulate(plan, even(3), 1, 1)
     with pytest.raises(ValueError, match="hop_s=-1"):
         HostTime(hop_s=-1)
-
-
-def test_the_papers_cases() -> None:
-    cases = read_cases(PAPER)
-    assert {case.schedule for case in cases} == {"1f1b", "interleaved-1f1b", "gpipe", "looped-bfs", "roundpipe"}
-    assert len({case.model for case in cases}) == 5
-    costs = cases[0].costs(scale=2)
-    assert len(costs) == cases[0].layers + 1
-    assert costs.calls[-1].layer == "head"
-    assert costs.calls[0].forward_s == pytest.approx(2e-3 * cases[0].forward_ms)
-
-
-@pytest.mark.parametrize(
-    ("text", "fragment"),
-    [
-        ("{", "is not JSON"),
-        ("[3]", "case 0: expected an object"),
-        ('[{"model": "m"}]', "case 0 lacks 'schedule'"),
-    ],
-)
-def test_files_that_are_no_cases(tmp_path: Path, text: str, fragment: str) -> None:
-    file = tmp_path / "cases.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=fragment):
-        read_cases(file)
-
-
-@pytest.mark.parametrize(("name", "value"), [("forward_ms", -1), ("forward_ms", "1"), ("layers", 0), ("workers", 2.5)])
-def test_numbers_that_are_none(tmp_path: Path, name: str, value: object) -> None:
-    import json
-
-    [case, *_] = json.loads(PAPER.read_text())
-    file = tmp_path / "cases.json"
-    file.write_text(json.dumps(case | {name: value}))
-    with pytest.raises(ValueError, match=f"case 0: {name}="):
-        read_cases(file)

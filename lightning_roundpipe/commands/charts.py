@@ -1,0 +1,46 @@
+"""Runs of the paper's schedules as Gantt charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_roundpipe.gantt import Block, Chart, draw_charts, write_charts_trace
+from lightning_roundpipe.planning.bubble import Bubble
+from lightning_roundpipe.planning.cases import FIGURES
+from lightning_roundpipe.planning.paper_schedules import PaperRun
+
+_LONGEST_NAME = 60
+
+
+def draw(runs: Sequence[PaperRun], bubbles: Sequence[Bubble], picture: Path | None, trace: Path | None) -> None:
+    """Writes the picture and the trace, whichever is wanted."""
+    charts = [chart_of(run, bubble) for run, bubble in zip(runs, bubbles, strict=True)]
+    if picture:
+        draw_charts(charts, picture)
+    if trace:
+        write_charts_trace(charts, trace)
+
+
+def chart_of(run: PaperRun, bubble: Bubble) -> Chart:
+    """The run, titled with its figures."""
+    case, ms = run.case, run.ticks_per_ms
+    # In RoundPipe a worker has its backward stages after its forward stages; else each stage goes both ways.
+    before = len(case.forward_stages) if case.backward_stages else 0
+    parts = {key: tuple((kind, ticks / ms) for kind, ticks in found) for key, found in run.parts.items()}
+    blocks = [
+        Block(
+            worker=operation.worker,
+            microbatch=operation.microbatch,
+            stage=f"{operation.direction}{operation.stage}",
+            turn=(operation.stage + (before if operation.direction == "B" else 0)) // case.workers,
+            start_ms=operation.start / ms,
+            parts=parts[operation.direction, operation.stage],
+        )
+        for operation in run.operations
+    ]
+    model = " ".join(case.model.split())
+    model = model if len(model) <= _LONGEST_NAME else model[: _LONGEST_NAME - 1] + "…"
+    shares = ", ".join(f"{name.removesuffix('_pct')} {getattr(bubble, name):.1f}" for name in FIGURES[2:])
+    facts = f"{bubble.makespan_ms:,.1f} ms, bubble {bubble.bubble_pct:.1f} % ({shares})"
+    return Chart(f"{model}, {case.schedule}", facts, case.model, case.workers, bubble.makespan_ms, blocks)

@@ -1,0 +1,135 @@
+"""Pictures and traces of simulated schedules."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from lightning_roundpipe import gantt
+from lightning_roundpipe.gantt import Block, Chart, draw_charts, write_charts_trace
+
+
+def block(worker: int, microbatch: int, start_ms: float, *parts: tuple[str, float], turn: int = 0) -> Block:
+    return Block(worker, microbatch, f"F{worker}", turn, start_ms, parts)
+
+
+def chart(title: str = "one", group: str = "g", workers: int = 2, span_ms: float = 9.0, stretch: float = 1.0) -> Chart:
+    blocks = [
+        block(0, 0, 0, ("forward", 2 * stretch)),
+        block(1, 0, 2 * stretch, ("forward", 2 * stretch), ("head forward", 0.1 * stretch)),
+        block(0, 12, 5 * stretch, ("recompute", stretch), ("backward", 3 * stretch), turn=1),
+        block(0, 13, 9 * stretch),
+    ]
+    return Chart(title, "facts", group, workers, span_ms, blocks)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **kw: (saved.append(self), save(self, path, **kw)))
+    return saved
+
+
+def texts(figure: Figure) -> list[str]:
+    return [item.get_text() for item in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
+
+
+def test_charts_lie_below_each_other(tmp_path: Path, figures: list[Figure]) -> None:
+    file = tmp_path / "picture.png"
+    draw_charts([chart("short", span_ms=9), chart("long", span_ms=30), chart("else", group="h", span_ms=5)], file)
+    image = imread(file)
+    assert image.shape[1] == 1920 and len({tuple(pixel) for pixel in image.reshape(-1, 4)[::7]}) > 5
+    [figure] = figures
+    tops = [axes.get_position().y1 for axes in figure.axes]
+    assert tops == sorted(tops, reverse=True)
+    # Charts of one group have one scale, those of others their own.
+    assert [axes.get_xlim()[1] for axes in figure.axes] == [30, 30, 5]
+    written = texts(figure)
+    assert {"short", "long", "else", "worker 0", "worker 1", "forward", "LM head forward", "idle"} <= set(written)
+    assert "LM head backward" not in written, "the legend names what does not occur"
+    assert any("milliseconds" in text for text in written)
+
+
+def test_long_schedules_are_in_seconds(tmp_path: Path, figures: list[Figure]) -> None:
+    draw_charts([chart(span_ms=20_000, stretch=2_000)], tmp_path / "picture.png")
+    assert any("time in seconds" in text for text in texts(figures[0]))
+
+
+def test_numbers_stand_where_they_fit(tmp_path: Path, figures: list[Figure]) -> None:
+    """Blocks of 0.1 and 2.1 ms have no room for a number where 9,000 ms share the axis."""
+    for span_ms, expected in ((9, 3), (9_000, 0)):
+        draw_charts([chart(span_ms=span_ms)], tmp_path / "picture.png")
+        [axes] = figures.pop().axes
+        numbers = [item for item in axes.collections if type(item).__name__ == "PathCollection"]
+        assert sum(len(item.get_offsets()) for item in numbers) == expected
+
+
+@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
+def test_formats(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"picture{suffix}"
+    draw_charts([chart()], file)
+    start = file.read_bytes()[:100]
+    assert {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}[suffix] in start
+
+
+@pytest.mark.parametrize("workers", [1, 64, 300])
+def test_any_number_of_workers(tmp_path: Path, workers: int) -> None:
+    draw_charts([chart(workers=max(workers, 2))], tmp_path / "picture.png")
+
+
+def test_nothing_that_takes_time(tmp_path: Path) -> None:
+    empty = Chart("$odd title$ _{", "facts", "g", 2, 0.0, [block(0, 0, 0)])
+    draw_charts([empty], tmp_path / "picture.png")
+    write_charts_trace([empty], tmp_path / "trace.json")
+    assert all(record["ph"] == "M" for record in json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+
+
+def test_too_many_charts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="900 cases do not fit into one picture"):
+        draw_charts([chart()] * 900, tmp_path / "picture.png")
+
+
+def test_trace(tmp_path: Path) -> None:
+    """What Perfetto needs: complete events in microseconds, nested or apart on each track, and names for the tracks."""
+    file = tmp_path / "trace.json"
+    thirds = Chart(
+        "thirds", "", "g", 1, 4.0, [block(0, m, m / 3, ("recompute", 0.1), ("backward", 0.2333)) for m in range(9)]
+    )
+    write_charts_trace([chart(), thirds], file)
+    records: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+    names = {(r["pid"], r["tid"]): r["args"]["name"] for r in records if r["name"] == "thread_name"}
+    assert names == {(1, 1): "worker 0", (1, 2): "worker 1", (2, 1): "worker 0"}
+    assert [r["args"]["name"] for r in records if r["name"] == "process_name"] == ["one: facts", "thirds: "]
+    complete = [r for r in records if r["ph"] == "X"]
+    [nested] = [r for r in complete if r["name"] == "F0 m12"]
+    assert (nested["ts"], nested["dur"], nested["args"]) == (5000, 4000, {"stage": "F0", "microbatch": 12})
+    parts = [(r["name"], r["ts"], r["dur"]) for r in complete if r["args"] == nested["args"] and r is not nested]
+    assert parts == [("recompute", 5000, 1000), ("backward", 6000, 3000)]
+    tracks = defaultdict(list)
+    for record in complete:
+        assert (record["pid"], record["tid"]) in names
+        tracks[record["pid"], record["tid"]].append(record)
+    for found in tracks.values():
+        open_until: list[int] = []  # nanoseconds
+        for record in sorted(found, key=lambda r: (r["ts"], -r["dur"])):
+            begin, end = round(1e3 * record["ts"]), round(1e3 * (record["ts"] + record["dur"]))
+            while open_until and open_until[-1] <= begin:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1], "overlaps without being inside"
+            open_until.append(end)
+
+
+def test_colours_are_those_of_the_timeline() -> None:
+    """A reader who knows one of the two pictures knows the other."""
+    from lightning_roundpipe import timeline
+
+    for kind in ("forward", "recompute", "backward"):
+        assert gantt.COLOURS[kind] == timeline._LEGEND[kind]
