@@ -32,7 +32,7 @@ def parse_bytes(value: float | str, name: str) -> int:
     elif _is_number(value) and math.isfinite(value):
         size = value
     else:
-        raise ValueError(f"{name}={value!r} is not a size: give bytes (a number) or text such as '20GiB'.")
+        raise ValueError(f"{name}={value!r} is not a size: write it like '20GiB', '512MB' or 1000000.")
     if size < 1:
         raise ValueError(f"{name}={value!r} must be at least 1 byte.")
     return int(size)

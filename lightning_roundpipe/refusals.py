@@ -87,11 +87,13 @@ def unreadable_checkpoint(path: Any, error: Exception) -> Exception:
             f"ckpt_path={str(path)!r} is a folder, as strategies with sharded checkpoints write it; the roundpipe "
             "strategy reads single files. Convert it first (Lightning's consolidate_checkpoint)."
         )
-    if "Weights only load failed" in str(error):  # torch says well what to do about that
+    foreign = "Unsupported operand" in str(error)  # no pickle at all, of which torch says that it is unsafe
+    if "Weights only load failed" in str(error) and not foreign:  # torch says well what to do about that
         return error
+    reason = "torch.save did not write it" if foreign else _first_line(error)
     size = f" ({file.stat().st_size:,} bytes)" if file.is_file() else ""
     return ValueError(
-        f"ckpt_path={str(path)!r}{size} cannot be read as a checkpoint: {_first_line(error)}. If saving or copying it "
+        f"ckpt_path={str(path)!r}{size} cannot be read as a checkpoint: {reason}. If saving or copying it "
         "was interrupted it is cut short: copy it again, or go on from an earlier one."
     )
 

@@ -123,10 +123,12 @@ class RoundPipeStrategy(ParallelStrategy):
 
     def _check_plan(self, text: str) -> None:
         """What can be said of a plan before there is a trace."""
-        size, asked = Plan.parse(text).round_microbatches, self.options.round_microbatches
+        plan = Plan.parse(text)
+        plan.validate()
+        size, asked = plan.round_microbatches, self.options.round_microbatches
         if asked is not None and asked != size:
             raise ValueError(
-                f"plan says 'round {size}' and round_microbatches={asked}, which are the same: set only the plan."
+                f"plan: it says 'round {size}', and round_microbatches={asked}, which are the same: set only the plan."
             )
 
     # -- devices and processes ----------------------------------------------------------------------------------------

@@ -249,32 +249,6 @@ def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: py
     assert "run 0 failed: ValueError: num_microbatches=0" in out
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("experiment=smolm2", "Could not find 'experiment/smolm2'"),
-        ("trainer.max_step=3", "Key 'max_step' is not in struct"),
-        ("strategy.num_microbatches=0", "roundpipe-train: num_microbatches=0 must be a whole number of at least 1."),
-        ("trainer.accelerator=gpux", "roundpipe-train: .*gpux"),
-        ("data=topics", "roundpipe-train: data=topics needs the model's tokenizer"),
-        ("model=folder", "roundpipe-train: model.folder must be set, .* model.folder=VALUE"),
-        ("partition=by_hand", "roundpipe-train: partition.plan must be set"),
-        ("strategy.layers=[Foo]", "roundpipe-train: .*Foo"),
-        ("trainer.devices=0", "roundpipe-train: .*devices=0"),
-        ("hydra.run.dir='with space'", "roundpipe-train: the run folder .* has spaces .* Set hydra.run.dir"),
-    ],
-)
-def test_a_mistake_is_one_clear_line(
-    override: str, message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        run(monkeypatch, override)
-    text = capfd.readouterr().err + (exit_.value.code if isinstance(exit_.value.code, str) else "")
-    assert exit_.value.code not in (0, None)
-    assert re.search(message, text), text
-    assert "Traceback" not in text
-
-
 def test_a_current_folder_with_spaces(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,7 +96,8 @@ def from_config(model_type: str, **settings: Any) -> Pretrained:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise ValueError(
-            f"model.model_type={model_type!r} with {settings} makes no causal language model: {_first_line(error)}"
+            f"model.model_type={model_type!r} with {settings} makes no causal language model: {_first_line(error)}. "
+            "Remedy: take an architecture that transformers has, and settings that fit it."
         ) from error
     return Pretrained(model, None, f"a random {model_type}")
 

@@ -54,7 +54,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.round_microbatches < 1:
-            raise ValueError(f"A plan with round {self.round_microbatches} would run no microbatch: use 1 or more.")
+            raise ValueError(f"plan: round {self.round_microbatches} would run no microbatch: use 1 or more.")
 
     # -- text --------------------------------------------------------------------------------------------------------
 
@@ -73,10 +73,10 @@ class Plan:
         parts = _split(text)
         fused = _spans("fused", parts["fused"])
         if len(fused) != 1:
-            raise ValueError(f"fused {_shown(parts['fused'])} must be exactly one span, like 'fused 8-11'.")
+            raise ValueError(f"plan: fused {_shown(parts['fused'])} must be exactly one span, like 'fused 8-11'.")
         round_ = parts["round"]
         if len(round_) != 1 or not round_[0].isdecimal():
-            raise ValueError(f"round {_shown(round_)} must be one number of microbatches, like 'round 4'.")
+            raise ValueError(f"plan: round {_shown(round_)} must be one number of microbatches, like 'round 4'.")
         forward, backward = _spans("forward", parts["forward"]), _spans("backward", parts["backward"])
         return cls(forward, fused[0], backward, int(round_[0]))
 
@@ -95,11 +95,12 @@ class Plan:
 
     # -- what the engine asks ----------------------------------------------------------------------------------------
 
-    def validate(self, calls: Sequence[str]) -> None:
+    def validate(self, calls: Sequence[str] | None = None) -> None:
         """``ValueError`` unless the plan runs every call of the trace once forward and once backward, in order.
 
         Args:
-            calls: the layer's name for each call of the trace.
+            calls: the layer's name for each call of the trace. None: the trace is not known yet, and has as many calls
+                as the plan names.
         """
         check_plan(self.forward, self.fused, self.backward, calls)
 
@@ -155,15 +156,15 @@ def _split(text: str) -> dict[str, list[str]]:
     words: list[str] | None = None
     for word in text.replace(";", " ").split():
         if word in parts:
-            raise ValueError(f"The plan {text!r} says {word!r} twice: {example}.")
+            raise ValueError(f"plan: {text!r} says {word!r} twice: {example}.")
         if word in _KEYWORDS:
             words = parts[word] = []
         elif words is None:
-            raise ValueError(f"The plan {text!r} starts with {word!r}: {example}.")
+            raise ValueError(f"plan: {text!r} starts with {word!r}: {example}.")
         else:
             words.append(word)
     if missing := [keyword for keyword in _KEYWORDS if keyword not in parts]:
-        raise ValueError(f"The plan {text!r} lacks {missing[0]!r}: {example}.")
+        raise ValueError(f"plan: {text!r} lacks {missing[0]!r}: {example}.")
     return parts
 
 
@@ -171,11 +172,11 @@ def _spans(keyword: str, words: list[str]) -> tuple[Span, ...]:
     if words == ["none"]:
         return ()
     if not words:
-        raise ValueError(f"Nothing follows {keyword!r} in the plan: name spans of calls, or write '{keyword} none'.")
+        raise ValueError(f"plan: nothing follows {keyword!r}: name spans of calls, or write '{keyword} none'.")
     try:
         return tuple(Span.parse(word) for word in words)
     except ValueError as error:
-        raise ValueError(f"In the plan's part {keyword!r}: {error}") from None
+        raise ValueError(f"plan: after {keyword!r}, {error}") from None
 
 
 def _shown(words: list[str]) -> str:

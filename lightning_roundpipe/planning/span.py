@@ -33,7 +33,7 @@ class Span:
     @classmethod
     def parse(cls, text: str) -> Span:
         """The span that ``text`` prints; ``ValueError`` shows how one is written."""
-        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
+        match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text)
         if not match:
             raise ValueError(f"{text!r} is no span of calls: write a call's number, like 5, or a range, like 4-7.")
         return cls(int(match[1]), int(match[2] or match[1]))

@@ -1,8 +1,8 @@
 """Whether a plan runs the trace: every call once forward and once backward, in order.
 
 A plan that misses a call would train a different model, and one that repeats or swaps calls would hang on a turn that
-never comes. So a plan is checked when it meets the trace, and the message names the stage, the call with its layer, and
-what to write instead.
+never comes. So a plan is checked by itself, before there is a trace, and again when it meets the trace; the message
+names the stage, the call with its layer as far as that is known, and what to write instead.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from lightning_roundpipe.planning.span import Span
 _Named = tuple[str, Span]
 
 
-def check_plan(forward: Sequence[Span], fused: Span, backward: Sequence[Span], calls: Sequence[str]) -> None:
-    """``ValueError`` for the first thing that is wrong. ``calls`` is the layer's name for each call of the trace."""
+def check_plan(forward: Sequence[Span], fused: Span, backward: Sequence[Span], calls: Sequence[str] | None) -> None:
+    """``ValueError`` for the first thing that is wrong.
+
+    Args:
+        calls: the layer's name for each call of the trace; None while only the plan says how many there are.
+    """
+    if calls is None:
+        calls = [""] * (1 + max(span.last for span in (*forward, fused, *backward)))
     if not calls:
-        raise ValueError("The trace has no calls, so no plan fits it: is any layer called in training_step?")
+        raise ValueError("plan: the trace has no calls, so no plan fits it: is any layer called in training_step?")
     ahead = [(f"forward stage {number} ({span})", span) for number, span in enumerate(forward, 1)]
     middle = (f"the fused stage ({fused})", fused)
     behind = [(f"backward stage {number} ({span})", span) for number, span in enumerate(backward, 1)]
@@ -33,7 +39,7 @@ def _check_range(stage: _Named, calls: Sequence[str]) -> None:
     name, span = stage
     if span.last >= len(calls):
         raise ValueError(
-            f"Plan: {name} is out of range: the trace has {len(calls)} calls, 0 to {len(calls) - 1}, "
+            f"plan: {name} is out of range: the trace has {len(calls)} calls, 0 to {len(calls) - 1}, "
             f"and ends with {_call(len(calls) - 1, calls)}. End the plan there, or leave plan= unset to have one made."
         )
 
@@ -45,13 +51,13 @@ def _check_pass(direction: str, ascending: Sequence[_Named], calls: Sequence[str
         for call in span.calls():
             if call in holder:
                 raise ValueError(
-                    f"Plan: {name} repeats {_call(call, calls)} in the {direction} pass: {holder[call]} has it "
+                    f"plan: {name} repeats {_call(call, calls)} in the {direction} pass: {holder[call]} has it "
                     "already. Take it out of one of the two."
                 )
             holder[call] = name
     if missed := [call for call in range(len(calls)) if call not in holder]:
         raise ValueError(
-            f"Plan: {_call(missed[0], calls)} is missed by the {direction} pass: "
+            f"plan: {_call(missed[0], calls)} is missed by the {direction} pass: "
             f"{_beside(missed[0], direction, ascending, calls)} Add it to that stage, or give it one of its own."
         )
     for (before, lower), (after, higher) in pairwise(ascending):
@@ -72,11 +78,11 @@ def _reordered(direction: str, lower: _Named, higher: _Named, calls: Sequence[st
     early, late = (lower, higher) if direction == "forward" else (higher, lower)
     rule = "forward stages ascend" if direction == "forward" else "backward stages descend, deepest calls first"
     return (
-        f"Plan: {late[0]}, with {_call(late[1].first, calls)}, is reordered: it runs after {early[0]}, with "
+        f"plan: {late[0]}, with {_call(late[1].first, calls)}, is reordered: it runs after {early[0]}, with "
         f"{_call(early[1].first, calls)}, in the {direction} pass. Exchange them: {rule}, and the fused stage ends "
         "the trace."
     )
 
 
 def _call(call: int, calls: Sequence[str]) -> str:
-    return f"call {call} ({calls[call]!r})"
+    return f"call {call} ({calls[call]!r})" if calls[call] else f"call {call}"

@@ -26,6 +26,7 @@ from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, intercepted, without_caches
 from lightning_roundpipe.runtime.interrupts import allowed, held
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
+from lightning_roundpipe.runtime.samples import batch_size
 from lightning_roundpipe.runtime.step import Step
 from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
 from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
@@ -219,10 +220,10 @@ class Engine:
         count, size = self.options.num_microbatches, self.options.microbatch_size
         if count == 1:
             try:
-                return [microbatch.batch_size(batch)]
+                return [batch_size(batch)]
             except ValueError:
                 return [1]
-        return microbatch.sizes_of(microbatch.batch_size(batch), count, size, len(self.workers))
+        return microbatch.sizes_of(batch_size(batch), count, size, len(self.workers))
 
     def _given_weights(self, parts: Sequence[Any]) -> list[float] | None:
         function = self.options.loss_weight or getattr(self.module, "loss_weight", None)

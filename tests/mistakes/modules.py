@@ -1,0 +1,282 @@
+"""Mistakes in the LightningModule, its optimizer, its loss and its batches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mistakes.user import Mistake, User
+
+
+def mlp() -> nn.Module:
+    return zoo.make_module("mlp").model
+
+
+class Manual(zoo.PlainClassifier):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss, _ = self.loss_and_logits(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("loss", loss)
+
+
+class Wandering(zoo.PlainClassifier):
+    """Calls its blocks in the order that the batch says: 0 as they stand, 1 two exchanged, 2 one left out."""
+
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        order = {0: (0, 1, 2, 3), 1: (0, 2, 1, 3), 2: (0, 1, 3)}[int(batch["order"].max())]
+        h = self.model.stem(batch["x"])
+        for i in order:
+            h = self.model.blocks[i](h)
+        logits = self.model.head(h)
+        return F.cross_entropy(logits, batch["y"]), logits
+
+
+def ordered(*orders: list[int]) -> list[zoo.Batch]:
+    """Batches for :class:`Wandering`, an order for each of six samples."""
+    batches = zoo.make_batches("mlp", len(orders))
+    return [batch | {"order": torch.tensor(order)} for batch, order in zip(batches, orders, strict=True)]
+
+
+def returning(change: Any) -> Any:
+    """The mistake of returning ``change(loss, batch)`` from ``training_step``."""
+
+    class Returning(zoo.PlainClassifier):
+        def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+            return change(self.loss_and_logits(batch)[0], batch)
+
+    return lambda user: user.fit(Returning(mlp()), num_microbatches=4)
+
+
+def _frozen(user: User) -> None:
+    module = zoo.make_module("mlp")
+    module.make_optimizer = lambda parameters: zoo.sgd(list(parameters))
+    user.fit(module.requires_grad_(False))
+
+
+def _optimizing(parameters: Any) -> Any:
+    """The mistake of an optimizer on ``parameters(module)``."""
+
+    def way(user: User) -> None:
+        module = zoo.make_module("mlp")
+        module.make_optimizer = lambda _: zoo.sgd(parameters(module))
+        user.fit(module)
+
+    return way
+
+
+class _AddsParameters(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def _on_a_gpu(user: User) -> None:
+    model = mlp()
+    with FakeTensorMode():  # says that it is on a GPU, without one
+        model.head.bias = nn.Parameter(torch.empty(5, device="cuda"))
+    user.fit(zoo.PlainClassifier(model))
+
+
+def _on_meta(user: User) -> None:
+    model = mlp()
+    model.head = nn.Linear(zoo.WIDTH, 5, device="meta")
+    user.fit(zoo.PlainClassifier(model))
+
+
+class _Bare(pl.LightningModule):
+    """Computes with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        return (batch["x"] @ self.weight).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return zoo.sgd(self.parameters())
+
+
+class _Elsewhere(zoo.PlainClassifier):
+    """Has a model, and computes with another one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.hidden = [nn.Linear(8, 5)]  # a list does not register it
+
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        logits = self.hidden[0](batch["x"])
+        return F.cross_entropy(logits, batch["y"]), logits
+
+
+SECTION = "The module, its optimizer and its loss"
+MODULES = [
+    Mistake(
+        SECTION,
+        "several microbatches under manual optimization",
+        "automatic_optimization=False (manual optimization) is not built yet in the roundpipe strategy, and would need "
+        "num_microbatches=1 instead of …",
+        "let Lightning optimize, or use another strategy for this module",
+        (
+            lambda user: user.fit(Manual(mlp()), num_microbatches=2),
+            lambda user: user.fit(Manual(mlp()), microbatch_size=2),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "manual optimization",
+        "automatic_optimization=False (manual optimization) is not built yet in the roundpipe strategy",
+        "let Lightning optimize, or use another strategy for this module",
+        (
+            lambda user: user.fit(Manual(mlp())),
+            lambda user: user.fit(Manual(mlp()), num_microbatches=1),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "parameters on a GPU before training",
+        "parameter '…' is on device cuda:0 already",
+        "Build the model on the CPU (no .cuda(), no device_map)",
+        (_on_a_gpu,),
+    ),
+    Mistake(
+        SECTION,
+        "parameters without values",
+        "parameter '…' of … in layer '…' is on the meta device",
+        "give it values (load weights or initialise) in configure_model() or setup()",
+        (_on_meta,),
+    ),
+    Mistake(
+        SECTION,
+        "no module with parameters in the LightningModule",
+        "… has no submodule with parameters, so there is no layer to offload",
+        "register the model as an attribute of the LightningModule",
+        (lambda user: user.fit(_Bare()),),
+    ),
+    Mistake(
+        SECTION,
+        "`training_step` computes with modules that are not registered",
+        "training_step called none of the layers that were found",
+        "name the modules it calls with layers=[...]",
+        (lambda user: user.fit(_Elsewhere(mlp())),),
+    ),
+    Mistake(
+        SECTION,
+        "an optimizer on parameters that are not the module's",
+        "… holds parameters that are not the LightningModule's",
+        "build the optimizer from self.parameters() in configure_optimizers()",
+        (
+            _optimizing(lambda module: [nn.Parameter(torch.ones(3))]),
+            _optimizing(lambda module: [*module.parameters(), nn.Parameter(torch.ones(3))]),
+            _optimizing(lambda module: copy.deepcopy(module.model).parameters()),
+            lambda user: user.fit(trainer={"callbacks": [_AddsParameters()]}),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "a loss that depends on nothing that is trained",
+        "training_step returned a loss that does not require grad",
+        "Return the loss as it was computed, or None to skip the batch",
+        (_frozen, returning(lambda loss, batch: loss.detach())),
+    ),
+    Mistake(
+        SECTION,
+        "a loss that is not one number",
+        "training_step returned a loss of shape …",
+        "it must be one real number (take its mean)",
+        (returning(lambda loss, batch: loss.expand(2)),),
+    ),
+    Mistake(
+        SECTION,
+        "a loss that is no tensor",
+        "training_step returned 'loss' as a float",
+        "return the tensor, without .item()",
+        (returning(lambda loss, batch: {"loss": loss.item()}),),
+    ),
+    Mistake(
+        SECTION,
+        "no loss for a part of a batch",
+        "training_step returned None for microbatch … but not for all of this batch",
+        "skip whole batches, or set num_microbatches=1",
+        (returning(lambda loss, batch: None if len(batch["y"]) == 1 else loss),),
+    ),
+    Mistake(
+        SECTION,
+        "a cross entropy that is summed",
+        "the loss uses cross_entropy with reduction='sum'",
+        "use reduction='mean'",
+        (lambda user: user.fit(_Summed(mlp())),),
+    ),
+    Mistake(
+        SECTION,
+        "layers are called in another order than the first microbatch did",
+        "microbatch … called layer '…' after layer '…' where layer '…' was expected",
+        "Set num_microbatches=1",
+        (lambda user: user.fit(Wandering(mlp()), ordered([0, 0, 1, 1, 0, 0]), num_microbatches=3),),
+    ),
+    Mistake(
+        SECTION,
+        "layers are called in another order than in earlier batches",
+        "microbatch … called layer '…' after layer '…' where layer '…' was expected",
+        "Set num_microbatches=1",
+        (lambda user: user.fit(Wandering(mlp()), ordered([0] * 6, [0] * 6, [0, 0, 1, 1, 0, 0]), num_microbatches=3),),
+        finished=2,
+    ),
+]
+
+
+class _Summed(zoo.PlainClassifier):
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"])
+        return F.cross_entropy(logits, batch["y"], reduction="sum"), logits
+
+
+class _Sizeless(zoo.PlainClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(torch.ones(4, 8)).square().mean()
+
+
+def _batches(batch: Any) -> Any:
+    return lambda user: user.fit(_Sizeless(mlp()), [batch] * 3, num_microbatches=2)
+
+
+class _Weighted(zoo.PlainClassifier):
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"])
+        return F.cross_entropy(logits, batch["y"]) * batch["scale"].mean(), logits
+
+
+def _constant_first(user: User) -> None:
+    user.fit(_Weighted(mlp()), [{"scale": torch.ones(3)} | batch for batch in zoo.make_batches("mlp", 3)])
+
+
+SECTION = "The batch"
+BATCHES = [
+    Mistake(
+        SECTION,
+        "nothing in the batch says how many samples it has",
+        "the size of the batch cannot be found",
+        "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1",
+        tuple(_batches(batch) for batch in ({"scale": torch.tensor(0.5)}, "text", 3, {})),
+    ),
+    Mistake(
+        SECTION,
+        "the batch can be taken for one of several sizes",
+        "the size of the batch cannot be told: …",
+        "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1",
+        (_constant_first, _batches([torch.ones(4), torch.ones(5)])),
+    ),
+]

@@ -1,0 +1,420 @@
+"""Mistakes in the options of the strategy and of the Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zoo
+from lightning.pytorch.plugins.precision import DoublePrecision
+
+from mistakes.user import Mistake, User, options, trainer
+
+SECTION = "Microbatches"
+MICROBATCHES = [
+    Mistake(
+        SECTION,
+        "both sizes of microbatches are set",
+        "num_microbatches=… and microbatch_size=… are both set",
+        "set only one of them",
+        (options(num_microbatches=2, microbatch_size=2),),
+    ),
+    Mistake(
+        SECTION,
+        "`num_microbatches` is no number, 0 or negative",
+        "num_microbatches=… must be",
+        "a whole number of at least 1",
+        tuple(options(num_microbatches=n) for n in (0, -2, "2", 2.0, True)),
+    ),
+    Mistake(
+        SECTION,
+        "`microbatch_size` is no number, 0 or negative",
+        "microbatch_size=… must be",
+        "a whole number of at least 1",
+        tuple(options(microbatch_size=n) for n in (0, -1, "all")),
+    ),
+    Mistake(
+        SECTION,
+        "`round_microbatches` is no number, 0 or negative",
+        "round_microbatches=… must be",
+        "a whole number of at least 1",
+        tuple(options(round_microbatches=n) for n in (0, -1, "4")),
+    ),
+    Mistake(
+        SECTION,
+        "`loss_weight` is no function",
+        "loss_weight=… must be",
+        "a function of a microbatch, or None",
+        (options(loss_weight=3), options(loss_weight="targets")),
+    ),
+    Mistake(
+        SECTION,
+        "`loss_weight` gives something other than a number",
+        "loss_weight gave … for microbatch 0",
+        "it must give one number",
+        (options(loss_weight=lambda part: "many"), options(loss_weight=lambda part: part["y"])),
+    ),
+    Mistake(
+        SECTION,
+        "`loss_weight` gives weights that are negative, not finite, or all 0",
+        "loss_weight gave … for the microbatches",
+        "weights must be finite, at least 0, and not all 0",
+        tuple(options(loss_weight=lambda part, w=w: w) for w in (-1, 0, float("nan"), float("inf"))),
+    ),
+]
+
+SECTION = "Layers and plans"
+PLANS = [
+    Mistake(
+        SECTION,
+        "`layers` names what the module has not got",
+        "layers='…' matches no module of …",
+        "Give a module class, a class name or a qualified module name",
+        (options(layers=["NoSuchLayer"]), options(layers=["ResidualBlock", "model.blocks.17"])),
+    ),
+    Mistake(
+        SECTION,
+        "`layers` is no list of names or classes, or an empty one",
+        "layers=… must be",
+        "a list of module classes, class names or qualified module names",
+        tuple(options(layers=given) for given in ([], "ResidualBlock", [3], 3)),
+    ),
+    Mistake(
+        SECTION,
+        "`layers` names a container that is never called",
+        "layers='…' names a ModuleList, which is never called as a whole",
+        "name its items",
+        (options(layers=["ModuleList"]), options(layers=["model.blocks"])),
+    ),
+    Mistake(
+        SECTION,
+        "`layers` names one module inside another one",
+        "layers='…' lies inside '…', which layers= names too",
+        "Take one of the two out",
+        (options(layers=["model.blocks.0", "model.blocks.0.up"]),),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` leaves out a call of the trace",
+        "plan: call … is missed by the … pass",
+        "Add it to that stage, or give it one of its own",
+        tuple(
+            options(plan=f"{stages}; round 2")
+            for stages in (
+                "forward 0-1; fused 3-5; backward 0-2",
+                "forward 0-2; fused 3-5; backward 1-2",
+                "forward 0-1; fused 2-4; backward 0-1",  # and ends before the trace does
+                "forward none; fused 1-5; backward 0",
+            )
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` has a call twice",
+        "plan: … repeats call … in the … pass",
+        "Take it out of one of the two",
+        (
+            options(plan="forward 0-2; fused 2-5; backward 0-1; round 2"),
+            options(plan="forward 0-2; fused 3-5; backward 1-2 0-1; round 2"),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` has stages in another order than they run in",
+        "plan: … is reordered: it runs after …",
+        "Exchange them",
+        (
+            options(plan="forward 2-3 0-1; fused 4-5; backward 2-3 0-1; round 2"),
+            options(plan="forward 0-1 2-3; fused 4-5; backward 0-1 2-3; round 2"),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` has more calls than the trace",
+        "plan: … is out of range: the trace has … calls",
+        "End the plan there, or leave plan= unset to have one made",
+        (options(plan="forward 0-3; fused 4-9; backward 0-3; round 2"),),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` lacks a part, has one twice, or is no plan at all",
+        "plan: '…' …",
+        "expected text like 'forward …; fused …; backward …; round 4'",
+        tuple(
+            options(plan=text)
+            for text in (
+                "first this, then that",
+                "",
+                "forward 0-3; fused 4-5; backward 0-3",
+                "forward 0-3; fused 4-5; backward 0-3; round 2; round 3",
+            )
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` has something other than calls after forward, fused or backward",
+        "plan: after '…', '…' is no span of calls",
+        "write a call's number, like 5, or a range, like 4-7",
+        tuple(
+            options(plan=f"{stages}; round 2")
+            for stages in (
+                "forward 0-x; fused 4-5; backward 0-3",
+                "forward 0-3; fused 4-5 end; backward 0-3",
+                "forward 0..3; fused 4-5; backward 0-3",
+                "forward 0-99999999999; fused 4-5; backward 0-3",
+            )
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` has nothing after forward, fused or backward",
+        "plan: nothing follows '…'",
+        "name spans of calls, or write '… none'",
+        (options(plan="forward; fused 0-5; backward none; round 2"),),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` has no fused stage, or several",
+        "plan: fused '…' must be",
+        "exactly one span, like 'fused 8-11'",
+        tuple(options(plan=f"forward 0-3; fused {spans}; backward 0-3; round 2") for spans in ("none", "4 5")),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` has a range backwards",
+        "plan: after '…', …-… is no span of calls",
+        "write the lower call first, counting from 0",
+        (options(plan="forward 0-3; fused 4-5; backward 3-0; round 2"),),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` has no number of microbatches, or something after it",
+        "plan: round '…' must be",
+        "one number of microbatches, like 'round 4'",
+        tuple(
+            options(plan=f"forward 0-3; fused 4-5; backward 0-3; round {end}")
+            for end in ("two", "2 or so", "-2", "2.5")
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` has rounds without a microbatch",
+        "plan: round 0 would run no microbatch",
+        "use 1 or more",
+        (options(plan="forward 0-3; fused 4-5; backward 0-3; round 0"),),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` is no text",
+        "plan=… must be",
+        "text, as RoundPipeStrategy.report()['plan'] prints it",
+        (options(plan=3), options(plan=["forward 0-3"])),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` and `round_microbatches` contradict each other",
+        "plan: it says 'round …', and round_microbatches=…",
+        "set only the plan",
+        (options(plan="forward 0-3; fused 4-5; backward 0-3; round 2", round_microbatches=3),),
+    ),
+]
+
+SECTION = "Memory"
+MEMORY = [
+    Mistake(
+        SECTION,
+        "`memory_budget` is no size",
+        "memory_budget=… is not a size",
+        "write it like '20GiB', '512MB' or 1000000",
+        tuple(options(memory_budget=b) for b in ("plenty", "2 giga", "-5GiB", "", True, [1])),
+    ),
+    Mistake(
+        SECTION,
+        "`memory_budget` is 0 or negative",
+        "memory_budget=… must be",
+        "at least 1 byte",
+        tuple(options(memory_budget=b) for b in (0, -5, 0.0, "0GiB")),
+    ),
+    Mistake(
+        SECTION,
+        "`memory_budget` is neither a fraction nor whole bytes",
+        "memory_budget=… is neither a fraction of the device's memory (up to 1.0) nor whole bytes",
+        "write 0.9, 2000000000 or '20GiB'",
+        tuple(options(memory_budget=b) for b in (1.5, -0.5, float("nan"), float("inf"))),
+    ),
+    Mistake(
+        SECTION,
+        "`memory_budget` is a fraction of emulated memory without a limit",
+        "memory_budget=… is a fraction, and emulated devices have no limit to take it of",
+        "give a size such as '2GiB', or set emulation.memory",
+        (options(memory_budget=0.5), options(memory_budget=1.0)),
+    ),
+    Mistake(
+        SECTION,
+        "`memory_budget` is smaller than the largest layer",
+        "layer '…' is too large: workers may use … bytes",
+        "Raise memory_budget, or name smaller modules in layers=",
+        (options(memory_budget="2KB"), options(memory_budget=0.5, emulation={"memory": "4KB"})),
+    ),
+    Mistake(
+        SECTION,
+        "the device's memory is smaller than the largest layer",
+        "layer '…' is too large: workers may use … bytes",
+        "Raise emulation.memory (or use devices with more memory), or name smaller modules in layers=",
+        (options(emulation={"memory": "2KB"}),),
+    ),
+    Mistake(
+        SECTION,
+        "`memory_budget` holds the largest layer, but not what its call computes",
+        "memory_budget: workers may use … bytes, and a cut at every layer needs …",
+        "Raise memory_budget, lower microbatch_size, or name smaller modules in layers=",
+        (lambda user: user.fit(batches=zoo.make_batches("mlp", 2, samples=600), memory_budget="80KB"),),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` needs more than `memory_budget`",
+        "plan: it needs … bytes on each worker",
+        "Cut it into more stages, or raise memory_budget",
+        (options(plan="forward none; fused 0-5; backward none; round 4", memory_budget="90KB"),),
+    ),
+]
+
+SECTION = "Other options"
+OTHERS = [
+    Mistake(
+        SECTION,
+        "`staleness` that is not built yet",
+        "staleness=1 is not built yet",
+        "only staleness=0 (exact) works",
+        (options(staleness=1),),
+    ),
+    Mistake(
+        SECTION,
+        "any other `staleness`",
+        "staleness=… must be",
+        "0 (exact training)",
+        tuple(options(staleness=given) for given in (2, -1, "0", 0.5)),
+    ),
+    Mistake(
+        SECTION,
+        "`microbatch_scope` that is not built yet",
+        "microbatch_scope='model' is not built yet",
+        "only microbatch_scope='step' works",
+        (options(microbatch_scope="model"),),
+    ),
+    Mistake(
+        SECTION,
+        "any other `microbatch_scope`",
+        "microbatch_scope=… must be",
+        "'step'",
+        (options(microbatch_scope="epoch"), options(microbatch_scope=None)),
+    ),
+    Mistake(
+        SECTION,
+        "`prefetch` is neither 0 nor 1",
+        "prefetch=… must be",
+        "0 or 1",
+        tuple(options(prefetch=given) for given in (2, -1, "1", True)),
+    ),
+    Mistake(
+        SECTION,
+        "`pin_memory` is none of its values",
+        "pin_memory=… must be",
+        "'auto', 'on' or 'off'",
+        (options(pin_memory="maybe"), options(pin_memory=1)),
+    ),
+    Mistake(
+        SECTION,
+        "`watchdog_timeout` is no number, 0 or negative",
+        "watchdog_timeout=… must be",
+        "a number of more than 0 seconds",
+        tuple(options(watchdog_timeout=given) for given in (0, -1, "600", None, float("nan"))),
+    ),
+    Mistake(
+        SECTION,
+        "`emulation` is no mapping",
+        "emulation=… must be",
+        "a mapping such as {'memory': '2GiB'}",
+        (options(emulation="slow"), options(emulation=["memory"])),
+    ),
+    Mistake(
+        SECTION,
+        "`emulation` has a setting that there is not",
+        "emulation has no setting '…'",
+        "it has bandwidth, delay_seed, latency, memory, poison",
+        (options(emulation={"speed": 3}),),
+    ),
+    Mistake(
+        SECTION,
+        "`emulation.memory` or `.bandwidth` is no size",
+        "emulation.… is not a size",
+        "write it like '20GiB', '512MB' or 1000000",
+        (options(emulation={"memory": "much"}), options(emulation={"bandwidth": "fast"})),
+    ),
+    Mistake(
+        SECTION,
+        "`emulation.latency` is no number or negative",
+        "emulation.latency=… must be",
+        "0 or more seconds",
+        tuple(options(emulation={"latency": given}) for given in (-1, "1ms", float("inf"))),
+    ),
+    Mistake(
+        SECTION,
+        "`emulation.poison` is neither true nor false",
+        "emulation.poison=… must be",
+        "True or False",
+        (options(emulation={"poison": "yes"}),),
+    ),
+    Mistake(
+        SECTION,
+        "`emulation.delay_seed` is no number",
+        "emulation.delay_seed=… must be",
+        "a whole number, or None for no delays",
+        (options(emulation={"delay_seed": "random"}),),
+    ),
+]
+
+
+def _launched(**variables: str) -> Any:
+    def way(user: User) -> None:
+        for name, value in variables.items():
+            user.monkeypatch.setenv(name, value)
+        user.fit()
+
+    return way
+
+
+SECTION = "The Trainer"
+TRAINER = [
+    Mistake(
+        SECTION,
+        "a precision that is not built yet",
+        "precision='…' is not supported by the roundpipe strategy",
+        "use 32-true or bf16-mixed",
+        tuple(trainer(precision=given) for given in ("16-true", "bf16-true", "64-true")),
+    ),
+    Mistake(
+        SECTION,
+        "a precision plugin",
+        "plugins=[…(...)] brings a precision plugin",
+        "take it out and set precision= to 32-true or bf16-mixed",
+        (trainer(plugins=[type("Mine", (DoublePrecision,), {})()]),),
+    ),
+    Mistake(
+        SECTION,
+        "several machines or processes",
+        "the roundpipe strategy runs in one process on one machine, and … were asked for",
+        "set num_nodes=1 and start the script with plain `python`",
+        (
+            trainer(num_nodes=2),
+            _launched(WORLD_SIZE="2"),
+            _launched(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999"),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`sync_batchnorm`",
+        "sync_batchnorm=True joins the statistics of several processes, and the roundpipe strategy has one",
+        "Set sync_batchnorm=False",
+        (trainer(sync_batchnorm=True),),
+    ),
+]

@@ -1,0 +1,132 @@
+"""Who makes the mistakes: what they train, where their files are, and how far they got."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import loader, ours, quiet, trainer_of
+from torch import Tensor
+
+BLOCKS = ["Linear", "ResidualBlock"]
+"""What the zoo's ``mlp`` is cut into: six calls, from ``model.stem`` over ``model.blocks.0`` to ``model.head``."""
+
+
+class CommandError(Exception):
+    """``roundpipe-train`` refused; the text is what it said."""
+
+
+class User:
+    """Trains the zoo's ``mlp`` on two emulated devices, unless something else is asked for.
+
+    Attributes:
+        folder: an empty one.
+        finished: training batches that were finished.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.monkeypatch, self._capfd = folder, monkeypatch, capfd
+        self.finished = 0
+        self._module: pl.LightningModule | None = None
+        self._before: dict[str, Tensor] = {}
+
+    def fit(
+        self,
+        module: pl.LightningModule | None = None,
+        batches: Sequence[Any] | None = None,
+        *,
+        devices: Any = 2,
+        ckpt_path: Path | str | None = None,
+        trainer: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Train with these options of the strategy, and ``trainer``'s of the Trainer."""
+        self._module = module = zoo.make_module("mlp") if module is None else module
+        self._before = _weights(module)
+        if isinstance(getattr(module, "model", None), zoo.MLP):
+            options = {"layers": BLOCKS} | options
+        settings = dict(trainer or {})
+        callbacks = [_Count(self), *settings.pop("callbacks", [])]
+        made = trainer_of(ours(**options), devices=devices, callbacks=callbacks, **settings)
+        with quiet():
+            made.fit(module, loader(zoo.make_batches("mlp", 4) if batches is None else batches), ckpt_path=ckpt_path)
+
+    def is_untouched(self) -> bool:
+        """Whether the weights are what they were before ``fit``."""
+        now = {} if self._module is None else _weights(self._module)
+        return now.keys() == self._before.keys() and all(torch.equal(now[name], self._before[name]) for name in now)
+
+    def checkpoint(self, module: pl.LightningModule | None = None, batches: Sequence[Any] | None = None) -> Path:
+        """What plain Lightning leaves after a batch, but with the weights from before: loading those is no training."""
+        path, module = self.folder / "good.ckpt", zoo.make_module("mlp") if module is None else module
+        before = _weights(module)
+        trainer = trainer_of("auto", max_steps=1)
+        with quiet():
+            trainer.fit(module, loader(zoo.make_batches("mlp", 1) if batches is None else batches))
+        module.load_state_dict(before)
+        trainer.save_checkpoint(path)
+        return path
+
+    def command(self, *arguments: str) -> None:
+        """``roundpipe-train`` with these arguments; that it exits with 2 and says one line is part of any refusal."""
+        from lightning_roundpipe import train
+
+        self.monkeypatch.chdir(self.folder)
+        self.monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            train.main()
+        said = self._capfd.readouterr().err
+        assert exit_.value.code == 2, said
+        assert said.count("\n") == 1, said
+        raise CommandError(said)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A row of ``docs/errors.md``.
+
+    Attributes:
+        section: the heading that its table is under.
+        what: was wrong.
+        says: how the message begins. "…" stands for what varies.
+        remedy: what it goes on to advise, in its own words.
+        ways: to make the mistake; each has to get that message.
+        finished: training batches before it can show.
+    """
+
+    section: str
+    what: str
+    says: str
+    remedy: str
+    ways: tuple[Callable[[User], Any], ...]
+    finished: int = 0
+
+
+def options(**given: Any) -> Callable[[User], Any]:
+    """The mistake of giving the strategy these options."""
+    return lambda user: user.fit(**given)
+
+
+def trainer(**given: Any) -> Callable[[User], Any]:
+    """The mistake of giving the Trainer these options."""
+    return lambda user: user.fit(trainer=given)
+
+
+class _Count(pl.Callback):
+    def __init__(self, user: User) -> None:
+        self.user = user
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.user.finished += 1
+
+
+def _weights(module: pl.LightningModule) -> dict[str, Tensor]:
+    values = {name: value for name, value in module.state_dict().items() if type(value) is Tensor}
+    return {name: value.clone() for name, value in values.items() if value.device.type == "cpu"}
