@@ -76,10 +76,19 @@ def test_gpipe_with_hops_and_the_heads_own_order() -> None:
 
 
 def test_the_switch_begins_when_a_worker_has_warmed_up() -> None:
-    """Worker 0 of 2 has done its two forwards at 2 ms; what it idles after that until its first backward is switch."""
+    """Worker 1 of 2 is warm after one forward: what it waits for the others is switch, not idle time in between."""
+    run = run_case(case_of("gpipe", 2, 3, [3, 1], head_forward_ms=0, head_backward_ms=0))
+    assert [begin for _, begin, _ in rows(run, 1)] == [3, 6, 9, 10, 13, 16]
+    assert rows(run, 0)[3] == ("B0 m0", 13, 22)
+    bubble = find_bubble(run)
+    assert bubble.makespan_ms == 40
+    assert bubble.switch_pct == pytest.approx(100 * (4 + 4) / 80)
+    assert bubble.intra_pct == 0
+
+
+def test_operations_of_no_length_are_not_there() -> None:
+    """Worker 1 has no forward of any length: it fills until its first backward, and there is nothing to switch from."""
     run = run_case(case_of("gpipe", 2, 3, [1, 0], head_forward_ms=0, head_backward_ms=9))
-    assert [op for op, *_ in rows(run, 0)] == ["F0 m0", "F0 m1", "F0 m2", "B0 m0", "B0 m1", "B0 m2"]
-    # Worker 1 has no forward of any length: it fills until its first backward and has no turn.
     assert rows(run, 0)[3] == ("B0 m0", 12, 15)
     bubble = find_bubble(run)
     assert bubble.switch_pct == pytest.approx(100 * 9 / (2 * bubble.makespan_ms))
