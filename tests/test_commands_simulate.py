@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from lightning_roundpipe.commands import simulate
+from lightning_roundpipe.commands.options import parse
 from lightning_roundpipe.planning.cases import FIGURES, read_cases
 
 PAPER = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
@@ -129,3 +132,19 @@ def test_it_needs_neither_torch_nor_matplotlib_to_print() -> None:
         "assert main() == 0 and not {'torch', 'matplotlib', 'lightning'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_commands_in_the_documents_are_right() -> None:
+    root = PAPER.parents[2]
+    text = "\n".join(file.read_text() for file in [root / "README.md", *(root / "docs").glob("*.md")])
+    lines = re.findall(r"^roundpipe-simulate (.*)$", text, flags=re.MULTILINE)
+    assert len(lines) >= 3
+    for line in lines:
+        parse(simulate.SimulateOptions, shlex.split(line))
+
+
+def test_the_case_in_the_documents_runs(tmp_path: Path) -> None:
+    [case] = re.findall(r"```json\n(.*?)```", (PAPER.parents[2] / "docs" / "schedules.md").read_text(), flags=re.DOTALL)
+    file = tmp_path / "case.json"
+    file.write_text(case)
+    assert json.loads(str(simulate.simulate(simulate.SimulateOptions(case=file, format="json"))))[0]["model"] == "tiny"
