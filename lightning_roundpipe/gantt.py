@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.collections import Collection, PathCollection, PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -149,14 +149,15 @@ def _draw(figure: Figure, axes: Axes, chart: Chart, span_ms: float, in_seconds: 
             groups[kind, block.turn % 2].append(_corners(block.worker, begin, end))
     for (kind, pale), boxes in groups.items():  # one collection a kind: there are too many boxes for a patch each
         colour = _tint(COLOURS[kind], 0.35 * pale)
-        axes.add_collection(PolyCollection(boxes, facecolors=colour, linewidths=0, zorder=2))
+        _add(axes, PolyCollection(boxes, facecolors=colour, linewidths=0, zorder=2))
     shown = [block for block in chart.blocks if block.parts]
     if not shown:
         return
     # Outlines take at most an eighth of a block, or narrow blocks would be all outline.
-    widths = [min(0.7, points_per_ms * (block.end_ms - block.start_ms) / 8) for block in shown]
-    outlines = [_corners(block.worker, block.start_ms, block.end_ms) for block in shown]
-    axes.add_collection(PolyCollection(outlines, facecolors="none", edgecolors="white", linewidths=widths, zorder=3))
+    outlined = [block for block in shown if points_per_ms * (block.end_ms - block.start_ms) > 1.5]
+    widths = [min(0.7, points_per_ms * (block.end_ms - block.start_ms) / 8) for block in outlined]
+    outlines = [_corners(block.worker, block.start_ms, block.end_ms) for block in outlined]
+    _add(axes, PolyCollection(outlines, facecolors="none", edgecolors="white", linewidths=widths, zorder=3))
     _write_numbers(figure, axes, shown, points_per_ms, 72 * _row_height(chart.workers))
 
 
@@ -173,12 +174,16 @@ def _set_axes(axes: Axes, chart: Chart, span_ms: float, in_seconds: bool) -> Non
     axes.set_yticks([worker + 0.5 for worker in range(0, chart.workers, step)])
     axes.set_yticklabels([f"worker {worker}" for worker in range(0, chart.workers, step)])
     rows = [_corners(worker, 0, chart.span_ms) for worker in range(chart.workers)]
-    axes.add_collection(PolyCollection(rows, facecolors=_IDLE, linewidths=0, zorder=1))
+    _add(axes, PolyCollection(rows, facecolors=_IDLE, linewidths=0, zorder=1))
     heading = axes.annotate(
         chart.title, (0, 1), xytext=(0, 5), xycoords="axes fraction", textcoords="offset points", fontweight="bold"
     )
     heading.set_parse_math(False)  # a "$" in a model's name is a "$"
     axes.annotate(f"   {chart.facts}", (1, 0), xycoords=heading, va="bottom", fontsize=9, color=_QUIET)
+
+
+def _add(axes: Axes, collection: Collection) -> None:
+    axes.add_collection(collection, autolim=False)  # the limits are set, and finding them takes as long as drawing
 
 
 def _spread(block: Block) -> Iterator[tuple[str, float, float]]:
@@ -215,7 +220,7 @@ def _write_numbers(
     numbers = PathCollection(paths, offsets=places, offset_transform=axes.transData, facecolors="black", linewidths=0)
     numbers.set_transform(Affine2D().scale(1 / 72) + figure.dpi_scale_trans)  # from points
     numbers.set_zorder(4)
-    axes.add_collection(numbers)
+    _add(axes, numbers)
 
 
 @cache
