@@ -90,7 +90,7 @@ def simulate(plan: Plan, costs: Costs, workers: int, microbatches: int, host: Ho
     host = host or HostTime()
     stages = plan.stages()
     computing = [costs.stage_time_s(s.first, s.last, s.phase) for s in stages]
-    hosting = [host.turn_s + _calls_made(costs, s) * host.call_s for s in stages]
+    hosting = [host.turn_s + calls_made(costs, s) * host.call_s for s in stages]
     free = [0.0] * workers
     left = [0.0] * microbatches
     closed = [0.0] * len(stages)
@@ -112,7 +112,7 @@ def simulate(plan: Plan, costs: Costs, workers: int, microbatches: int, host: Ho
     return Simulation(tuple(turns), workers, microbatches * sum(computing))
 
 
-def _calls_made(costs: Costs, stage: Stage) -> int:
+def calls_made(costs: Costs, stage: Stage) -> int:
     """Calls that a turn makes: in a fused stage a call and its backward are two trips to the worker."""
     calls = costs.calls[stage.first : stage.last + 1]
     backward = sum(call.needs_backward for call in calls)

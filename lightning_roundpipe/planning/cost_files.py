@@ -1,0 +1,99 @@
+"""Costs from a file: a model of equal layers and a head, as `roundpipe-plan costs=FILE.json` reads it.
+
+The times of a case (see `cases`) are enough; what else a case holds may stand there and means nothing, except that
+the command takes ``workers``, ``microbatches`` and its own options from it unless they are given. Sizes may stand
+beside the times, and have to where memory is limited::
+
+    {"layers": 32, "forward_ms": 18.5, "backward_ms": 41.2, "head_forward_ms": 37.2, "head_backward_ms": 74.5,
+     "hop_ms": 3.2, "workers": 8, "microbatches": 16,
+     "weight_bytes": 436e6, "gradient_bytes": 436e6, "boundary_bytes": 67e6, "activation_bytes": 1e9,
+     "head_weight_bytes": 1050e6, "head_gradient_bytes": 1050e6, "head_boundary_bytes": 67e6,
+     "head_activation_bytes": 2e9}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lightning_roundpipe.planning.costs import CallCost, Costs
+
+TIMES = ("forward_ms", "backward_ms", "head_forward_ms", "head_backward_ms")
+SIZES = ("weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes")
+MOST_LAYERS = 2000
+_MOST = 1e15
+
+
+def read_cost_file(path: Path, case: str | None = None) -> dict[str, Any]:
+    """The object of the file; of a list, the one whose ``model`` is ``case``.
+
+    Raises:
+        ValueError: the file is no JSON, or holds no such object.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError(f"costs={path} is nested too deeply.") from None
+    except ValueError as error:  # also text that is no UTF-8, and numbers of too many digits
+        raise ValueError(f"costs={path} is not JSON: {error}.") from None
+    entries = data if isinstance(data, list) else [data]
+    if not all(isinstance(entry, Mapping) for entry in entries) or not entries:
+        raise ValueError(f"costs={path} must hold an object with {', '.join(('layers', *TIMES, 'hop_ms'))}.")
+    if case is not None:
+        models = {str(entry.get("model")): entry for entry in reversed(entries)}
+        if case not in models:
+            raise ValueError(f"case={case}: {path} has {', '.join(sorted(models))}.")
+        return dict(models[case])
+    if len(entries) > 1:
+        raise ValueError(f"costs={path} holds {len(entries)} cases: choose one by its model with case=NAME.")
+    return dict(entries[0])
+
+
+def costs_of(data: Mapping[str, Any], path: Path) -> tuple[Costs, float]:
+    """Costs of a call for each layer and one for the head, and the hop in seconds.
+
+    Raises:
+        ValueError: a key is missing or its value makes no sense; says which.
+    """
+    layers = whole(data, "layers", path)
+    if layers > MOST_LAYERS:
+        raise ValueError(f"costs={path}: layers={layers} is more than the {MOST_LAYERS} that can be planned for.")
+    times = {name: number(data, name, path) / 1e3 for name in TIMES}
+    sizes = {name: int(number(data, name, path, 0)) for size in SIZES for name in (size, f"head_{size}")}
+
+    def call(name: str, prefix: str) -> CallCost:
+        weights, gradients, boundary, activations = (sizes[prefix + size] for size in SIZES)
+        forward, backward = times[f"{prefix}forward_ms"], times[f"{prefix}backward_ms"]
+        return CallCost(name, forward, backward, weights, gradients, boundary, activations, needs_backward=True)
+
+    calls = [*(call(f"layers.{layer}", "") for layer in range(layers)), call("head", "head_")]
+    return Costs(tuple(calls)), number(data, "hop_ms", path) / 1e3
+
+
+def whole(data: Mapping[str, Any], name: str, path: Path, least: int = 1) -> int:
+    """A whole number of the file."""
+    value = _found(data, name, path)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"costs={path}: {name}={value!r} must be a whole number of at least {least}.")
+    return value
+
+
+def number(data: Mapping[str, Any], name: str, path: Path, default: float | None = None) -> float:
+    """A number of the file that is finite and not below 0."""
+    value = _found(data, name, path) if default is None else data.get(name, default)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 <= value <= _MOST:
+        raise ValueError(f"costs={path}: {name}={value!r} must be a number of 0 to {_MOST:g}.")
+    return float(value)
+
+
+def _found(data: Mapping[str, Any], name: str, path: Path) -> Any:
+    if name in data:
+        return data[name]
+    close = get_close_matches(name, map(str, data), n=1)
+    hint = f" ({close[0]!r} is not known)" if close else ""
+    raise ValueError(f"costs={path} lacks {name!r}{hint}; it needs {', '.join(('layers', *TIMES, 'hop_ms'))}.")

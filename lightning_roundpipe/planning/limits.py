@@ -1,0 +1,87 @@
+"""What a plan must keep to, whatever it takes: so many calls in the fused stage, so large rounds, so much memory.
+
+Without a limit on memory nothing would speak against a fused stage that holds the whole model, or against rounds of one
+microbatch: plain data parallelism, which no worker could hold. So both have a limit of their own even where sizes are
+not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_roundpipe.planning.batch import Sizes, stage_ends
+from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes
+from lightning_roundpipe.planning.memory import ARENAS, device_bytes
+from lightning_roundpipe.planning.schedule import Plan
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan must keep to.
+
+    Args:
+        min_round: the fewest microbatches of a round.
+        max_fused: how many calls may be fused besides the last one, which always is.
+        memory: bytes that each worker has; None: no limit.
+    """
+
+    min_round: int
+    max_fused: int
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("min_round", 1), ("max_fused", 0), ("memory", 1)):
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise ValueError(f"{name}={value!r} must be at least {lowest}.")
+
+    @classmethod
+    def usual(cls, costs: Costs, workers: int, microbatches: int, memory: int | None = None) -> Limits:
+        """Rounds of at least N microbatches, and an eighth of the calls before the last one (rounded up) fused."""
+        return cls(min(workers, microbatches), -(-(len(costs) - 1) // 8), memory)
+
+    def keeps(self, plan: Plan, costs: Costs) -> bool:
+        """Whether the plan is within all of them."""
+        return (
+            plan.round_microbatches >= self.min_round
+            and len(plan.fused) <= self.max_fused + 1
+            and (self.memory is None or device_bytes(plan, costs) <= self.memory)
+        )
+
+
+class MemoryTable:
+    """The bytes of every possible stage, so that a batch of plans can be checked at once."""
+
+    def __init__(self, costs: Costs, memory: int) -> None:
+        self._memory = memory
+        self._needs = {phase: _needs(costs, phase) for phase in get_args(Phase)}
+
+    def fits(self, forward: int, sizes: Sizes) -> NDArray[np.bool_]:
+        """Which of the plans (rows of ``sizes``, see `batch`) fit, by the same sum as `memory.device_bytes`."""
+        starts, ends = stage_ends(forward, sizes)
+        phases: Sequence[tuple[Phase, slice]] = (
+            ("forward", slice(0, forward)),
+            ("fused", slice(forward, forward + 1)),
+            ("backward", slice(forward + 1, None)),
+        )
+        needs = [self._needs[phase][:, starts[:, part], ends[:, part] - 1] for phase, part in phases]
+        weights, gradients, activations = np.concatenate(needs, axis=2).max(axis=2)
+        total = ARENAS * (weights + gradients) + activations
+        return np.asarray(total <= self._memory)
+
+
+def _needs(costs: Costs, phase: Phase) -> NDArray[np.int64]:
+    """Bytes of (weights, gradients, activations), first call, last call."""
+    calls = len(costs)
+    table = np.zeros((3, calls, calls), dtype=np.int64)
+    for first in range(calls):
+        need = StageBytes(phase)
+        for last in range(first, calls):
+            need.add(costs.calls[last])
+            table[:, first, last] = need.weights, need.gradients, need.activations
+    return table

@@ -1,0 +1,336 @@
+"""Steps under a plan by the rules of the design: what plans are judged by, with everything that happens in them.
+
+`simulate` says what one step takes in the engine as it is; this says what steps take by the design's rules, each of
+which can be switched on alone:
+
+    slot i runs on worker i mod N, through rounds and steps; slots and microbatches in order               [1]
+    a slot of a later round waits until the same stage of the round before is closed (same sums)           [2]
+    a turn waits for its microbatch to leave the stage before; ``hop_s`` more on another worker            [3]
+    a recomputation waits for what its stage saved, and may run before its gradient is there               [4]
+    the fused slot is held from a microbatch's first call until its backward through the stage ends        [5]
+    a call waits for its layer's weights: of the last step (staleness 0) or of the one before (1)          [6]
+    weights travel while the slot before runs, into the other one of two arenas; so do gradients           [7]
+    an update begins when a layer's gradients are on the host, with norm clipping when all layers' are     [8]
+    what a turn takes in and gives out travels before all weights and gradients                            [9]
+
+Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
+the whole simulation. What is left at nothing (links, updates, host time) takes no time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.links import Lane, Links
+from lightning_roundpipe.planning.schedule import Plan, Stage
+from lightning_roundpipe.planning.simulate import HostTime, calls_made
+from lightning_roundpipe.planning.updates import Updates, Updating
+
+Staleness = Literal[0, 1]
+Kind = Literal[
+    "forward",
+    "fused",
+    "recompute",
+    "backward",
+    "host",
+    "upload_weights",
+    "download_gradients",
+    "upload_boundary",
+    "download_boundary",
+    "update",
+]
+COMPUTE: tuple[Kind, ...] = ("forward", "fused", "recompute", "backward")
+
+
+class Event(NamedTuple):
+    """Something that takes time. ``worker`` is -1 on the host, ``microbatch`` where it is about the whole slot."""
+
+    kind: Kind
+    worker: int
+    step: int
+    slot: int
+    position: int
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+class Wait(NamedTuple):
+    """A worker that has a turn to take and cannot begin: until when it waits for inputs, then updates, then copies."""
+
+    worker: int
+    start_s: float
+    input_s: float
+    update_s: float
+    transfer_s: float
+
+
+_Updated = tuple[float, float]
+"""When all gradients that some weights have to see were there, and when the weights are."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What takes time besides computing, and what may overlap.
+
+    Args:
+        staleness: 0 or 1.
+        recompute_ahead: whether a recomputation may run before its gradient is there.
+        host: what the engine itself takes.
+        links: how fast a worker and the host exchange bytes; None: at once.
+        updates: how fast the optimizer is; None: at once.
+    """
+
+    staleness: Staleness = 0
+    recompute_ahead: bool = True
+    host: HostTime = field(default_factory=HostTime)
+    links: Links | None = None
+    updates: Updates | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened.
+
+    Attributes:
+        plan: the plan.
+        workers: N.
+        events: all that took time, in order of slots.
+        waits: of all turns that did not begin when their worker was free.
+        ends_s: the end of each step's last backward.
+    """
+
+    plan: Plan
+    workers: int
+    events: tuple[Event, ...]
+    waits: tuple[Wait, ...]
+    ends_s: tuple[float, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """From the start to the end of the last turn."""
+        return max(self.ends_s)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of layer code, all workers and steps together."""
+        return sum(event.end_s - event.start_s for event in self.events if event.kind in COMPUTE)
+
+    def period_s(self, steps: int) -> float:
+        """Mean time of each of the last ``steps`` steps; there must be one more."""
+        return (self.ends_s[-1] - self.ends_s[-1 - steps]) / steps
+
+
+def run_steps(
+    plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules | None = None, steps: int = 1
+) -> Run:
+    """``steps`` steps of ``microbatches`` (M) under ``plan`` on ``workers`` (N) that are idle when they begin.
+
+    Raises:
+        ValueError: the plan does not fit the costs' calls, or a number makes no sense.
+    """
+    for name, value in (("workers", workers), ("microbatches", microbatches), ("steps", steps)):
+        if value < 1:
+            raise ValueError(f"{name}={value!r} must be at least 1 to simulate steps.")
+    plan.validate(costs.layers)
+    pipeline = _Pipeline(plan, costs, workers, microbatches, rules or Rules())
+    for _ in range(steps):
+        pipeline.step()
+    return Run(plan, workers, tuple(pipeline.events), tuple(pipeline.waits), tuple(pipeline.ends))
+
+
+class _Stage:
+    """What never changes about a stage."""
+
+    def __init__(self, stage: Stage, costs: Costs, rules: Rules) -> None:
+        calls = costs.calls[stage.first : stage.last + 1]
+        self.phase, self.position, self.first, self.last = stage.phase, stage.position, stage.first, stage.last
+        self.layers = tuple({call.layer for call in calls if call.is_loaded(stage.phase)})
+        self.trained = [call for call in calls if stage.phase != "forward" and call.needs_backward]
+        need = costs.stage_bytes(stage.first, stage.last, stage.phase)
+        self.weights, self.gradients = need.weights, need.gradients
+        forward = sum(call.forward_s for call in calls)
+        self.recompute_s = sum(call.forward_s for call in self.trained) if stage.phase == "backward" else 0.0
+        backward = sum(call.backward_s for call in self.trained)
+        self.compute_s = {"forward": forward, "fused": forward + backward, "backward": backward}[stage.phase]
+        self.host_s = rules.host.turn_s + calls_made(costs, stage) * rules.host.call_s
+        inputs = sum(call.boundary_bytes for call in (self.trained if stage.phase == "backward" else calls[:1]))
+        after = costs.calls[stage.last + 1].boundary_bytes if stage.last + 1 < len(costs) else 0
+        # A backward stage also gets the gradient of what it gave out, and gives out that of what it took in.
+        self.bytes_in = inputs + (after if stage.phase == "backward" else 0)
+        outputs = sum(call.boundary_bytes for call in calls[1:]) + after
+        self.bytes_out = outputs if stage.phase == "forward" else calls[0].boundary_bytes
+
+
+class _Pipeline:
+    def __init__(self, plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules) -> None:
+        self._costs, self._workers, self._microbatches, self._rules = costs, workers, microbatches, rules
+        self._round = plan.round_microbatches
+        self._stages = [_Stage(stage, costs, rules) for stage in plan.stages()]
+        self._forward_of = plan.stage_of_forward
+        self._last_backward = {  # per layer, the last stage that adds to its gradients
+            call.layer: stage.position for stage in self._stages for call in stage.trained
+        }
+        self._free = [0.0] * workers
+        self._closed: dict[int, float] = {}
+        links = rules.links
+        self._up = [Lane(links.upload) for _ in range(workers)] if links else None
+        self._down = [Lane(links.download) for _ in range(workers)] if links else None
+        self._arena: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # when each of two is free again
+        self._gradient_arena: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._updating = Updating(rules.updates, costs)
+        self._published: list[dict[str, _Updated]] = []
+        self._slot = 0
+        self.events: list[Event] = []
+        self.waits: list[Wait] = []
+        self.ends: list[float] = []
+
+    def step(self) -> None:
+        self._left: dict[int, tuple[float, int]] = {}  # per microbatch, when and where it left its last stage
+        self._saved: dict[tuple[int, int], tuple[float, int]] = {}  # likewise each forward stage
+        self._arrived: dict[str, float] = {}
+        closed: dict[int, float] = {}
+        for members in self._rounds():
+            for stage in self._stages:
+                closed[stage.position] = self._run_slot(stage, members, closed.get(stage.position, 0.0))
+        self.ends.append(max(closed.values()))
+        updates = self._updating.step(self._arrived)
+        self._published.append({layer: (self._arrived[layer], end) for layer, _, end in updates})
+        step = len(self.ends) - 1
+        self.events.extend(
+            Event("update", -1, step, self._slot - 1, self._last_backward[layer], -1, start, end)
+            for layer, start, end in updates
+            if end > start
+        )
+
+    def _rounds(self) -> Iterator[range]:
+        for begin in range(0, self._microbatches, self._round):
+            yield range(begin, min(begin + self._round, self._microbatches))
+
+    def _run_slot(self, stage: _Stage, members: range, closed: float) -> float:
+        worker = self._slot % self._workers  # [1]
+        self._free[worker] = max(self._free[worker], closed)  # [2]
+        updated = self._updated(stage)
+        loaded = self._load(stage, worker, updated[1], again=bool(members.start))
+        for microbatch in members:
+            self._take_turn(stage, worker, microbatch, updated, loaded)
+        end = self._free[worker]
+        if members.stop == self._microbatches or self._down is not None:
+            self._unload(stage, worker, end, last=members.stop == self._microbatches)
+        self._slot += 1
+        return end
+
+    def _updated(self, stage: _Stage) -> _Updated:
+        """Of the weights that the stage has to see. [6]"""
+        age = 1 + self._rules.staleness
+        if len(self._published) < age:
+            return 0.0, 0.0
+        published = [self._published[-age].get(layer, (0.0, 0.0)) for layer in stage.layers]
+        return max((at for at, _ in published), default=0.0), max((at for _, at in published), default=0.0)
+
+    def _load(self, stage: _Stage, worker: int, updated: float, again: bool) -> float:
+        """When the stage's weights, and the sums of earlier rounds, are on the worker. [7]"""
+        if self._up is None:
+            return updated
+        arenas = self._arena[worker]
+        size = stage.weights + (stage.gradients if again else 0)
+        start, end = self._up[worker].copy_behind(max(updated, arenas[0]), size)
+        self._note("upload_weights", worker, stage, -1, start, end)
+        return end
+
+    def _unload(self, stage: _Stage, worker: int, end: float, last: bool) -> None:
+        """Gives the arenas back; gradients go to the host, and to the optimizer after the last round. [7]"""
+        arenas = self._arena[worker]
+        arenas[:] = [arenas[1], end]
+        arrived = end
+        if self._down is not None and stage.gradients:
+            start, arrived = self._down[worker].copy_behind(end, stage.gradients)
+            self._note("download_gradients", worker, stage, -1, start, arrived)
+            gradients = self._gradient_arena[worker]
+            gradients[:] = [gradients[1], arrived]
+        if last:
+            for call in stage.trained:
+                self._arrived[call.layer] = max(self._arrived.get(call.layer, 0.0), arrived)
+
+    def _take_turn(
+        self, stage: _Stage, worker: int, microbatch: int, updated: tuple[float, float], loaded: float
+    ) -> None:
+        free = self._free[worker]
+        hosted = stage.host_s
+        gradients = self._gradient_arena[worker][0] if stage.gradients else 0.0
+        ready = max(loaded, gradients)
+        if stage.phase == "backward":
+            saved, given = self._inputs(stage, worker, microbatch)
+            behind = 0.0 if self._rules.recompute_ahead else given
+            begin = max(free, saved, behind, ready)  # [4]
+            recomputed = begin + stage.recompute_s
+            start = max(recomputed, given)
+            self._wait(worker, free, max(saved, behind), updated, ready)
+            if start > recomputed:
+                self.waits.append(Wait(worker, recomputed, start, start, start))
+            self._note("recompute", worker, stage, microbatch, begin, recomputed)
+            self._note("host", worker, stage, microbatch, start, start + hosted)
+            end = start + hosted + stage.compute_s
+            self._note("backward", worker, stage, microbatch, start + hosted, end)
+        else:
+            given = self._given(stage, worker, microbatch)
+            begin = max(free, given, ready)  # [3]
+            self._wait(worker, free, given, updated, ready)
+            end = begin + hosted + stage.compute_s  # [5]
+            self._note("host", worker, stage, microbatch, begin, begin + hosted)
+            self._note(stage.phase, worker, stage, microbatch, begin + hosted, end)
+        self._free[worker] = end
+        left = self._give_out(stage, worker, microbatch, end)
+        self._left[microbatch] = left, worker
+        if stage.phase == "forward":
+            self._saved[microbatch, stage.position] = left, worker
+
+    def _inputs(self, stage: _Stage, worker: int, microbatch: int) -> tuple[float, float]:
+        """When a backward turn has what it recomputes from, and when its gradient."""
+        given = self._given(stage, worker, microbatch)
+        if not stage.first or not stage.trained:
+            return 0.0, given
+        left, where = self._saved[microbatch, self._forward_of[stage.first - 1]]
+        return left + self._hop(where, worker), given
+
+    def _given(self, stage: _Stage, worker: int, microbatch: int) -> float:
+        """When what the stage before gave out is on this worker. [3] [9]"""
+        if not stage.position:
+            left, where = 0.0, worker
+        else:
+            left, where = self._left[microbatch]
+        if self._up is not None and (where != worker or not stage.position):
+            start, end = self._up[worker].copy_before(left, stage.bytes_in)
+            self._note("upload_boundary", worker, stage, microbatch, start, end)
+            left = end
+        return left + self._hop(where, worker)
+
+    def _give_out(self, stage: _Stage, worker: int, microbatch: int, end: float) -> float:
+        if self._down is None:
+            return end
+        start, there = self._down[worker].copy_before(end, stage.bytes_out)
+        self._note("download_boundary", worker, stage, microbatch, start, there)
+        return there
+
+    def _hop(self, source: int, target: int) -> float:
+        return self._rules.host.hop_s if source != target else 0.0
+
+    def _wait(self, worker: int, free: float, given: float, updated: _Updated, ready: float) -> None:
+        if (begin := max(free, given, *updated, ready)) > free:
+            given = max(free, given, updated[0])
+            self.waits.append(Wait(worker, free, given, max(given, updated[1]), begin))
+
+    def _note(self, kind: Kind, worker: int, stage: _Stage, microbatch: int, start: float, end: float) -> None:
+        if end > start:
+            self.events.append(Event(kind, worker, len(self.ends), self._slot, stage.position, microbatch, start, end))
+
+
+def steps_of(run: Run) -> Sequence[range]:
+    """The slots of each step."""
+    slots = 1 + max(event.slot for event in run.events)
+    each = slots // len(run.ends_s)
+    return [range(step * each, (step + 1) * each) for step in range(len(run.ends_s))]

@@ -1,0 +1,74 @@
+"""How long steps take under a plan given as layers per stage: the rules written down once more, as plainly as can be.
+
+It shares nothing with the package, so that a mistake there is not made here again. All layers are alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Times:
+    layers: int
+    forward: float
+    backward: float
+    head_forward: float
+    head_backward: float
+    hop: float
+
+
+def step_ends(
+    times: Times, plan: dict[str, Any], workers: int, microbatches: int, steps: int, *, same_sums: bool = True
+) -> list[float]:
+    """The end of each step. ``same_sums``: a later round's slot waits for the same stage of the round before."""
+    t, members = times, plan["round_microbatches"]
+    free = [0.0] * workers
+    gradients: list[dict[int, float]] = []  # per step and layer; the head is layer t.layers
+    slot, ends = 0, []
+    for step in range(steps):
+        done: dict[int, float] = {}
+        closed: dict[int, float] = {}
+        for begin in range(0, microbatches, members):
+            batch = range(begin, min(begin + members, microbatches))
+            left = dict.fromkeys(batch, (0.0, slot % workers))
+            saved: dict[tuple[int, int], tuple[float, int]] = {}  # the input of a layer of a microbatch
+            first_slot, low = slot, 0
+            kinds = [("forward", n) for n in plan["forward"]] + [("fused", plan["fused"])]
+            kinds += [("backward", n) for n in plan["backward"]]
+            for kind, n in kinds:
+                worker = slot % workers
+                layers = range(low - n, low) if kind == "backward" else range(low, low + n)
+                if kind == "fused":
+                    layers = range(low, t.layers + 1)
+                start = free[worker]
+                if same_sums:
+                    start = max(start, closed.get(slot - first_slot, 0.0))
+                if step >= 2:
+                    start = max(start, *(gradients[step - 2][layer] for layer in layers))
+                for m in batch:
+                    at, where = left[m]
+                    given = at + (t.hop if where != worker else 0.0)
+                    if kind == "forward":
+                        start = max(start, given) + n * t.forward
+                        saved[m, low + n] = start, worker
+                    elif kind == "fused":
+                        start = max(start, given) + t.head_forward + t.head_backward + n * (t.forward + t.backward)
+                    else:
+                        at, where = saved.get((m, low - n), (0.0, worker))
+                        if low - n and (m, low - n) not in saved:  # inside a forward stage: when that has ended
+                            at, where = min(v for (mm, x), v in saved.items() if mm == m and x > low - n)
+                        there = at + (t.hop if where != worker else 0.0)
+                        start = max(max(start, there) + n * t.forward, given) + n * t.backward
+                    left[m] = start, worker
+                free[worker] = start
+                closed[slot - first_slot] = start
+                if kind != "forward":
+                    for layer in layers:
+                        done[layer] = max(done.get(layer, 0.0), start)
+                low = low - n if kind == "backward" else low + (n if kind == "forward" else 0)
+                slot += 1
+        gradients.append(done)
+        ends.append(max(done.values()))
+    return ends

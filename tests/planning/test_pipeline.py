@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning.judge import Times, step_ends
+from planning.making import call, even, timed
+
+from lightning_roundpipe.planning import Costs, Plan
+from lightning_roundpipe.planning import batch as batched
+from lightning_roundpipe.planning.idle import find_idle
+from lightning_roundpipe.planning.links import Lane, Links
+from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, Run, run_steps
+from lightning_roundpipe.planning.search import plan_of, sizes_of
+from lightning_roundpipe.planning.seeds import Shape
+from lightning_roundpipe.planning.simulate import HostTime, simulate
+from lightning_roundpipe.planning.updates import Updates
+
+TWO = Plan.parse("forward 0; fused 1; backward 0; round 2")
+
+
+def rows(run: Run, *kinds: str) -> list[tuple[str, int, int, float, float]]:
+    return [(e.kind, e.worker, e.microbatch, e.start_s, e.end_s) for e in run.events if e.kind in (kinds or COMPUTE)]
+
+
+def test_counted_by_hand() -> None:
+    """Forward 1, fused 1 + 2, recomputation 1 and backward 2; two microbatches on two workers."""
+    assert rows(run_steps(TWO, even(2), 2, 2)) == [
+        ("forward", 0, 0, 0, 1),
+        ("forward", 0, 1, 1, 2),
+        ("fused", 1, 0, 1, 4),
+        ("fused", 1, 1, 4, 7),
+        ("recompute", 0, 0, 2, 3),  # while the gradient is still being made
+        ("backward", 0, 0, 4, 6),
+        ("recompute", 0, 1, 6, 7),
+        ("backward", 0, 1, 7, 9),
+    ]
+    late = run_steps(TWO, even(2), 2, 2, Rules(recompute_ahead=False))
+    assert rows(late)[4:] == [
+        ("recompute", 0, 0, 4, 5),
+        ("backward", 0, 0, 5, 7),
+        ("recompute", 0, 1, 7, 8),
+        ("backward", 0, 1, 8, 10),
+    ]
+
+
+def test_hops() -> None:
+    run = run_steps(TWO, even(2), 2, 2, Rules(host=HostTime(hop_s=0.5)))
+    assert rows(run)[2:6] == [
+        ("fused", 1, 0, 1.5, 4.5),
+        ("fused", 1, 1, 4.5, 7.5),
+        ("recompute", 0, 0, 2, 3),
+        ("backward", 0, 0, 5, 7),
+    ]
+    assert run_steps(TWO, even(2), 1, 2, Rules(host=HostTime(hop_s=0.5))).makespan_s == 14  # nothing changes workers
+
+
+def test_staleness() -> None:
+    """Under staleness 0 the second step's forward waits for the first one's last gradient; under 1 the third's does."""
+    fused = Plan.single(1)
+    exact = run_steps(fused, even(1), 4, 1, Rules(staleness=0), 4)
+    assert exact.ends_s == (3, 6, 9, 12)
+    late = run_steps(fused, even(1), 4, 1, Rules(staleness=1), 4)
+    assert late.ends_s == (3, 3, 6, 6)
+    assert late.period_s(2) == 1.5
+
+
+COMPOSITIONS = st.lists(st.integers(1, 4), max_size=5)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Times, dict[str, object], int, int]:
+    forward, fused = draw(COMPOSITIONS), draw(st.integers(0, 3))
+    layers = sum(forward) + fused
+    backward, left = [], sum(forward)
+    while left:
+        backward.append(draw(st.integers(1, left)))
+        left -= backward[-1]
+    times = Times(max(layers, 0), *(draw(st.floats(0, 4)) for _ in range(5)))
+    microbatches = draw(st.integers(1, 12))
+    members = draw(st.integers(1, microbatches))
+    plan = {"forward": forward, "fused": fused, "backward": backward, "round_microbatches": members}
+    return times, plan, draw(st.integers(1, 6)), microbatches
+
+
+def ours(times: Times, plan: dict[str, object]) -> tuple[Plan, Costs]:
+    forward, backward = plan["forward"], plan["backward"]
+    assert isinstance(forward, list) and isinstance(backward, list) and isinstance(plan["fused"], int)
+    shape = Shape(len(forward), len(backward), int(str(plan["round_microbatches"])))
+    costs = timed(
+        [times.forward] * times.layers + [times.head_forward], [times.backward] * times.layers + [times.head_backward]
+    )
+    return plan_of(shape, [*forward, plan["fused"] + 1, *backward]), costs
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(plans())
+def test_an_independent_judge_agrees(case: tuple[Times, dict[str, object], int, int]) -> None:
+    times, plan, workers, microbatches = case
+    made, costs = ours(times, plan)
+    made.validate(costs.layers)
+    assert plan_of(*sizes_of(made)) == made
+    rules = Rules(staleness=1, host=HostTime(hop_s=times.hop))
+    run = run_steps(made, costs, workers, microbatches, rules, 4)
+    assert run.ends_s == pytest.approx(step_ends(times, plan, workers, microbatches, 4), abs=1e-9)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(plans())
+def test_batches_of_plans_take_what_plans_take(case: tuple[Times, dict[str, object], int, int]) -> None:
+    times, plan, workers, microbatches = case
+    made, costs = ours(times, plan)
+    shape, sizes = sizes_of(made)
+    members = [
+        min(shape.round_microbatches, microbatches - begin)
+        for begin in range(0, microbatches, shape.round_microbatches)
+    ]
+    for ahead in (False, True):
+        pace = batched.Pace.of(costs, call_s=0.1, turn_s=0.2, hop_s=times.hop, ahead=ahead)
+        length, lead = batched.stage_times(pace, shape.forward, np.array([sizes] * 2))
+        ends = batched.step_ends(length, lead, times.hop, workers, members, 4)
+        assert (ends[:, 0] == ends[:, 1]).all()
+        host = HostTime(call_s=0.1, turn_s=0.2, hop_s=times.hop)
+        run = run_steps(made, costs, workers, microbatches, Rules(1, ahead, host), 4)
+        assert (ends[:, 0] >= np.array(run.ends_s) - 1e-9).all()
+        recomputed = pace.recompute[-1] if ahead else 0.0
+        if recomputed <= times.head_forward + times.head_backward:  # no recomputation can come too early
+            assert ends[:, 0] == pytest.approx(run.ends_s, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(plans())
+def test_one_step_without_recomputing_ahead_is_what_the_engine_does_now(
+    case: tuple[Times, dict[str, object], int, int],
+) -> None:
+    times, plan, workers, microbatches = case
+    made, costs = ours(times, plan)
+    host = HostTime(call_s=0.1, turn_s=0.2, hop_s=times.hop)
+    # The engine's own simulation takes a hop between any two stages; so many workers have no two stages in common.
+    workers = max(workers, 1 + len(made.stages()) * -(-microbatches // made.round_microbatches))
+    now = simulate(made, costs, workers, microbatches, host)
+    run = run_steps(made, costs, workers, microbatches, Rules(recompute_ahead=False, host=host))
+    assert run.makespan_s == pytest.approx(now.makespan_s)
+    assert run.busy_s == pytest.approx(now.busy_s)
+    assert find_idle(run).bubble_pct == pytest.approx(now.bubble_pct, abs=1e-6)
+
+
+# -- copies and updates ----------------------------------------------------------------------------------------------
+
+
+def sized(n: int, weights: int = 4, gradients: int = 2) -> Costs:
+    return Costs(tuple(call(f"layers.{i}", weights=weights, gradients=gradients) for i in range(n)))
+
+
+def test_weights_come_while_the_slot_before_runs() -> None:
+    """Nothing crosses layers here but 5 bytes a boundary; 4 bytes of weights take a second, the boundaries none."""
+    run = run_steps(Plan.single(1), sized(1), 1, 1, Rules(links=Links(4.0, 1e12)), 3)
+    uploads = [(e.slot, e.start_s, e.end_s) for e in run.events if e.kind == "upload_weights"]
+    assert [slot for slot, *_ in uploads] == [0, 1, 2]
+    first = uploads[0]
+    assert (first[1], first[2]) == (0.0, 1.0)
+    assert uploads[1][1] >= run.ends_s[0]  # of weights that are updated only then
+    plan = Plan.parse("forward 0 1; fused 2; backward 1 0; round 4")
+    run = run_steps(plan, sized(3), 1, 4, Rules(links=Links(4.0, 1e12)))
+    uploads = [(e.slot, e.start_s, e.end_s) for e in run.events if e.kind == "upload_weights"]
+    begins = {e.slot: e.start_s for e in reversed(run.events) if e.kind in COMPUTE}
+    closes = {e.slot: e.end_s for e in run.events if e.kind in COMPUTE}
+    for slot, start, end in uploads:
+        assert begins[slot] >= end
+        assert start >= closes.get(slot - 2, 0.0)  # two arenas: this slot's and the next one's
+    assert any(start < closes[slot - 1] for slot, start, _ in uploads[1:])
+
+
+def test_small_copies_go_first() -> None:
+    lane = Lane(10.0)
+    assert lane.copy_before(2.0, 10) == (2.0, 3.0)
+    assert lane.copy_before(2.5, 5) == (3.0, 3.5)
+    assert lane.copy_behind(0.0, 10) == (0.0, 1.0)
+    assert lane.copy_behind(0.5, 20) == (1.0, 4.5)  # 1 to 2, and 3.5 to 4.5
+    assert lane.copy_behind(0.0, 10) == (4.5, 5.5)
+
+
+def test_an_update_holds_the_next_step_up() -> None:
+    plan = Plan.parse("forward 0; fused 1; backward 0; round 1")
+    costs = sized(2)
+    free = run_steps(plan, costs, 2, 1, Rules(), 2)
+    eager = run_steps(plan, costs, 2, 1, Rules(updates=Updates(1.0)), 2)
+    clipped = run_steps(plan, costs, 2, 1, Rules(updates=Updates(1.0, clipping=True)), 2)
+    assert free.ends_s[0] == eager.ends_s[0] == clipped.ends_s[0] == 6
+    # The head's update (2 s) runs during the last backward; layer 0's, 6 to 8, holds the next forward up.
+    assert [(e.position, e.start_s, e.end_s) for e in eager.events if e.kind == "update"][:2] == [
+        (1, 4, 6),
+        (2, 6, 8),
+    ]
+    assert eager.ends_s[1] == free.ends_s[1] + 2
+    # With clipping nothing starts before 6; layer 0 goes first, and the head's chases the next forward.
+    assert [(e.position, e.start_s, e.end_s) for e in clipped.events if e.kind == "update"][:2] == [
+        (2, 6, 8),
+        (1, 8, 10),
+    ]
+    assert clipped.ends_s[1] == eager.ends_s[1] + 1
+    idle = find_idle(clipped)
+    assert idle.optimizer_pct > find_idle(eager).optimizer_pct > 0
+    assert find_idle(free).optimizer_pct == 0
+    stale = run_steps(plan, costs, 2, 1, Rules(staleness=1, updates=Updates(1.0)), 6)
+    assert stale.period_s(4) < eager.ends_s[1] - eager.ends_s[0]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(plans(), st.floats(1, 50), st.floats(1, 50), st.booleans(), st.sampled_from([0, 1]))
+def test_the_rules_hold(
+    case: tuple[Times, dict[str, object], int, int], rate: float, speed: float, clipping: bool, staleness: int
+) -> None:
+    times, plan, workers, microbatches = case
+    made, costs = ours(times, plan)
+    rules = Rules(1 if staleness else 0, links=Links(rate, 2 * rate), updates=Updates(speed, clipping))
+    run = run_steps(made, costs, workers, microbatches, rules, 3)
+    free = run_steps(made, costs, workers, microbatches, Rules(1 if staleness else 0), 3)
+    assert all(a >= b - 1e-9 for a, b in zip(run.ends_s, free.ends_s, strict=True))
+    for kinds in (COMPUTE, ("upload_weights",), ("download_gradients",), ("update",), ("upload_boundary",)):
+        of_worker: dict[int, float] = {}
+        for event in run.events:
+            if event.kind in kinds:  # one thing of a kind at a time
+                assert event.start_s >= of_worker.get(event.worker, 0.0) - 1e-9
+                of_worker[event.worker] = event.end_s
+    assert find_idle(run).bubble_pct == pytest.approx(
+        100 * (1 - run.busy_s / (workers * run.makespan_s or 1)), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["workers", "microbatches", "steps"])
+def test_numbers_that_make_no_sense(name: str) -> None:
+    numbers = {"workers": 1, "microbatches": 1, "steps": 1} | {name: 0}
+    with pytest.raises(ValueError, match=f"{name}=0"):
+        run_steps(TWO, even(2), **numbers)
+    with pytest.raises(ValueError, match="upload=0"):
+        Links(0.0, 1.0)
+    with pytest.raises(ValueError, match="bytes_per_s=-1"):
+        Updates(-1.0)

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from planning.judge import Times, step_ends
+from planning.making import call, even, timed
+
+from lightning_roundpipe.planning import Costs, Plan, greedy_partition
+from lightning_roundpipe.planning.bubble import find_bubble
+from lightning_roundpipe.planning.cases import Case, read_cases
+from lightning_roundpipe.planning.limits import Limits, MemoryTable
+from lightning_roundpipe.planning.memory import device_bytes
+from lightning_roundpipe.planning.paper_schedules import run_case
+from lightning_roundpipe.planning.pipeline import Rules, run_steps
+from lightning_roundpipe.planning.search import baseline_within, neighbours, search_partition, sizes_of
+from lightning_roundpipe.planning.seeds import deal, round_choices
+from lightning_roundpipe.planning.simulate import HostTime
+
+PAPER = Path(__file__).parents[2] / "conf" / "cases" / "paper.json"
+CASES = {case.model: case for case in read_cases(PAPER) if case.schedule == "roundpipe"}
+
+
+def ratio(case: Case, staleness: int, seconds: float) -> float:
+    """Our time over the paper's: a plan's step alone (staleness 0), or the mean of 16 of many (1), judged apart."""
+    host = HostTime(hop_s=case.hop_ms / 1e3)
+    plan = search_partition(
+        case.costs(), case.workers, case.microbatches, None, 1 if staleness else 0, host, search_seconds=seconds
+    )
+    assert plan.round_microbatches >= case.workers
+    assert len(plan.fused) <= math.ceil(case.layers / 8) + 1
+    assert Plan.parse(str(plan)) == plan
+    plan.validate(case.costs().layers)
+    times = Times(
+        case.layers, case.forward_ms, case.backward_ms, case.head_forward_ms, case.head_backward_ms, case.hop_ms
+    )
+    row: dict[str, Any] = {
+        "forward": [len(span) for span in plan.forward],
+        "fused": len(plan.fused) - 1,
+        "backward": [len(span) for span in plan.backward],
+        "round_microbatches": plan.round_microbatches,
+    }
+    bubble = find_bubble(run_case(case))
+    if not staleness:
+        [makespan] = step_ends(times, row, case.workers, case.microbatches, 1)
+        return makespan / bubble.makespan_ms
+    ends = step_ends(times, row, case.workers, case.microbatches, 33)
+    work = case.layers * (2 * case.forward_ms + case.backward_ms) + case.head_forward_ms + case.head_backward_ms
+    paper = case.microbatches * work / (case.workers * (1 - bubble.asynchronous_pct / 100))
+    return (ends[-1] - ends[-17]) / 16 / paper
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_papers_small_models_are_beaten_within_seconds(staleness: int) -> None:
+    for model, most in (("qwen3-1.7b", (0.95, 0.96)), ("llama3.1-8b", (0.96, 0.975))):
+        assert ratio(CASES[model], staleness, 3.0) <= most[staleness]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("staleness", "each", "mean"), [(0, 1.0005, 0.970), (1, 0.975, 0.960)])
+def test_all_of_the_papers_models_are_beaten_by_default(staleness: int, each: float, mean: float) -> None:
+    ratios = [ratio(case, staleness, 10.0) for case in CASES.values()]
+    assert len(ratios) == 5
+    assert max(ratios) <= each
+    assert math.exp(sum(map(math.log, ratios)) / 5) <= mean
+
+
+def judged(plan: Plan, costs: Costs, workers: int, microbatches: int, staleness: int, hop_s: float) -> float:
+    rules = Rules(1 if staleness else 0, host=HostTime(hop_s=hop_s))
+    run = run_steps(plan, costs, workers, microbatches, rules, 32 if staleness else 1)
+    return run.period_s(16) if staleness else run.makespan_s
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_never_worse_than_the_papers_algorithm(workers: int, staleness: int) -> None:
+    random = Random(workers)
+    for microbatches in (workers, 2 * workers + 1, *([64] if workers in (2, 8) else [])):
+        layers = random.randint(3, 20)
+        head = random.uniform(0, 4)
+        costs = Costs(
+            (
+                *(call(f"layers.{i}", 1.0, random.uniform(1, 3), weights=100, gradients=100) for i in range(layers)),
+                call("head", head, 2 * head, weights=300, gradients=300, activations=50),
+            )
+        )
+        for memory in (None, 1700):
+            limits = Limits.usual(costs, workers, microbatches, memory)
+            host = HostTime(hop_s=0.05)
+            plan = search_partition(
+                costs, workers, microbatches, limits, 1 if staleness else 0, host, search_seconds=0.1
+            )
+            assert limits.keeps(plan, costs)
+            baseline = baseline_within(costs, workers, microbatches, limits)
+            assert limits.keeps(baseline, costs)
+            ours, papers = (judged(p, costs, workers, microbatches, staleness, 0.05) for p in (plan, baseline))
+            assert ours <= papers * 1.001  # of nearly equal periods the shorter step wins
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    costs = CASES["llama3.1-8b"].costs()
+    one, two = (search_partition(costs, 8, 16, host=HostTime(hop_s=0.003), search_seconds=0.5) for _ in range(2))
+    assert one == two
+
+
+def test_longer_search_is_no_worse() -> None:
+    costs, host = CASES["gpt-oss-20b"].costs(), HostTime(hop_s=0.002)
+    times = [
+        judged(search_partition(costs, 8, 16, host=host, search_seconds=seconds), costs, 8, 16, 0, 0.002)
+        for seconds in (0, 0.3, 1.0)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
+
+
+def test_limits() -> None:
+    costs = even(16)
+    usual = Limits.usual(costs, 4, 8)
+    assert (usual.min_round, usual.max_fused, usual.memory) == (4, 2, None)
+    assert Limits.usual(costs, 4, 2).min_round == 2
+    tight = Limits(8, 0, None)
+    plan = search_partition(costs, 4, 8, tight, search_seconds=0.2)
+    assert plan.round_microbatches == 8
+    assert len(plan.fused) == 1
+    assert search_partition(costs, 1, 4, Limits(1, 15), search_seconds=0.2).forward == ()  # nothing to recompute
+    with pytest.raises(ValueError, match="memory_budget"):
+        search_partition(costs, 4, 8, Limits(4, 2, 100))
+    with pytest.raises(ValueError, match="max_fused=-1"):
+        Limits(4, -1)
+    with pytest.raises(ValueError, match="search_seconds"):
+        search_partition(costs, 4, 8, search_seconds=-1)
+
+
+def test_the_baseline_is_the_papers_plan() -> None:
+    costs = CASES["qwen3-1.7b"].costs()
+    limits = Limits.usual(costs, 8, 16)
+    assert baseline_within(costs, 8, 16, limits) == greedy_partition(costs, 8, 16)
+    # On one worker it would fuse everything.
+    assert str(baseline_within(even(9), 1, 4, Limits(1, 1))) == "forward 0-6; fused 7-8; backward 0-6; round 4"
+
+
+def test_memory_of_many_plans_is_that_of_each() -> None:
+    random = Random(3)
+    costs = Costs(
+        tuple(
+            call(
+                random.choice("abcdefgh"),
+                weights=random.randint(0, 9),
+                gradients=random.randint(0, 9),
+                activations=random.randint(0, 9),
+                needs_backward=random.random() < 0.8,
+            )
+            for _ in range(9)
+        )
+    )
+    for plan in (greedy_partition(costs, n, 8) for n in (1, 2, 3, 4)):
+        shape, sizes = sizes_of(plan)
+        need = device_bytes(plan, costs)
+        row = np.array([sizes])
+        assert MemoryTable(costs, need).fits(shape.forward, row).all()
+        assert not MemoryTable(costs, need - 1).fits(shape.forward, row).any()
+
+
+def test_neighbours_run_every_call_once() -> None:
+    near = neighbours(2, np.array([2, 1, 3, 1, 2]))
+    rows = {tuple(int(size) for size in row) for row in near}
+    assert rows == {(1, 2, 3, 1, 2), (2, 1, 3, 2, 1), (1, 1, 4, 1, 1), *_given_back((2, 1, 3, 1, 2))}
+    assert not len(neighbours(0, np.array([4])))
+
+
+def _given_back(sizes: tuple[int, ...]) -> set[tuple[int, ...]]:
+    rows = set()
+    for ahead in (0, 1):
+        for behind in (3, 4):
+            row = list(sizes)
+            row[2] -= 1
+            row[ahead] += 1
+            row[behind] += 1
+            rows.add(tuple(row))
+    return rows
+
+
+def test_calls_are_dealt_out_by_time() -> None:
+    flat = np.arange(11.0)
+    assert deal(flat, np.ones(3)) == [3, 3, 4]
+    assert deal(flat, np.array([0.2, 0.8])) == [2, 8]
+    assert deal(np.array([0.0, 8, 9, 10, 11]), np.ones(2)) == [1, 3]
+    assert deal(np.array([0.0, 0, 0, 0, 9]), np.ones(4)) == [1, 1, 1, 1]
+
+
+def test_rounds_that_are_tried() -> None:
+    assert round_choices(16, Limits(8, 0)) == [16, 9, 8]
+    assert round_choices(64, Limits(4, 0)) == [64, 32, 22, 16, 5, 4]
+    assert round_choices(2, Limits(2, 0)) == [2]
+
+
+def test_unequal_calls() -> None:
+    costs = timed([0.1, *[1.0] * 9, 3.0], [0.0, *[2.0] * 9, 6.0])
+    plan = search_partition(costs, 3, 6, search_seconds=0.3)
+    plan.validate(costs.layers)
+    assert judged(plan, costs, 3, 6, 0, 0) < judged(greedy_partition(costs, 3, 6), costs, 3, 6, 0, 0)

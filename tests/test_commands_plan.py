@@ -1,0 +1,159 @@
+"""``roundpipe-plan costs=``: what it prints and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planning.judge import Times, step_ends
+
+from lightning_roundpipe.commands import plan
+
+PAPER = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
+COSTS = {
+    "layers": 9,
+    "forward_ms": 10,
+    "backward_ms": 22.5,
+    "head_forward_ms": 8,
+    "head_backward_ms": 16,
+    "hop_ms": 0.5,
+    "workers": 3,
+    "microbatches": 6,
+    "model": "some",
+    "stages": [9],
+}
+SIZES = {"weight_bytes": 100, "gradient_bytes": 100, "activation_bytes": 10, "head_weight_bytes": 200}
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    file = tmp_path / "costs.json"
+
+    def command(*arguments: str, **changes: Any) -> tuple[int, str, str]:
+        data = changes.pop("data", {k: v for k, v in (COSTS | changes).items() if v is not ...})
+        file.write_text(data if isinstance(data, str) else json.dumps(data))
+        given = {argument.partition("=")[0] for argument in arguments}
+        usual = [a for a in (f"costs={file}", "search_seconds=0.2", "format=json") if a.partition("=")[0] not in given]
+        monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *usual, *arguments])
+        code = plan.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return command
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_json_says_what_an_independent_judge_finds(call: Any, staleness: int) -> None:
+    code, out, err = call(f"staleness={staleness}")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert list(found) == [
+        "forward",
+        "fused",
+        "backward",
+        "round_microbatches",
+        "makespan_ms",
+        "period_ms",
+        "bubble_pct",
+    ]
+    assert sum(found["forward"]) + found["fused"] == sum(found["backward"]) + found["fused"] == 9
+    assert found["round_microbatches"] >= 3 and found["fused"] <= 2
+    times = Times(9, 10, 22.5, 8, 16, 0.5)
+    ends = step_ends(times, found, 3, 6, 33)
+    assert found["makespan_ms"] == pytest.approx(ends[0])
+    work = 6 * (9 * 42.5 + 24 - 10 * found["fused"])
+    if staleness:
+        assert found["period_ms"] == pytest.approx((ends[31] - ends[15]) / 16)
+        assert found["bubble_pct"] == pytest.approx(100 * (1 - work / 3 / found["period_ms"]))
+    else:
+        assert found["period_ms"] == pytest.approx(found["makespan_ms"])
+        assert found["bubble_pct"] == pytest.approx(100 * (1 - work / 3 / found["makespan_ms"]))
+
+
+def test_the_command_line_wins(call: Any) -> None:
+    found = json.loads(call("workers=2", "microbatches=4", "min_round=4", "max_fused=0")[1])
+    assert (found["round_microbatches"], found["fused"]) == (4, 0)
+    same = json.loads(call(workers=2, microbatches=4, min_round=4, max_fused=0)[1])
+    assert same == found
+
+
+def test_the_papers_algorithm_by_name(call: Any) -> None:
+    paper = json.loads(call("partitioner=paper")[1])
+    ours = json.loads(call()[1])
+    assert ours["makespan_ms"] <= paper["makespan_ms"]
+
+
+def test_memory_limits_stages(call: Any) -> None:
+    free = json.loads(call(**SIZES)[1])
+    tight = json.loads(call("memory=820", **SIZES)[1])
+    assert tight["makespan_ms"] >= free["makespan_ms"]
+    # 2 x (weights + gradients) + activations: 2 x (200 + 200) for two layers, the head's weights are 200.
+    assert max(tight["backward"]) <= 2
+    assert tight != free
+
+
+def test_table(call: Any) -> None:
+    code, out, _ = call("format=table")
+    assert code == 0
+    assert "one step" in out and "plan=forward" in out and "head" in out
+
+
+def test_a_case_of_a_list(call: Any) -> None:
+    code, out, _ = call(f"costs={PAPER}", "case=gpt-oss-20b", "partitioner=paper")
+    assert code == 0
+    assert sum(json.loads(out)["backward"]) + json.loads(out)["fused"] == 24
+    code, _, err = call(f"costs={PAPER}")
+    assert code == 2 and "choose one by its model with case=NAME" in err
+    code, _, err = call(f"costs={PAPER}", "case=gpt-5")
+    assert code == 2 and "case=gpt-5" in err and "llama3.1-8b" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "fragment"),
+    [
+        (["costs=nowhere.json"], {}, "nowhere.json"),
+        ([], {"data": "{"}, "is not JSON"),
+        ([], {"data": "[" * 100_000}, "nested too deeply"),
+        ([], {"data": "[]"}, "must hold an object with layers"),
+        ([], {"data": "[3]"}, "must hold an object with layers"),
+        ([], {"layers": ...}, "lacks 'layers'"),
+        ([], {"hop_ms": ..., "hop": 1}, "lacks 'hop_ms' ('hop' is not known)"),
+        ([], {"layers": 0}, "layers=0 must be a whole number of at least 1"),
+        ([], {"layers": 10**9}, "is more than the 2000"),
+        ([], {"forward_ms": -1}, "forward_ms=-1 must be a number"),
+        ([], {"forward_ms": float("nan")}, "forward_ms=nan must be"),
+        ([], {"backward_ms": "1"}, "backward_ms='1' must be"),
+        ([], {"weight_bytes": None}, "weight_bytes=None must be"),
+        ([], {"workers": ...}, "workers= is missing: give it"),
+        ([], {"workers": 1.5}, "workers=1.5 must be a whole number"),
+        ([], {"microbatches": True}, "microbatches=True must be"),
+        (["workers=0"], {}, "workers=0 must be a whole number of at least 1"),
+        (["workers=1e3"], {}, "workers='1e3' must be a whole number"),
+        (["workers=100000"], {}, "is more than the 1024"),
+        (["staleness=2"], {}, "staleness=2 must be 0 or 1"),
+        (["min_round=7"], {}, "min_round=7 must be at most microbatches=6"),
+        (["memory=1GB"], {}, "memory= needs sizes"),
+        (["memory=500"], SIZES, "workers may use 500 bytes"),
+        (["memory=much"], SIZES, "memory='much' is not a size"),
+        (["search_seconds=-1"], {}, "search_seconds=-1 must be a number of at least 0"),
+        (["layer=3"], {}, "There is no option 'layer'"),
+    ],
+)
+def test_mistakes_are_one_line(call: Any, arguments: list[str], changes: dict[str, Any], fragment: str) -> None:
+    code, out, err = call(*arguments, **changes)
+    assert (code, out) == (2, "")
+    assert fragment in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_smallest_models(call: Any, workers: int, layers: int) -> None:
+    for staleness in (0, 1):
+        code, out, _ = call(f"workers={workers}", "microbatches=1", f"staleness={staleness}", layers=layers)
+        assert code == 0
+        assert sum(json.loads(out)["forward"]) + json.loads(out)["fused"] == layers
+    assert call(**{name: 0 for name in COSTS if name.endswith("_ms")})[0] == 0
