@@ -21,6 +21,7 @@ from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import POISON, Device, Hold, Stream
 from lightning_roundpipe.devices.emulated_link import Delays, Link
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
+from lightning_roundpipe.devices.heap import share_heap
 from lightning_roundpipe.devices.ledger import CountedHold, Ledger
 from lightning_roundpipe.devices.saved import saved_for_backward
 
@@ -34,6 +35,7 @@ class EmulatedDevice(Device):
     """One of several devices that this machine's cores and memory pretend to be."""
 
     def __init__(self, index: int, torch_device: torch.device, emulation: Emulation) -> None:
+        share_heap()
         self.index, self.torch_device = index, torch_device
         self.generator, self.generator_lock = torch.default_generator, _generator_lock
         self._emulation = emulation
