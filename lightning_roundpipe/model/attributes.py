@@ -66,8 +66,10 @@ def same(a: Any, b: Any) -> bool:
     if not isinstance(a, Container) or type(a) is not type(b) or len(a) != len(b):
         return False
     if isinstance(a, dict) and isinstance(b, dict):
-        return all(map(operator.is_, a, b)) and all(map(same, a.values(), b.values()))
-    return a == b if isinstance(a, set) else all(map(same, a, b))
+        return all(map(operator.is_, a, b)) and (
+            all(map(operator.is_, a.values(), b.values())) or all(map(same, a.values(), b.values()))
+        )
+    return a == b if isinstance(a, set) else all(map(operator.is_, a, b)) or all(map(same, a, b))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -62,8 +62,8 @@ class Replica:
         self._base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in self.modules]
         self._base_contents = [{k: frozen(v) for k, v in base.items() if k in _held(base)} for base in self._base]
         self._applied: StateDiff | None = None
-        self._held: list[tuple[int, str]] | None = None
-        """Which attributes are lists and dicts now; None: to be found out."""
+        self._held: Attributes | None = None
+        """What the modules hold now; None: to be found out."""
 
     def _fill(self, module: nn.Module, clone: nn.Module, own: dict[str, Any], memo: dict[int, Any]) -> None:
         state = clone.__dict__
@@ -114,11 +114,11 @@ class Replica:
             self._held = None
 
     def attributes(self) -> Attributes:
-        """What every module holds, for :meth:`written` after the call."""
+        """What every module holds, for :meth:`written` after the call; the same until a call changes it."""
         if self._held is None:
-            self._held = [(i, k) for i, m in enumerate(self.modules) for k in _held(m.__dict__)]
-        contents = {(i, k): frozen(self.modules[i].__dict__[k]) for i, k in self._held}
-        return Attributes([dict(m.__dict__) for m in self.modules], contents)
+            contents = {(i, k): frozen(m.__dict__[k]) for i, m in enumerate(self.modules) for k in _held(m.__dict__)}
+            self._held = Attributes([dict(m.__dict__) for m in self.modules], contents)
+        return self._held
 
     def written(self, before: Attributes) -> list[tuple[int, str, Any]]:
         """Attributes that the layer's code set during a call, or containers that it changed.

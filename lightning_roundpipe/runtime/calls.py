@@ -232,6 +232,7 @@ class Runner:
         try:
             again = self._run(slot, dataclasses.replace(call, graph=False), leaves, "").tensors()
         except Exception:
+            self._worker.replica(call.layer).drop_written()
             return True
         tensors = first.tensors()
         return len(again) != len(tensors) or not all(map(torch.equal, tensors, again))

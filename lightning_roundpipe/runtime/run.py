@@ -82,14 +82,12 @@ class MicrobatchRun:
         """Whether layers were left out, so that pieces of glue cannot be told by their number."""
         self._uses: Counter[int] = Counter()
         self.kept = Kept(step.belongings) if step.belongings is not None else None
-        self._walking = False
+        self._announced = self._walking = False
         self._spot: Spot = (-1, 0)
         self._segment = 0
         self._device: Device | None = None
         self._slot: Slot | None = None
-        self._last = "the start"
-        self._phase = "forward"
-        self._announced = False
+        self._phase, self._last = "forward", "the start"
         self._surroundings: Surroundings | None = None
         self._watched = Watched()
         self._glue = contextlib.ExitStack()
@@ -228,8 +226,7 @@ class MicrobatchRun:
             self._seed_of(layer), contextvars.copy_context(), list(leaves),
             learning=self.learning, may_mutate=None if self.learning else traced.mutates,
         )  # fmt: skip
-        entry = self._new_entry(call, traced) if taped else None
-        return call, entry, traced
+        return call, self._new_entry(call, traced) if taped else None, traced
 
     def _seed_of(self, layer: HostLayer) -> int:
         """By what is called, not by the place in the trace, which may grow while it is learned."""
@@ -363,8 +360,7 @@ class MicrobatchRun:
             place = Place(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)
             with noted(lambda place=place: place):  # type: ignore[misc]
                 grads = worker.run(task, self._control)
-            self._slot = slot
-            self._last = f"layer {entry.layer.name!r}"
+            self._slot, self._last = slot, f"layer {entry.layer.name!r}"
             self._boundaries.settle()
             self._hand_on(entry, grads, worker.device)
             self._slots.after(self.index, slot, entry.call)
