@@ -15,8 +15,9 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, run_steps
 from lightning_roundpipe.planning.schedule import TABLE_COLUMNS, Plan
-from lightning_roundpipe.planning.search import PERIOD_STEPS, SEARCH_SECONDS, baseline_within, search_partition
+from lightning_roundpipe.planning.search import SEARCH_SECONDS, baseline_within, search_partition
 from lightning_roundpipe.planning.simulate import HostTime
+from lightning_roundpipe.planning.timing import PERIOD_STEPS
 
 _FROM_FILE = {"workers": None, "microbatches": None, "staleness": 0, "min_round": None, "max_fused": None}
 """Options that the file may hold too, and what they are where nobody says."""

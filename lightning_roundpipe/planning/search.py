@@ -16,41 +16,36 @@ ends what takes far longer than expected. The paper's plan is among the candidat
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, stage_times, step_ends
+from lightning_roundpipe.planning.batch import Sizes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import partition_within
+from lightning_roundpipe.planning.moves import kicked, neighbours
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.seeds import Shape, seeds
+from lightning_roundpipe.planning.seeds import seeds
+from lightning_roundpipe.planning.shapes import Shape, plan_of, sizes_of
 from lightning_roundpipe.planning.simulate import HostTime
 from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.planning.timing import Timing
 
 Staleness = Literal[0, 1]
 
 SEARCH_SECONDS = 10.0
-"""The default limit. The work that goes with it takes about a third of it, so a slow machine does it all as well."""
+"""The default limit. The work that goes with x, so a slow machine does it all as well."""
 
-PERIOD_STEPS = 16
-"""The period is the mean over so many steps, after as many that fill the pipeline."""
-
-_WORK_PER_SECOND = 0.3
+_WORK_PER_SECOND = 0.2
 """Work, in estimated seconds of an ordinary core, that is done for each second allowed."""
-_SLOT_S, _TURN_S = 12e-6, 2.2e-9
-"""Estimated seconds of one slot of a batch, and more for each turn of each plan in it."""
-
-_BATCH = 256
-"""Plans that are timed together: enough to make numpy's own time small, few enough to stay in the cache."""
-_SEARCH_SLOTS = 160
-"""Slots to simulate for a period while searching: short steps settle later, counted in steps."""
-_DRAIN = 1e-3
-"""Of two plans with nearly the same period, the one with the shorter step is better: as if every 1000 steps drained."""
+_SEEDING = 0.4
+"""The part of the work that finding starts may take."""
+_HOPEFUL = 1.02
+"""A start is not looked at if even its work alone takes that much longer than the best so far."""
+_NEAR = 512
+"""Neighbours that are looked at, of those there are, chosen at random."""
 
 
 @dataclass(order=True)
@@ -79,7 +74,7 @@ def search_partition(
         limits: what the plan has to keep to; by default `Limits.usual`.
         staleness: 0: a step ends before the next begins; 1: steps overlap.
         host: what the engine itself takes; by default nothing.
-        search_seconds: at most so long; 0 gives the better of the paper's plan and the rules' first few.
+        search_seconds: at most so long; 0 gives the paper's plan.
 
     Raises:
         ValueError: no plan keeps to the limits, or a number makes no sense.
@@ -88,9 +83,10 @@ def search_partition(
         raise ValueError(f"search_seconds={search_seconds!r} must be 0 or more.")
     limits = limits or Limits.usual(costs, workers, microbatches)
     baseline = baseline_within(costs, workers, microbatches, limits)
-    search = _Search(costs, workers, microbatches, limits, staleness, host or HostTime(), search_seconds)
-    plans = [baseline, *search.run()]
-    times = [search.time_s(plan) for plan in plans]
+    work = search_seconds * _WORK_PER_SECOND
+    timing = Timing(costs, workers, microbatches, staleness, host or HostTime(), search_seconds, work)
+    plans = [baseline, *_Search(timing, costs, limits, work).run(baseline)]
+    times = [float(timing.times(shape, np.array([sizes]), settled=True)[0]) for shape, sizes in map(sizes_of, plans)]
     return plans[times.index(min(times))]
 
 
@@ -108,181 +104,92 @@ def baseline_within(costs: Costs, workers: int, microbatches: int, limits: Limit
     return plan
 
 
-def plan_of(shape: Shape, sizes: Sequence[int]) -> Plan:
-    """The plan that a row of ``Sizes`` means."""
-    ends = np.cumsum(sizes[: shape.forward + 1])
-    forward = tuple(
-        Span(int(end) - size, int(end) - 1) for end, size in zip(ends, sizes[: shape.forward], strict=False)
-    )
-    last = int(ends[-1]) - 1
-    end = last + 1 - sizes[shape.forward]
-    fused = Span(end, last)
-    backward = []
-    for size in sizes[shape.forward + 1 :]:
-        backward.append(Span(end - size, end - 1))
-        end -= size
-    return Plan(forward, fused, tuple(backward), shape.round_microbatches)
-
-
-def sizes_of(plan: Plan) -> tuple[Shape, list[int]]:
-    """The inverse of `plan_of`."""
-    shape = Shape(len(plan.forward), len(plan.backward), plan.round_microbatches)
-    return shape, [len(span) for span in (*plan.forward, plan.fused, *plan.backward)]
-
-
 class _Search:
-    def __init__(
-        self,
-        costs: Costs,
-        workers: int,
-        microbatches: int,
-        limits: Limits,
-        staleness: Staleness,
-        host: HostTime,
-        seconds: float,
-    ) -> None:
-        self._costs, self._workers, self._microbatches, self._limits = costs, workers, microbatches, limits
-        self._staleness = staleness
-        self._pace = Pace.of(costs, host.call_s, host.turn_s, host.hop_s)
+    def __init__(self, timing: Timing, costs: Costs, limits: Limits, work: float) -> None:
+        self._timing, self._limits = timing, limits
         self._table = None if limits.memory is None else MemoryTable(costs, limits.memory)
         self._random = np.random.default_rng(0)
-        self._work = seconds * _WORK_PER_SECOND
-        self._deadline = time.monotonic() + seconds
+        self._seeding_ends = work * (1 - _SEEDING)
         self._count = 0
 
-    def run(self) -> list[Plan]:
+    def run(self, baseline: Plan) -> list[Plan]:
         """The best plans found, best first."""
-        starts = self._seeds()
-        ends = self._improve(starts)
-        best: dict[bytes, _Found] = {}
-        for found in sorted([*ends, *starts[:8]]):
-            best.setdefault(found.sizes.tobytes() + bytes([found.shape.forward % 251]), found)
-        return [plan_of(found.shape, found.sizes.tolist()) for found in list(best.values())[:16]]
-
-    def time_s(self, plan: Plan) -> float:
-        """What a plan is judged by in the end, over enough steps to settle."""
-        shape, sizes = sizes_of(plan)
-        return float(self._times(shape, np.array([sizes]), 2 * PERIOD_STEPS)[0])
+        shape, sizes = sizes_of(baseline)
+        found = self._improved(sorted([*self._best(shape, np.array([sizes]), 1), *self._seeds()]))
+        return [plan_of(one.shape, one.sizes.tolist()) for one in found[:16]]
 
     def _seeds(self) -> list[_Found]:
-        found: list[_Found] = []
-        for shape, sizes in seeds(self._pace, self._microbatches, self._limits, ramps=not self._staleness):
-            found.extend(self._best(shape, sizes, 2))
-            if self._is_over():
+        """Starts, two of each shape at most."""
+        timing, found, best = self._timing, [], float("inf")
+        for shape, sizes in seeds(timing.pace, timing.microbatches, self._limits, ramps=not timing.staleness):
+            if timing.is_over() or timing.work_left < self._seeding_ends:
                 break
-        return sorted(found)
+            sizes = sizes[timing.least_s(shape, sizes) < best * _HOPEFUL]
+            starts = self._best(shape, sizes, 2)
+            found.extend(starts)
+            best = min([best, *(start.score for start in starts)])
+        return found
 
-    def _improve(self, starts: list[_Found]) -> list[_Found]:
-        """Short searches from many starts, then longer ones from those that came farthest."""
-        ends = starts
-        for patience, most in ((3, 48), (12, 12), (40, 6), (120, 3)):
-            ends = sorted([self._tabu(start, patience) for start in ends[:most] if not self._is_over()] + ends)
+    def _improved(self, starts: list[_Found]) -> list[_Found]:
+        """Short searches from many starts, longer ones from the best of them, and from near those until time is up."""
+        ends = _distinct(starts)
+        for patience, most in ((3, 40), (12, 8), (30, 4)):
+            ends = _distinct([self._tabu(start, patience) for start in ends[:most] if not self._is_over()] + ends)
+        while ends and not self._is_over():
+            for start in ends[:6]:
+                shape, sizes = kicked(start.shape, start.sizes, self._random)
+                for near in self._best(shape, self._allowed(shape, sizes[None]), 1):
+                    ends.append(self._tabu(near, 8))
             ends = _distinct(ends)
         return ends
 
     def _tabu(self, start: _Found, patience: int) -> _Found:
         best, here, visited, waited = start, start.sizes, {start.sizes.tobytes()}, 0
         while waited < patience and not self._is_over():
-            near = self._neighbours(start.shape, here)
-            for step in self._best(start.shape, near, len(near)):
-                if step.sizes.tobytes() not in visited:
+            near = self._allowed(start.shape, neighbours(start.shape.forward, here))
+            if len(near) > _NEAR:
+                near = near[np.sort(self._random.permutation(len(near))[:_NEAR])]
+            if not len(near):
+                break
+            scores = self._timing.times(start.shape, near)
+            for row in np.argsort(scores, kind="stable"):
+                if near[row].tobytes() not in visited:
                     break
             else:
                 break
-            here = step.sizes
+            here = near[row]
             visited.add(here.tobytes())
             waited += 1
-            if step.score < best.score * (1 - 1e-12):
-                best, waited = step, 0
+            if scores[row] < best.score * (1 - 1e-12):
+                best, waited = self._found(scores[row], start.shape, here), 0
         return best
 
-    def _neighbours(self, shape: Shape, sizes: Sizes) -> Sizes:
-        near = neighbours(shape.forward, sizes)
-        near = near[near[:, shape.forward] <= self._limits.max_fused + 1]
-        if len(near) > 2 * _BATCH:
-            near = near[np.sort(self._random.permutation(len(near))[: 2 * _BATCH])]
-        return near
+    def _allowed(self, shape: Shape, sizes: Sizes) -> Sizes:
+        """Those of the plans that keep to the limits."""
+        sizes = sizes[sizes[:, shape.forward] <= self._limits.max_fused + 1]
+        return sizes if self._table is None else sizes[self._table.fits(shape.forward, sizes)]
 
     def _best(self, shape: Shape, sizes: Sizes, most: int) -> list[_Found]:
-        if self._table is not None:
-            sizes = sizes[self._table.fits(shape.forward, sizes)]
+        sizes = self._allowed(shape, sizes)
         if not len(sizes):
             return []
-        scores = self._times(shape, sizes)
-        found = []
-        for row in np.argsort(scores, kind="stable")[:most]:
-            self._count += 1
-            found.append(_Found(float(scores[row]), self._count, shape, sizes[row]))
-        return found
+        scores = self._timing.times(shape, sizes)
+        return [self._found(scores[row], shape, sizes[row]) for row in np.argsort(scores, kind="stable")[:most]]
 
-    def _times(self, shape: Shape, sizes: Sizes, steps: int | None = None) -> Floats:
-        rounds = [
-            min(shape.round_microbatches, self._microbatches - begin)
-            for begin in range(0, self._microbatches, shape.round_microbatches)
-        ]
-        slots = sizes.shape[1] * len(rounds)
-        if not self._staleness:
-            steps = 1
-        elif steps is None:
-            steps = max(6, min(2 * PERIOD_STEPS, 2 * (_SEARCH_SLOTS // slots)))
-        times = []
-        for begin in range(0, len(sizes), _BATCH):
-            part = sizes[begin : begin + _BATCH]
-            length, lead = stage_times(self._pace, shape.forward, part)
-            ends = step_ends(length, lead, self._pace.hop_s, self._workers, rounds, steps)
-            self._work -= steps * slots * (_SLOT_S + _TURN_S * max(rounds) * len(part))
-            if steps == 1:
-                times.append(ends[0])
-            else:
-                half = steps // 2
-                times.append((ends[-1] - ends[-1 - half]) / half + _DRAIN * ends[0])
-        return np.concatenate(times)
+    def _found(self, score: float, shape: Shape, sizes: Sizes) -> _Found:
+        self._count += 1
+        return _Found(float(score), self._count, shape, sizes)
 
     def _is_over(self) -> bool:
-        return self._work <= 0 or time.monotonic() > self._deadline
-
-
-def neighbours(forward: int, sizes: Sizes) -> Sizes:
-    """All plans of the same shape in which one call more or less is in a stage; rows may have too large a fused stage.
-
-    A call moves from one stage of a pass to another one of the pass, however far: the calls between move by one. Or the
-    fused stage takes one from each pass, or gives one to each.
-    """
-    ahead, behind = np.arange(forward), np.arange(forward + 1, len(sizes))
-    moves = [np.stack([a, b]) for a, b in ((_pairs(ahead)), (_pairs(behind))) if len(a)]
-    rows = []
-    for source, target in moves:
-        near = np.repeat(sizes[None], len(source), axis=0)
-        at = np.arange(len(source))
-        near[at, source] -= 1
-        near[at, target] += 1
-        rows.append(near)
-    if forward and len(behind):
-        one, other = (grid.ravel() for grid in np.meshgrid(ahead, behind))
-        at = np.arange(len(one))
-        for taken in (1, -1):
-            near = np.repeat(sizes[None], len(one), axis=0)
-            near[at, one] -= taken
-            near[at, other] -= taken
-            near[:, forward] += taken
-            rows.append(near)
-    if not rows:
-        return np.empty((0, len(sizes)), dtype=np.int64)
-    near = np.concatenate(rows)
-    return near[(near >= 1).all(axis=1)]
-
-
-def _pairs(stages: Sizes) -> tuple[Sizes, Sizes]:
-    source, target = (grid.ravel() for grid in np.meshgrid(stages, stages))
-    return source[source != target], target[source != target]
+        return self._timing.is_over()
 
 
 def _distinct(found: list[_Found]) -> list[_Found]:
-    """Without the same plan twice, and at most two of a shape: a start nearby would only come to the same end."""
+    """Best first, without the same plan twice, and at most two of a shape: starts nearby only come to the same end."""
     kept: list[_Found] = []
     seen: set[tuple[Shape, bytes]] = set()
     shapes: dict[Shape, int] = {}
-    for one in found:
+    for one in sorted(found):
         key = one.shape, one.sizes.tobytes()
         if key in seen or shapes.get(one.shape, 0) >= 2:
             continue

@@ -8,30 +8,25 @@ are short, and drains faster when the last backward stages are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cache
+from typing import Literal
 
 import numpy as np
 
 from lightning_roundpipe.planning.batch import Floats, Pace, Sizes
 from lightning_roundpipe.planning.limits import Limits
+from lightning_roundpipe.planning.shapes import Shape
 
 _RAMPS = (1.0, 0.6, 0.3)
 """Length of the shortest stage of a pass, as a part of the longest one's."""
 
-_MOST_COUNTS = 26
+_MOST_COUNTS = 20
 """Numbers of stages that are tried for a pass."""
 
-_ALIKE = (0.5, 2.0)
-"""How far the mean forward stage's length may be from the mean backward stage's."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Plans with equally many stages and microbatches a round."""
-
-    forward: int
-    backward: int
-    round_microbatches: int
+_ALIKE = 0.5
+"""The shorter of the mean forward and the mean backward stage is at least so much of the longer."""
+_FUSED = 2.0
+"""The fused stage is at most so many times as long as either mean, unless it holds the last call only."""
 
 
 def round_choices(microbatches: int, limits: Limits) -> list[int]:
@@ -46,33 +41,46 @@ def round_choices(microbatches: int, limits: Limits) -> list[int]:
 
 
 def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterator[tuple[Shape, Sizes]]:
-    """Each shape with its first plans. ``ramps``: also stages that grow (forward) and shrink (backward)."""
+    """Each shape with its first plans. ``ramps``: also stages that grow (forward) and shrink (backward).
+
+    Shapes of few stages come first, or with ramps some of every kind first: there is not always time for all.
+    """
     calls = len(pace.forward) - 1
     most = min(limits.max_fused + 1, calls)
+    rounds = round_choices(microbatches, limits)
     if most == calls:
-        for members in round_choices(microbatches, limits):
+        for members in rounds:
             yield Shape(0, 0, members), np.array([[calls]])
+    if calls == 1:
+        return
     both = pace.recompute + pace.backward
-    slopes = [(f, b) for f in _RAMPS for b in _RAMPS] if ramps else [(1.0, 1.0)]
-    fused = _spread(0, min(most, calls - 1) - 1)
-    for forward in _counts(calls):
-        for backward in _counts(calls):
-            mean = pace.forward[-1] / forward, both[-1] / backward
-            if mean[1] > 0 and not _ALIKE[0] < mean[0] / mean[1] < _ALIKE[1]:
-                continue
-            rows = []
-            for held in (count + 1 for count in fused):
-                rest = calls - held
-                if max(forward, backward) > rest:
-                    continue
-                for rise, fall in slopes:
-                    ahead = deal(pace.forward[: rest + 1], np.linspace(rise, 1.0, forward))
-                    behind = deal(both[: rest + 1], np.linspace(fall, 1.0, backward))
-                    rows.append([*ahead, held, *behind[::-1]])
+    slopes = [(rise, fall) for rise in _RAMPS for fall in _RAMPS] if ramps else [(1.0, 1.0)]
+    fused = [count + 1 for count in _spread(0, min(most, calls - 1) - 1)]
+
+    @cache
+    def dealt(phase: Literal["forward", "backward"], rest: int, stages: int, slope: float) -> list[int]:
+        elapsed = pace.forward if phase == "forward" else both
+        sizes = deal(elapsed[: rest + 1], np.linspace(slope, 1.0, stages))
+        return sizes if phase == "forward" else sizes[::-1]
+
+    counts = _counts(calls)
+    shapes = sorted(((f, b) for f in counts for b in counts), key=sum)
+    if ramps:
+        shapes = [shape for begin in (0, 2, 1, 3) for shape in shapes[begin::4]]
+    for forward, backward in shapes:
+        mean = max(pace.forward[-1] / forward, both[-1] / backward)
+        if min(pace.forward[-1] / forward, both[-1] / backward) < mean * _ALIKE:
+            continue
+        for members in rounds:
+            rows = [
+                (*dealt("forward", calls - held, forward, rise), held, *dealt("backward", calls - held, backward, fall))
+                for held in fused
+                if max(forward, backward) <= calls - held
+                and (held == 1 or pace.fused[-1] - pace.fused[-1 - held] <= _FUSED * mean)
+                for rise, fall in (slopes if members == rounds[0] else slopes[:1])
+            ]
             if rows:
-                sizes = np.unique(np.array(rows), axis=0)
-                for members in round_choices(microbatches, limits):
-                    yield Shape(forward, backward, members), sizes
+                yield Shape(forward, backward, members), np.array(list(dict.fromkeys(rows)))
 
 
 def deal(elapsed: Floats, weights: Floats) -> list[int]:

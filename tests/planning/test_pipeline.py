@@ -12,8 +12,7 @@ from lightning_roundpipe.planning import batch as batched
 from lightning_roundpipe.planning.idle import find_idle
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, Run, run_steps
-from lightning_roundpipe.planning.search import plan_of, sizes_of
-from lightning_roundpipe.planning.seeds import Shape
+from lightning_roundpipe.planning.shapes import Shape, plan_of, sizes_of
 from lightning_roundpipe.planning.simulate import HostTime, simulate
 from lightning_roundpipe.planning.updates import Updates
 

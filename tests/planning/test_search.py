@@ -15,10 +15,12 @@ from lightning_roundpipe.planning.bubble import find_bubble
 from lightning_roundpipe.planning.cases import Case, read_cases
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import device_bytes
+from lightning_roundpipe.planning.moves import neighbours
 from lightning_roundpipe.planning.paper_schedules import run_case
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
-from lightning_roundpipe.planning.search import baseline_within, neighbours, search_partition, sizes_of
+from lightning_roundpipe.planning.search import baseline_within, search_partition
 from lightning_roundpipe.planning.seeds import deal, round_choices
+from lightning_roundpipe.planning.shapes import sizes_of
 from lightning_roundpipe.planning.simulate import HostTime
 
 PAPER = Path(__file__).parents[2] / "conf" / "cases" / "paper.json"

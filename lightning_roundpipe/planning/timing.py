@@ -1,0 +1,82 @@
+"""What the search asks of plans: their time, within a budget of work that is counted and not measured."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, stage_times, step_ends
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.shapes import Shape
+from lightning_roundpipe.planning.simulate import HostTime
+
+PERIOD_STEPS = 16
+"""The period is the mean over so many steps, after as many that fill the pipeline."""
+
+_BATCH = 256
+"""Plans that are timed together: enough to make numpy's own time small, few enough to stay in the cache."""
+_CALL_S, _SLOT_S, _TURN_S = 250e-6, 10e-6, 1.6e-9
+"""Estimated seconds of a batch, of each slot of it, and of each turn of each plan in it."""
+_SEARCH_SLOTS = 160
+"""Slots to simulate for a period while searching: the fewer slots a step has, the more steps it takes to settle."""
+_DRAIN = 1e-3
+"""Of two plans with nearly the same period, the one with the shorter step is better: as if every 1000 steps drained."""
+
+
+class Timing:
+    """Times plans, all those of a shape at once.
+
+    Args:
+        costs: what each call costs.
+        workers: N.
+        microbatches: M.
+        staleness: 0: a plan's time is that of one step; 1: that of each of many.
+        host: what the engine itself takes.
+        seconds: what may be spent, by the clock.
+        work: what may be spent in estimated seconds.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        workers: int,
+        microbatches: int,
+        staleness: int,
+        host: HostTime,
+        seconds: float,
+        work: float,
+    ) -> None:
+        self.pace = Pace.of(costs, host.call_s, host.turn_s, host.hop_s)
+        self.workers, self.microbatches, self.staleness = workers, microbatches, staleness
+        self.work_left = work
+        self._deadline = time.monotonic() + seconds
+
+    def is_over(self) -> bool:
+        """Whether the search has to end."""
+        return self.work_left <= 0 or time.monotonic() > self._deadline
+
+    def least_s(self, shape: Shape, sizes: Sizes) -> Floats:
+        """What the plans take at least: their work, shared by all workers."""
+        length, _ = stage_times(self.pace, shape.forward, sizes)
+        return np.asarray(length.sum(axis=0) * (self.microbatches / self.workers))
+
+    def times(self, shape: Shape, sizes: Sizes, settled: bool = False) -> Floats:
+        """Seconds that each plan is judged by. ``settled``: over as many steps as it takes to be sure."""
+        rounds = shape.rounds(self.microbatches)
+        slots = sizes.shape[1] * len(rounds)
+        steps = 1
+        if self.staleness:
+            steps = 2 * PERIOD_STEPS if settled else max(6, min(2 * PERIOD_STEPS, 2 * (_SEARCH_SLOTS // slots)))
+        times = []
+        for begin in range(0, len(sizes), _BATCH):
+            part = sizes[begin : begin + _BATCH]
+            length, lead = stage_times(self.pace, shape.forward, part)
+            ends = step_ends(length, lead, self.pace.hop_s, self.workers, rounds, steps)
+            self.work_left -= _CALL_S + steps * slots * (_SLOT_S + _TURN_S * max(rounds) * len(part))
+            if steps == 1:
+                times.append(ends[0])
+            else:
+                half = steps // 2
+                times.append((ends[-1] - ends[-1 - half]) / half + _DRAIN * ends[0])
+        return np.concatenate(times)
