@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Options, RoundPipeError
@@ -50,6 +52,20 @@ def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -
                 f"parameter {name!r} is on device {parameter.device} already; under the roundpipe strategy weights "
                 "live in host memory and are sent to the GPUs layer by layer. Build the model on the CPU (no .cuda(), "
                 "no device_map)."
+            )
+    if fitting:
+        _refuse_shared_memory(module)
+
+
+def _refuse_shared_memory(module: LightningModule) -> None:
+    """Parameters that are views of one memory would be parted: each travels, and is stored, on its own."""
+    plain = [(n, p) for n, p in module.named_parameters() if type(p) is nn.Parameter and p.device.type == "cpu"]
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, n) for n, p in plain if p.is_contiguous() and p.numel())
+    for (_, end, one), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise MisconfigurationException(
+                f"parameters {one!r} and {other!r} share memory without being one parameter, and would be parted. Tie "
+                "them by assigning the same nn.Parameter to both, or clone one of them."
             )
 
 

@@ -88,6 +88,12 @@ def test_a_layer_may_be_left_out(devices: int) -> None:
     assert_same(harness.by_hand(module, batches, 3), run(strategy, module, batches, devices=devices))
 
 
+@pytest.mark.parametrize("setting", ["devices=0", "accelerator=gpux"])
+def test_what_lightning_refuses_is_one_line_as_well(setting: str, user: User) -> None:
+    with pytest.raises(CommandError, match=f"^roundpipe-train: .*{setting.replace('=', '=.?')}"):
+        user.command(f"trainer.{setting}")
+
+
 def test_an_option_that_there_is_not() -> None:
     with pytest.raises(TypeError, match="'microbatches'"):
         ours(microbatches=3)

@@ -1,7 +1,8 @@
 """A batch cut into microbatches, and what training_step returned for each of them put together again.
 
-Every tensor whose first dimension is the batch size is cut, and every list of that length; the rest is given to every
-microbatch as it is. Containers keep their type (a tokenizer's ``BatchEncoding``, dataclasses and named tuples too).
+Every tensor or array whose first dimension is the batch size is cut, and every list or tuple of texts of that length;
+the rest is given to every microbatch as it is. Containers keep their type (a tokenizer's ``BatchEncoding``, dataclasses
+and named tuples too).
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.samples import listed_samples
+from lightning_roundpipe.runtime.samples import are_similar, are_texts, listed_samples
 
 
 def sizes_of(samples: int, count: int | None, size: int | None, workers: int) -> list[int]:
@@ -70,16 +72,24 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
 
 
 def _take(value: Any, samples: int, listed: bool, start: int, stop: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[start:stop] if value.dim() and value.shape[0] == samples else value
-    if isinstance(value, list) and len(value) == samples and (listed or not _holds_batches(value, samples)):
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value[start:stop] if value.ndim and value.shape[0] == samples else value
+    if (isinstance(value, list) or are_texts(value)) and _has_an_item_each(value, samples, listed):
         return value[start:stop]
     return _rebuild(value, lambda item: _take(item, samples, listed, start, stop))
 
 
-def _holds_batches(values: list[Any], samples: int) -> bool:
-    """A list of whole-batch tensors that happens to be as long as the batch is cut inside, not across."""
-    return all(isinstance(v, Tensor) and v.dim() and v.shape[0] == samples for v in values)
+def _has_an_item_each(values: Sequence[Any], samples: int, listed: bool) -> bool:
+    """A list of columns that happens to be as long as the batch is cut inside, not across."""
+    if len(values) != samples or (listed and are_similar(values)):
+        return len(values) == samples
+    return not any(_is_column(value, samples, listed) for value in values)
+
+
+def _is_column(value: Any, samples: int, listed: bool) -> bool:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return bool(value.ndim) and value.shape[0] == samples
+    return (are_texts(value) or (listed and isinstance(value, list))) and len(value) == samples
 
 
 def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 _REMEDY = "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1."
@@ -33,7 +34,7 @@ def batch_size(batch: Any) -> int:
         if times > 1 and rows.count(rows[0]) == 1 and rows[0] > 1:
             raise _untold(f"its first tensor has {rows[0]} rows, and {times} others have {common}")
         return rows[0]
-    for items in _plain_lists(batch):
+    for items in (*_arrays(batch), *_plain_lists(batch)):
         return len(items)
     raise ValueError(
         f"the size of the batch cannot be found: {type(batch).__name__} holds no tensor with a batch dimension and no "
@@ -80,13 +81,14 @@ def _rows(value: Any, length: int | None = None) -> Iterator[tuple[int | None, i
         if length:
             yield None, length
     else:
-        if length is None and isinstance(value, list) and _are_similar(value):
+        if length is None and isinstance(value, list) and are_similar(value):
             length = len(value)
         for item in _items(value):
             yield from _rows(item, length)
 
 
-def _are_similar(values: list[Any]) -> bool:
+def are_similar(values: Sequence[Any]) -> bool:
+    """Whether they may be samples of one kind."""
     kinds = {_kind(value) for value in values}
     return len(values) > 1 and len(kinds) == 1 and None not in kinds
 
@@ -110,9 +112,22 @@ def _items(value: Any) -> Iterator[Any]:
         yield from (getattr(value, field.name) for field in dataclasses.fields(value))
 
 
-def _plain_lists(value: Any) -> Iterator[list[Any]]:
+def are_texts(value: Any) -> bool:
+    """Whether it is a tuple of texts, which is how collating leaves the texts of samples that are tuples."""
+    return type(value) is tuple and bool(value) and all(isinstance(v, (str, bytes)) for v in value)
+
+
+def _arrays(value: Any) -> Iterator[Any]:
+    if isinstance(value, np.ndarray):
+        yield from [value] if value.ndim else []
+    else:
+        for item in _items(value):
+            yield from _arrays(item)
+
+
+def _plain_lists(value: Any) -> Iterator[Sequence[Any]]:
     """The lists that hold no containers."""
-    if isinstance(value, list) and not any(isinstance(v, (Tensor, Mapping, list)) for v in value):
+    if are_texts(value) or (isinstance(value, list) and not any(isinstance(v, (Tensor, Mapping, list)) for v in value)):
         yield value
     else:
         for item in _items(value):

@@ -96,6 +96,15 @@ def _on_meta(user: User) -> None:
     user.fit(zoo.PlainClassifier(model))
 
 
+def _sharing(part: Any) -> Any:
+    def way(user: User) -> None:
+        model = mlp()
+        model.blocks[1].up.weight = nn.Parameter(part(model.blocks[0].up.weight.data))
+        user.fit(zoo.PlainClassifier(model))
+
+    return way
+
+
 class _Bare(pl.LightningModule):
     """Computes with a parameter of its own."""
 
@@ -158,6 +167,13 @@ MODULES = [
         "parameter '…' of … in layer '…' is on the meta device",
         "give it values (load weights or initialise) in configure_model() or setup()",
         (_on_meta,),
+    ),
+    Mistake(
+        SECTION,
+        "parameters that are views of one memory",
+        "parameters '…' and '…' share memory without being one parameter",
+        "Tie them by assigning the same nn.Parameter to both, or clone one of them",
+        (_sharing(lambda weight: weight), _sharing(lambda weight: weight[1:])),
     ),
     Mistake(
         SECTION,

@@ -79,6 +79,9 @@ def test_sizes_cover_the_batch_evenly(samples: int, count: int, workers: int) ->
         (Record(torch.ones(6), 1.0), 6),
         (Pair(1.0, {"deep": (torch.ones(2),)}), 2),
         (BatchEncoding({"ids": torch.ones(7, 1)}), 7),
+        ({"size": (4, 4), "texts": ("a", "b", "c")}, 3),
+        ({"flag": True, "x": np.ones((5, 2))}, 5),
+        ((np.ones(4), torch.ones(5)), 5),
     ],
 )
 def test_batch_size(batch: Any, size: int) -> None:
@@ -116,6 +119,22 @@ ROW = {"x": torch.ones(8), "y": 1}
 def test_lists_of_samples_and_lists_of_columns(batch: Any, size: int) -> None:
     """Images that are cut by their channels, or sequences by their tokens, may train without an error."""
     assert batch_size(batch) == size
+
+
+@pytest.mark.parametrize("names", [("a", "b", "c"), ["a", "b", "c"]])
+def test_as_many_columns_as_samples(names: Any) -> None:
+    """The last batch of an epoch may have any size, and what is a column in the others is one there."""
+    first, second = split([torch.arange(3), torch.ones(3, 2), names], [2, 1])
+    assert (len(first), first[0].tolist(), second[0].tolist()) == (3, [0, 1], [2])
+    assert (list(first[2]), list(second[2])) == (["a", "b"], ["c"])
+    first, second = split([IMAGES[:3], BOXES[:3], names], [2, 1])
+    assert (len(first), first[0], second[1], list(second[2])) == (3, IMAGES[:2], BOXES[2:3], ["c"])
+
+
+def test_arrays_are_cut_as_tensors_are() -> None:
+    first, second = split([torch.ones(3, 2), np.arange(3), np.ones(()), np.ones(2)], [2, 1])
+    assert (first[1].tolist(), second[1].tolist()) == ([0, 1], [2])
+    assert first[2] is second[2] and first[3] is second[3]
 
 
 def test_listed_samples_stay_whole() -> None:
@@ -186,9 +205,11 @@ def test_what_has_no_sample_per_row_is_replicated() -> None:
 def test_lists_with_one_item_per_sample_are_cut_across() -> None:
     """Texts, and what object detection makes: a tensor per sample, each of its own size."""
     boxes = [torch.ones(n, 4) for n in (1, 0, 2, 5)]
-    batch = {"x": torch.ones(4, 2), "names": list("abcd"), "boxes": boxes, "targets": [{"boxes": b} for b in boxes]}
+    targets = [{"boxes": b} for b in boxes]
+    batch = {"x": torch.ones(4, 2), "names": list("abcd"), "texts": tuple("abcd"), "boxes": boxes, "targets": targets}
     first, second = split(batch, [1, 3])
     assert (first["names"], second["names"]) == (["a"], ["b", "c", "d"])
+    assert (first["texts"], second["texts"]) == (("a",), ("b", "c", "d"))
     assert all(a is b for a, b in zip(first["boxes"] + second["boxes"], boxes, strict=True))
     assert len(second["targets"]) == 3 and second["targets"][2]["boxes"] is boxes[3]
 
