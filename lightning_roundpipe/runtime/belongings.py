@@ -80,13 +80,12 @@ class Belongings:
     """
 
     def __init__(self, root: nn.Module, layers: Sequence[HostLayer]) -> None:
-        self._modules = [m for m in root.modules() if not isinstance(m, Metric)]
-        self._parameters = list(root.parameters())
+        modules = [m for m in root.modules() if not isinstance(m, Metric)]
+        self._watch = _Watch(modules, list(root.parameters()))
         inside = {id(m) for layer in layers for m in layer.state.modules}
-        self._glue = [m for m in self._modules if id(m) not in inside]
+        self._glue = [m for m in modules if id(m) not in inside]
         self._layers = layers
         self.places: dict[tuple[int, str], Place] = {}
-        self._before: list[dict[str, Any]] = []
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -106,13 +105,12 @@ class Belongings:
     # -- the first batch ----------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Before a piece of glue."""
-        self._before = self._all()
+        """Before a microbatch's first piece of glue: whatever is there now, glue has not changed it."""
+        self._watch.changes()
 
     def learn(self, spot: Spot) -> None:
         """After a piece of glue."""
-        owners: list[nn.Module | nn.Parameter] = [*self._modules, *self._parameters]
-        for owner, old, new in zip(owners, self._before, self._all(), strict=True):
+        for owner, old, new in self._watch.changes():
             for name in old.keys() | new.keys():
                 if not same(old.get(name, _ABSENT), new.get(name, _ABSENT)):
                     place = self.places.get((id(owner), name))
@@ -121,11 +119,6 @@ class Belongings:
                         value = old.get(name, _ABSENT)
                         place.start = place.latest = (_live(owner, name, value), value)
                     place.spots.add(spot)
-        self._before = []
-
-    def _all(self) -> list[dict[str, Any]]:
-        attributes = [{k: frozen(v) for k, v in own_attributes(m).items()} for m in self._modules]
-        return attributes + [{"requires_grad": p.requires_grad} for p in self._parameters]
 
     # -- later --------------------------------------------------------------------------------------------------------
 
@@ -179,15 +172,18 @@ class Kept:
     def __init__(self, belongings: Belongings) -> None:
         self.belongings = belongings
         self.values: dict[Place, tuple[Any, Any]] = {}
+        self._begun = False
 
     def enter(self, spot: Spot | None, *, learning: bool) -> None:
         """The microbatch goes on with the glue of ``spot``; None when it walks back."""
-        for place in self.belongings.places.values():
+        places = self.belongings.places
+        for place in places.values():
             own = self.values.get(place, place.start)
             counting = place.counts_at(spot) and _unchanged(own, place.start)
             place.write(place.latest if counting else own)
-        if learning:
+        if learning and (places or not self._begun):  # else nothing has touched the modules since `leave`
             self.belongings.look()
+        self._begun = True
 
     def leave(self, spot: Spot, *, learning: bool) -> None:
         """It calls a layer, or has come to its end."""
@@ -197,6 +193,59 @@ class Kept:
             self.values[place] = place.read()
             if place.counts_at(spot):
                 place.latest = self.values[place]
+
+
+class _Watch:
+    """Finds what has changed on many modules and parameters; cheap as long as that is little.
+
+    Like `ModuleState`, but for a whole model, and between one look and the next.
+    """
+
+    def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
+        self._modules, self._parameters = modules, parameters
+        self._attributes: list[dict[str, Any]] = [{}] * len(modules)
+        self._seen: list[list[Any]] = [[]] * len(modules)
+        self._empty: list[list[Any]] = [[]] * len(modules)
+        self._filled: list[list[tuple[Any, Any]]] = [[]] * len(modules)
+        self._all_empty: list[Any] = []  # hooks, most of them: thousands that nobody fills, looked at in one go
+        self._trainable = [p.requires_grad for p in parameters]
+        for index in range(len(modules)):
+            self._remember(index)
+        self._all_empty = [c for containers in self._empty for c in containers]
+
+    def changes(self) -> list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]]:
+        """Owners of attributes that may have changed since the last time: before, and now."""
+        found: list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]] = []
+        anew = any(self._all_empty)
+        for index, module in enumerate(self._modules):
+            if self._moved(index) or (anew and any(self._empty[index])):
+                before = self._attributes[index]
+                self._remember(index)
+                found.append((module, before, self._attributes[index]))
+        if found:
+            self._all_empty = [c for containers in self._empty for c in containers]
+        trainable = [p.requires_grad for p in self._parameters]
+        if trainable != self._trainable:
+            for parameter, old, new in zip(self._parameters, self._trainable, trainable, strict=True):
+                if old != new:
+                    found.append((parameter, {"requires_grad": old}, {"requires_grad": new}))
+            self._trainable = trainable
+        return found
+
+    def _moved(self, index: int) -> bool:
+        held, seen = self._modules[index].__dict__, self._seen[index]
+        if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen)):
+            return True
+        return any(not same(container, contents) for container, contents in self._filled[index])
+
+    def _remember(self, index: int) -> None:
+        module = self._modules[index]
+        own = own_attributes(module)
+        self._attributes[index] = {k: frozen(v) for k, v in own.items()}
+        self._seen[index] = list(module.__dict__.values())
+        containers = [(v, self._attributes[index][k]) for k, v in own.items() if isinstance(v, Container)]
+        self._empty[index] = [v for v, _ in containers if not v]
+        self._filled[index] = [(v, contents) for v, contents in containers if v]
 
 
 def _unchanged(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
