@@ -94,6 +94,13 @@ def test_what_lightning_refuses_is_one_line_as_well(setting: str, user: User) ->
         user.command(f"trainer.{setting}")
 
 
+@pytest.mark.parametrize("stages", ["forward 0-1; fused 3-5", "forward 0-3; fused 3-5", "forward 2 0-1; fused 3-5"])
+def test_a_plan_is_refused_when_the_strategy_is_made(stages: str) -> None:
+    """As far as it can be seen without the trace: not after a first batch that may have taken minutes."""
+    with pytest.raises(ValueError, match=r"^plan: .*(missed|repeats|reordered)"):
+        ours(plan=f"{stages}; backward 0-2; round 2")
+
+
 def test_an_option_that_there_is_not() -> None:
     with pytest.raises(TypeError, match="'microbatches'"):
         ours(microbatches=3)
