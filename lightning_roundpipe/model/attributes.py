@@ -13,6 +13,7 @@ import operator
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,6 +73,13 @@ def same(a: Any, b: Any) -> bool:
     return a == b if isinstance(a, set) else all(map(operator.is_, a, b)) or all(map(same, a, b))
 
 
+def same_objects(attributes: list[dict[str, Any]], values: list[Any]) -> bool:
+    """Whether the values of ``attributes``, one after another, are those objects. No faster way is known in Python."""
+    if sum(map(len, attributes)) != len(values):
+        return False
+    return all(map(operator.is_, chain.from_iterable(map(dict.values, attributes)), values))
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in ``value``, which may be a container."""
     if isinstance(value, Tensor):
@@ -127,7 +135,7 @@ class ModuleState:
         return self._diff
 
     def _remember(self) -> None:
-        self._seen = [list(m.__dict__.values()) for m in self.modules]
+        self._seen = [v for m in self.modules for v in m.__dict__.values()]
         self._patched = self._forward()
         found = [v for m in self.modules for k, v in own_attributes(m).items() if isinstance(v, Container)]
         self._empty = [c for c in found if not c]
@@ -138,10 +146,8 @@ class ModuleState:
         return forward.own if getattr(forward, "is_interceptor", False) else forward
 
     def _moved(self) -> bool:
-        for module, values in zip(self.modules, self._seen, strict=True):
-            state = module.__dict__
-            if len(state) != len(values) or not all(map(operator.is_, state.values(), values)):
-                return True
+        if not same_objects([m.__dict__ for m in self.modules], self._seen):
+            return True
         if any(self._empty) or self._forward() is not self._patched:
             return True
         return any(not same(container, contents) for container, contents in self._filled)

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.attributes import STRUCTURE, Container, ModuleState, StateDiff, frozen, same
+from lightning_roundpipe.model.attributes import (
+    STRUCTURE,
+    Container,
+    ModuleState,
+    StateDiff,
+    frozen,
+    same,
+    same_objects,
+)
 from lightning_roundpipe.model.rebind import Rebinder
 
 
@@ -64,6 +72,8 @@ class Replica:
         self._applied: StateDiff | None = None
         self._held: Attributes | None = None
         """What the modules hold now; None: to be found out."""
+        self._flat: list[Any] = []
+        """The same, one after another."""
 
     def _fill(self, module: nn.Module, clone: nn.Module, own: dict[str, Any], memo: dict[int, Any]) -> None:
         state = clone.__dict__
@@ -116,8 +126,10 @@ class Replica:
     def attributes(self) -> Attributes:
         """What every module holds, for :meth:`written` after the call; the same until a call changes it."""
         if self._held is None:
-            contents = {(i, k): frozen(m.__dict__[k]) for i, m in enumerate(self.modules) for k in _held(m.__dict__)}
+            held = [(i, k, m.__dict__[k]) for i, m in enumerate(self.modules) for k in _held(m.__dict__)]
+            contents = {(i, k): (container, frozen(container)) for i, k, container in held}
             self._held = Attributes([dict(m.__dict__) for m in self.modules], contents)
+            self._flat = [v for values in self._held.values for v in values.values()]
         return self._held
 
     def written(self, before: Attributes) -> list[tuple[int, str, Any]]:
@@ -127,15 +139,16 @@ class Replica:
             (module index, name, value); a container as a copy.
         """
         changes = []
-        for index, (module, old) in enumerate(zip(self.modules, before.values, strict=True)):
+        unmoved = before is self._held and same_objects([m.__dict__ for m in self.modules], self._flat)
+        for index, (module, old) in enumerate(() if unmoved else zip(self.modules, before.values, strict=True)):
             state = module.__dict__
             if len(state) == len(old) and all(map(operator.is_, state.values(), old.values())):
                 continue
             changes += [(index, k) for k, v in state.items() if k not in STRUCTURE and old.get(k, self) is not v]
         inside = [
-            (i, k)
-            for (i, k), contents in before.contents.items()
-            if (i, k) not in changes and not same(self.modules[i].__dict__.get(k), contents)
+            place
+            for place, (container, contents) in before.contents.items()
+            if not same(container, contents) and place not in changes
         ]
         return [(i, k, frozen(self.modules[i].__dict__[k])) for i, k in changes + inside]
 
@@ -156,10 +169,10 @@ class Replica:
 
 @dataclass
 class Attributes:
-    """What the modules of a copy held: ``values`` by module and name, ``contents`` of lists and dicts among them."""
+    """What the modules of a copy held: ``values`` by module and name; the lists and dicts among them, with contents."""
 
     values: list[dict[str, Any]]
-    contents: dict[tuple[int, str], Any]
+    contents: dict[tuple[int, str], tuple[Any, Any]]
 
 
 _BOOKKEEPING = frozenset(nn.Module().__dict__)

@@ -47,6 +47,7 @@ class Call:
         graph: whether to run with grad: to keep the graph (fused), to learn what requires grad (first batch), or
             because the layer computes other bits without.
         probe: whether to find out if it does.
+        walk: whether to look if the graph leads out of the layer.
         kept: whether the graph is kept for the backward.
         recomputed: whether the layer may be run again for its backward, so that its inputs have to be saved.
         learning: whether this is the first batch.
@@ -67,6 +68,7 @@ class Call:
     originals: list[Any] = field(default_factory=list)
     graph: bool = False
     probe: bool = False
+    walk: bool = False
     kept: bool = False
     recomputed: bool = False
     learning: bool = False
@@ -154,7 +156,7 @@ class Runner:
             refuse_hidden(ran.output.leaves, call.layer.name)
             with device.hold(ran.tensors(), "outputs of the running call"):
                 activation = device.peak_bytes() - before if call.learning else 0
-        if call.learning and ran.inlet is not None:
+        if call.walk and ran.inlet is not None:
             refuse_foreign_graph(ran.tensors(), ran.inlet, replica.parameters, call.layer.name)
         mutated = self._mutated(call, ran.given)
         differs = call.probe and self._differs_without_grad(slot, call, leaves, ran)

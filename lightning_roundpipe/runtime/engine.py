@@ -74,6 +74,8 @@ class Engine:
         """Whether microbatches have to run one after another in every step."""
         self.probed: set[tuple[int, int]] = set()
         """Calls, by layer and use, of which it is known whether they compute other bits without grad."""
+        self.walked: set[tuple[int, int]] = set()
+        """Calls, by layer and use, whose graph was seen to stay inside the layer."""
         self.weights_uploaded = 0
         self._interceptors = [Interceptor(layer) for layer in self.layers]
         self._sums: dict[tuple[int, int], HostGradients] = {}
@@ -157,7 +159,7 @@ class Engine:
             self.randomness.learning = False
             step.run_planned(self.plan, self.trace, function, args)
         else:
-            self.randomness.learning = True
+            self.randomness.learning, self.randomness.comparing = True, self.plans
             step.run_one_by_one(function, args)
 
     def _begin(self) -> None:
@@ -209,6 +211,7 @@ class Engine:
         self.trace, self.recent, self.plan, self.costs = None, None, None, None
         self.in_order = False
         self.probed.clear()
+        self.walked.clear()
         self.belongings = Belongings(self.module, self.layers)
         self.randomness = Randomness()
         self._sums.clear()

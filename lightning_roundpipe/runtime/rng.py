@@ -63,6 +63,9 @@ class Randomness:
         self._host: set[Hashable] = set()
         self._parked: dict[int, torch.Tensor] = {}
         self.learning = True
+        """Whether any segment may draw, as nothing is known of it yet."""
+        self.comparing = True
+        """While learning: whether to find out which ones do. What never runs under a plan need not be known."""
 
     @contextlib.contextmanager
     def segment(self, key: Hashable, seed: int, device: Device, what: str) -> Iterator[None]:
@@ -92,8 +95,11 @@ class Randomness:
     @contextlib.contextmanager
     def _learned(self, key: Hashable, seed: int, device: Device) -> Iterator[None]:
         self._seed(True, seed, device)
-        before = _states(device)
+        before = _states(device) if self.comparing else None
         yield
+        if before is None:
+            device.generator.manual_seed(_PARKED)
+            return
         after = _states(device)
         keys = {key, key[0]} if isinstance(key, tuple) else {key}
         if not torch.equal(before[0], after[0]):

@@ -266,6 +266,7 @@ class MicrobatchRun:
         call.recomputed = entry is not None and not fused
         call.graph = entry is not None and (fused or self.learning or traced.needs_grad_mode)
         call.probe = entry is not None and self._step.is_to_be_probed(traced)
+        call.walk = entry is not None and self.learning and self._step.is_to_be_walked(traced)
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
         saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
         if entry is not None and call.recomputed:

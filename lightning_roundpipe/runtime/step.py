@@ -138,6 +138,14 @@ class Step:
         known.add(key)
         return True
 
+    def is_to_be_walked(self, call: TracedCall) -> bool:
+        """Whether the call's graph is looked at: in all of what a plan is made from, else once."""
+        key, known = (call.layer.index, call.use), self.engine.walked
+        if key in known:
+            return self.engine.plans
+        known.add(key)
+        return True
+
     def is_fused(self, call: int) -> bool:
         return self._plan is not None and call >= self._plan.fused.first
 
