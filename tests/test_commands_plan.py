@@ -122,7 +122,7 @@ def test_a_case_of_a_list(call: Any) -> None:
         ([], {"layers": ...}, "lacks 'layers'"),
         ([], {"hop_ms": ..., "hop": 1}, "lacks 'hop_ms' ('hop' is not known)"),
         ([], {"layers": 0}, "layers=0 must be a whole number of at least 1"),
-        ([], {"layers": 10**9}, "is more than the 2000"),
+        ([], {"layers": 10**9}, "is more than the 1000"),
         ([], {"forward_ms": -1}, "forward_ms=-1 must be a number"),
         ([], {"forward_ms": float("nan")}, "forward_ms=nan must be"),
         ([], {"backward_ms": "1"}, "backward_ms='1' must be"),
@@ -140,6 +140,8 @@ def test_a_case_of_a_list(call: Any) -> None:
         (["memory=much"], SIZES, "memory='much' is not a size"),
         (["search_seconds=-1"], {}, "search_seconds=-1 must be a number of at least 0"),
         (["layer=3"], {}, "There is no option 'layer'"),
+        (["picture=plan.txt"], {}, "must be the name of a file that ends in .png"),
+        (["trace=nowhere/trace.json"], {}, "there is no folder nowhere"),
     ],
 )
 def test_mistakes_are_one_line(call: Any, arguments: list[str], changes: dict[str, Any], fragment: str) -> None:
@@ -147,6 +149,19 @@ def test_mistakes_are_one_line(call: Any, arguments: list[str], changes: dict[st
     assert (code, out) == (2, "")
     assert fragment in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_pictures_and_traces(call: Any, tmp_path: Path, staleness: int) -> None:
+    picture, trace = tmp_path / "plan.png", tmp_path / "plan.trace.json"
+    code, out, err = call(f"picture={picture}", f"trace={trace}", f"staleness={staleness}")
+    assert (code, err) == (0, "")
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    plans = [json.loads(out), json.loads(call("partitioner=paper", f"staleness={staleness}")[1])]
+    times = Times(9, 10, 22.5, 8, 16, 0.5)
+    last = [step_ends(times, plan, 3, 6, 3 if staleness else 1)[-1] for plan in plans]
+    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(1e3 * max(last), rel=1e-6)
 
 
 @pytest.mark.parametrize("workers", [1, 5])

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 
 from lightning_roundpipe.commands.options import option, run
 from lightning_roundpipe.commands.plan_costs import Partitioner, answer, read_question, show
+from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.config import parse_bytes
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 
@@ -34,6 +35,8 @@ class PlanOptions:
     partitioner: Partitioner = option("search, or the paper's algorithm", default="search")
     search_seconds: float = option("how long to search at most", default=SEARCH_SECONDS, at_least=0)
     format: Literal["table", "json"] = option("how to print it", default="table")
+    picture: Path | None = option("a picture to draw the steps into, beside those of the paper's plan", default=None)
+    trace: Path | None = option("a Chrome trace of the same to write, which ui.perfetto.dev opens", default=None)
 
 
 def main() -> int:
@@ -41,8 +44,14 @@ def main() -> int:
 
 
 def plan(options: PlanOptions) -> RenderableType:
-    """The answer to the command line."""
+    """The answer to the command line; writes the picture and the trace if they are asked for."""
+    check_targets({"costs": options.costs}, {"picture": options.picture, "trace": options.trace})
     names = ("workers", "microbatches", "staleness", "min_round", "max_fused")
     given = {name: getattr(options, name) for name in names}
     question = read_question(options.costs, options.case, options.memory, given)
-    return show(question, answer(question, options.search_seconds, options.partitioner), options.format)
+    found = answer(question, options.search_seconds, options.partitioner)
+    if options.picture or options.trace:
+        from lightning_roundpipe.commands.plan_charts import draw  # matplotlib takes longer to import than most plans
+
+        draw(question, found, options.picture, options.trace)
+    return show(question, found, options.format)

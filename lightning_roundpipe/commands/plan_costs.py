@@ -8,20 +8,23 @@ from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from lightning_roundpipe.commands.options import as_json
 from lightning_roundpipe.planning.cost_files import SIZES, costs_of, read_cost_file, whole
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.pipeline import Rules, Staleness, run_steps
+from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_steps
 from lightning_roundpipe.planning.schedule import TABLE_COLUMNS, Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, baseline_within, search_partition
 from lightning_roundpipe.planning.simulate import HostTime
-from lightning_roundpipe.planning.timing import PERIOD_STEPS
+from lightning_roundpipe.planning.timing import PERIOD_STEPS, period_s
 
 _FROM_FILE = {"workers": None, "microbatches": None, "staleness": 0, "min_round": None, "max_fused": None}
 """Options that the file may hold too, and what they are where nobody says."""
 _MOST = {"workers": 1024, "microbatches": 4096}
+_MOST_TURNS = 200_000
+"""Above this, turns are counted in batches: a little less exactly, see `planning.batch`."""
 Partitioner = Literal["search", "paper"]
 
 
@@ -35,6 +38,7 @@ class Question:
     microbatches: int
     staleness: Staleness
     limits: Limits
+    name: str
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,9 @@ def read_question(path: Path, case: str | None, memory: int | None, given: dict[
     usual = Limits.usual(costs, workers, microbatches, memory)
     fused = found["max_fused"]
     limits = Limits(found["min_round"] or usual.min_round, usual.max_fused if fused is None else fused, memory)
-    return Question(costs, hop_s, workers, microbatches, 1 if found["staleness"] else 0, limits)
+    return Question(
+        costs, hop_s, workers, microbatches, 1 if found["staleness"] else 0, limits, str(data.get("model", path.stem))
+    )
 
 
 def answer(question: Question, search_seconds: float = SEARCH_SECONDS, partitioner: Partitioner = "search") -> Answer:
@@ -97,12 +103,23 @@ def answer(question: Question, search_seconds: float = SEARCH_SECONDS, partition
 
 def figures(question: Question, plan: Plan) -> Answer:
     """How long steps take under ``plan``: one alone, and each of many."""
+    makespan = run_answer(question, plan, 1).makespan_s
+    period = makespan  # with staleness 0 the first call of a step waits for the last gradient of the one before
+    if question.staleness:
+        turns = 2 * PERIOD_STEPS * question.microbatches * len(plan.stages())
+        if turns <= _MOST_TURNS:
+            period = run_answer(question, plan, 2 * PERIOD_STEPS).period_s(PERIOD_STEPS)
+        else:
+            period = period_s(plan, question.costs, question.workers, question.microbatches, question.hop_s)
+    bound = _bound_s(question, plan)
+    bubble = max(100 * (1 - bound / period), 0.0) if period else 0.0  # not -1e-13
+    return Answer(plan, makespan, period, bubble)
+
+
+def run_answer(question: Question, plan: Plan, steps: int) -> Run:
+    """Steps by the rules that the question implies."""
     rules = Rules(staleness=question.staleness, host=HostTime(hop_s=question.hop_s))
-    run = run_steps(plan, question.costs, question.workers, question.microbatches, rules, 2 * PERIOD_STEPS)
-    makespan, period = run.ends_s[0], run.period_s(PERIOD_STEPS)
-    span = question.workers * (period if question.staleness else makespan)
-    busy = run.busy_s / len(run.ends_s)
-    return Answer(plan, makespan, period, 100 * (1 - busy / span) if span else 0.0)
+    return run_steps(plan, question.costs, question.workers, question.microbatches, rules, steps)
 
 
 def as_dict(found: Answer) -> dict[str, Any]:
@@ -131,9 +148,8 @@ def as_table(question: Question, found: Answer) -> RenderableType:
         f"bubble {found.bubble_pct:.2f} %",
         f"{100 * (of / bound - 1) if bound else 0:.2f} % above the work over {question.workers} workers, "
         f"{1e3 * bound:,.3f} ms",
-        f"plan={found.plan}",
     ]
-    return Group(table, *lines)
+    return Group(table, *lines, Text(f"plan={found.plan}", no_wrap=True, overflow="ignore", justify="left"))
 
 
 def _bound_s(question: Question, plan: Plan) -> float:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_roundpipe.commands.options import as_json, option, run
+from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.planning.bubble import Bubble, find_bubble
 from lightning_roundpipe.planning.cases import FIGURES, Case, read_cases
 from lightning_roundpipe.planning.paper_schedules import run_case
@@ -20,8 +21,6 @@ from lightning_roundpipe.planning.paper_schedules import run_case
 _PERCENTAGES = FIGURES[1:]
 _WIDE = 108
 """Columns from which on the table has all digits."""
-
-PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ def main() -> int:
 
 def simulate(options: SimulateOptions) -> RenderableType:
     """Runs all cases; writes the picture and the trace if they are asked for, and returns what is printed."""
-    _check_targets(options)
+    check_targets({"case": options.case}, {"picture": options.picture, "trace": options.trace})
     runs = []
     for number, case in enumerate(read_cases(options.case)):
         try:
@@ -56,23 +55,6 @@ def simulate(options: SimulateOptions) -> RenderableType:
     if options.format == "json":
         return as_json([_row(item.case, bubble) for item, bubble in zip(runs, found, strict=True)])
     return CaseTable([item.case for item in runs], found)
-
-
-def _check_targets(options: SimulateOptions) -> None:
-    """Found out before a long simulation, not after it."""
-    taken = {options.case.resolve(): "case"}
-    for name in ("picture", "trace"):
-        path: Path | None = getattr(options, name)
-        if path is None:
-            continue
-        if name == "picture" and path.suffix.lower() not in PICTURE_SUFFIXES:
-            raise ValueError(f"picture={path} must be the name of a file that ends in {', '.join(PICTURE_SUFFIXES)}.")
-        if path.is_dir() or not path.parent.is_dir():
-            what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
-            raise ValueError(f"{name}={path} {what}. Give the name of a file in a folder that exists.")
-        if path.resolve() in taken:
-            raise ValueError(f"{name}={path} would overwrite {taken[path.resolve()]}: give it another name.")
-        taken[path.resolve()] = name
 
 
 def _row(case: Case, bubble: Bubble) -> dict[str, Any]:

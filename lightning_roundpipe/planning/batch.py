@@ -93,9 +93,11 @@ def step_ends(length: Floats, lead: Floats, hop_s: float, workers: int, rounds: 
     most = max(rounds)
     turns = np.arange(most)[:, None]
     hop = hop_s if workers > 1 else 0.0
-    offset = np.empty((stages, most, plans))  # x of a stage's turns, of x of the same turns one stage before
-    for s in range(1, stages):
-        offset[s] = (turns + 1) * length[s - 1] - turns * length[s] + (hop - lead[s])
+    later = np.zeros((stages, plans))  # x of a stage's turns against x of the same turns one stage before is so much,
+    slower = np.zeros((stages, plans))  # and for each turn so much less
+    later[1:] = length[:-1] + (hop - lead[1:])
+    slower[1:] = length[1:] - length[:-1]
+    offsets: list[Floats] = []
     spans = {members: length * members for members in set(rounds)}
     free = [np.zeros(plans) for _ in range(workers)]
     ends = np.empty((steps, plans))
@@ -109,8 +111,10 @@ def step_ends(length: Floats, lead: Floats, hop_s: float, workers: int, rounds: 
                 ready = free[slot % workers]
                 if before:
                     ready = np.maximum(ready, before[s])
+                if len(offsets) == s:
+                    offsets.append(later[s] - turns * slower[s])
                 if s:
-                    x = x + offset[s, :members]
+                    x += offsets[s][:members]
                     np.maximum(x[0], ready, out=x[0])
                     np.maximum.accumulate(x, axis=0, out=x)
                 else:

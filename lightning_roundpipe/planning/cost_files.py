@@ -24,7 +24,7 @@ from lightning_roundpipe.planning.costs import CallCost, Costs
 
 TIMES = ("forward_ms", "backward_ms", "head_forward_ms", "head_backward_ms")
 SIZES = ("weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes")
-MOST_LAYERS = 2000
+MOST_LAYERS = 1000
 _MOST = 1e15
 
 

@@ -8,15 +8,17 @@ import numpy as np
 
 from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, stage_times, step_ends
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.shapes import Shape
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.shapes import Shape, sizes_of
 from lightning_roundpipe.planning.simulate import HostTime
 
 PERIOD_STEPS = 16
 """The period is the mean over so many steps, after as many that fill the pipeline."""
 
-_BATCH = 256
-"""Plans that are timed together: enough to make numpy's own time small, few enough to stay in the cache."""
-_CALL_S, _SLOT_S, _TURN_S = 250e-6, 10e-6, 1.6e-9
+_BATCH, _BATCH_TURNS = 256, 2**15
+"""Plans that are timed together, and turns of all of them in a slot: enough to make numpy's own time small, few enough
+to stay in the cache, and to look at the clock in time."""
+_CALL_S, _SLOT_S, _TURN_S = 500e-6, 12e-6, 6e-9
 """Estimated seconds of a batch, of each slot of it, and of each turn of each plan in it."""
 _SEARCH_SLOTS = 160
 """Slots to simulate for a period while searching: the fewer slots a step has, the more steps it takes to settle."""
@@ -62,15 +64,20 @@ class Timing:
         return np.asarray(length.sum(axis=0) * (self.microbatches / self.workers))
 
     def times(self, shape: Shape, sizes: Sizes, settled: bool = False) -> Floats:
-        """Seconds that each plan is judged by. ``settled``: over as many steps as it takes to be sure."""
+        """Seconds that each plan is judged by; infinitely many when time is up. ``settled``: over as many steps as it
+        takes to be sure, and in any case."""
         rounds = shape.rounds(self.microbatches)
         slots = sizes.shape[1] * len(rounds)
         steps = 1
         if self.staleness:
             steps = 2 * PERIOD_STEPS if settled else max(6, min(2 * PERIOD_STEPS, 2 * (_SEARCH_SLOTS // slots)))
         times = []
-        for begin in range(0, len(sizes), _BATCH):
-            part = sizes[begin : begin + _BATCH]
+        batch = max(1, min(_BATCH, _BATCH_TURNS // max(rounds)))
+        for begin in range(0, len(sizes), batch):
+            part = sizes[begin : begin + batch]
+            if self.is_over() and not settled:
+                times.append(np.full(len(part), np.inf))
+                continue
             length, lead = stage_times(self.pace, shape.forward, part)
             ends = step_ends(length, lead, self.pace.hop_s, self.workers, rounds, steps)
             self.work_left -= _CALL_S + steps * slots * (_SLOT_S + _TURN_S * max(rounds) * len(part))
@@ -80,3 +87,12 @@ class Timing:
                 half = steps // 2
                 times.append((ends[-1] - ends[-1 - half]) / half + _DRAIN * ends[0])
         return np.concatenate(times)
+
+
+def period_s(plan: Plan, costs: Costs, workers: int, microbatches: int, hop_s: float) -> float:
+    """Seconds of each of many steps under staleness 1."""
+    shape, sizes = sizes_of(plan)
+    pace = Pace.of(costs, hop_s=hop_s)
+    length, lead = stage_times(pace, shape.forward, np.array([sizes]))
+    ends = step_ends(length, lead, hop_s, workers, shape.rounds(microbatches), 2 * PERIOD_STEPS)
+    return float(ends[-1, 0] - ends[-1 - PERIOD_STEPS, 0]) / PERIOD_STEPS

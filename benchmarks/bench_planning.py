@@ -1,0 +1,131 @@
+"""How long planning takes, and how good the plans are: the paper's algorithm, and the search that starts from it.
+
+The paper's algorithm is timed on traces of equal and of unequal layers, with the power of their number by which its
+time grows. The search is judged on the paper's five models: eight workers, 16 microbatches, at most an eighth of the
+layers fused, no limit of memory. Its plans are compared with the paper's: one step (staleness 0) with the makespan that
+the paper's simulator gives RoundPipe, and each of many steps (staleness 1) with the same without fill and drain.
+
+    .venv/bin/python benchmarks/bench_planning.py [--search-seconds 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lightning_roundpipe.planning import CallCost, Costs, greedy_partition
+from lightning_roundpipe.planning.bubble import find_bubble
+from lightning_roundpipe.planning.cases import Case, read_cases
+from lightning_roundpipe.planning.limits import Limits
+from lightning_roundpipe.planning.paper_schedules import run_case
+from lightning_roundpipe.planning.pipeline import Rules, Staleness, run_steps
+from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
+from lightning_roundpipe.planning.simulate import HostTime
+from lightning_roundpipe.planning.timing import PERIOD_STEPS
+
+CASES = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
+SIZES = (32, 48, 64, 94, 128, 192)
+STEADY = 2
+
+
+def trace(layers: int, equal: bool) -> Costs:
+    random = Random(layers)
+
+    def call(number: int) -> CallCost:
+        scale = 1.0 if equal else random.uniform(0.5, 2)
+        return CallCost(f"layers.{number}", 0.02 * scale, 0.04 * scale, 0, 0, 0, 0, needs_backward=True)
+
+    return Costs(tuple(call(number) for number in range(layers + 1)))
+
+
+def seconds_of_greedy(costs: Costs) -> float:
+    """The fastest of some repetitions, of processor time."""
+    best = math.inf
+    for _ in range(3):
+        start = time.process_time()
+        greedy_partition(costs, 8, 16)
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def greedy_table() -> Table:
+    table = Table(title="The paper's algorithm: seconds of one core, for 8 workers and 16 microbatches")
+    table.add_column("layers")
+    rows = {equal: [seconds_of_greedy(trace(layers, equal)) for layers in SIZES] for equal in (True, False)}
+    for layers in SIZES:
+        table.add_column(str(layers), justify="right")
+    table.add_column("grows as L to the", justify="right")
+    for equal, seconds in rows.items():
+        power = np.polyfit(np.log(SIZES), np.log(seconds), 1)[0]
+        table.add_row("equal" if equal else "unequal", *(f"{s:.4f}" for s in seconds), f"{power:.1f}")
+    return table
+
+
+def papers_seconds(case: Case) -> dict[Staleness, float]:
+    """What the paper's RoundPipe takes for a step alone, and for each of many without a flush between them."""
+    bubble = find_bubble(run_case(case))
+    work = case.layers * (2 * case.forward_ms + case.backward_ms) + case.head_forward_ms + case.head_backward_ms
+    steady = case.microbatches * work / (case.workers * (1 - bubble.asynchronous_pct / 100))
+    return {0: bubble.makespan_ms / 1e3, 1: steady / 1e3}
+
+
+def add_row(table: Table, case: Case, staleness: Staleness, search_seconds: float) -> float:
+    """Plans, judges, and returns our time over the paper's."""
+    costs, host = case.costs(), HostTime(hop_s=case.hop_ms / 1e3)
+    limits = Limits.usual(costs, case.workers, case.microbatches)
+    start, processor = time.perf_counter(), time.process_time()
+    plan = search_partition(costs, case.workers, case.microbatches, limits, staleness, host, search_seconds)
+    took, used = time.perf_counter() - start, time.process_time() - processor
+    rules = Rules(staleness, host=host)
+    steps = STEADY * PERIOD_STEPS if staleness else 1
+    run = run_steps(plan, costs, case.workers, case.microbatches, rules, steps)
+    ours = run.period_s(PERIOD_STEPS) if staleness else run.makespan_s
+    saved = sum(call.forward_s for call in costs.calls[-1 - limits.max_fused : -1])
+    unfused = sum(2 * call.forward_s + call.backward_s for call in costs) - costs.calls[-1].forward_s
+    least = case.microbatches * (unfused - saved) / case.workers
+    paper = papers_seconds(case)[staleness]
+    table.add_row(
+        case.model,
+        str(staleness),
+        f"{1e3 * paper:,.1f}",
+        f"{1e3 * ours:,.1f}",
+        f"{ours / paper:.4f}",
+        f"{100 * (ours / (run.busy_s / steps / case.workers) - 1):.2f} %",
+        f"{100 * (ours / least - 1):.2f} %",
+        f"{len(plan.forward)} + 1 + {len(plan.backward)}",
+        str(len(plan.fused) - 1),
+        f"{took:.1f} ({used:.1f})",
+    )
+    return ours / paper
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--search-seconds", type=float, default=SEARCH_SECONDS)
+    options = parser.parse_args()
+    console = Console(width=150)
+    console.print(greedy_table())
+    table = Table(title="Plans found for the paper's models, against the paper's own")
+    for heading in ("model", "staleness", "paper (ms)", "ours (ms)", "ratio"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for heading in ("above its work / 8", "above the least work / 8", "stages", "fused", "planned in s (processor)"):
+        table.add_column(heading, justify="right")
+    cases = [case for case in read_cases(CASES) if case.schedule == "roundpipe"]
+    means: list[str] = []
+    for staleness in (0, 1):
+        kind: Staleness = 1 if staleness else 0
+        ratios = [add_row(table, case, kind, options.search_seconds) for case in cases]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        means.append(f"staleness {staleness}: ratio {mean:.4f} in geometric mean, {max(ratios):.4f} at most")
+    console.print(table, *means, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Files that a command is to write, checked before it starts to work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def check_targets(sources: Mapping[str, Path], targets: Mapping[str, Path | None]) -> None:
+    """Found out before a long simulation, not after it.
+
+    Args:
+        sources: option and file of what the command reads.
+        targets: option and file, if it was given; ``picture`` must be one of a kind that can be drawn.
+
+    Raises:
+        ValueError: a file cannot be written, or would overwrite another one of the command.
+    """
+    taken = {path.resolve(): name for name, path in sources.items()}
+    for name, path in ((name, path) for name, path in targets.items() if path is not None):
+        if name == "picture" and path.suffix.lower() not in PICTURE_SUFFIXES:
+            raise ValueError(f"picture={path} must be the name of a file that ends in {', '.join(PICTURE_SUFFIXES)}.")
+        if path.is_dir() or not path.parent.is_dir():
+            what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
+            raise ValueError(f"{name}={path} {what}. Give the name of a file in a folder that exists.")
+        if path.resolve() in taken:
+            raise ValueError(f"{name}={path} would overwrite {taken[path.resolve()]}: give it another name.")
+        taken[path.resolve()] = name
