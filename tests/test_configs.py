@@ -27,7 +27,9 @@ from lightning_roundpipe.model.loading import from_config
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
-CHOICES = sorted((file.parent.name, file.stem) for file in CONF.glob("*/*.yaml") if file.parent.name != "experiment")
+OTHER = {"experiment", "hardware"}
+"""Folders that are no groups of ``roundpipe-train``'s choices, or are tested by themselves."""
+CHOICES = sorted((file.parent.name, file.stem) for file in CONF.glob("*/*.yaml") if file.parent.name not in OTHER)
 SUMMARY = [
     "val_loss_before",
     "val_loss_after",

@@ -1,4 +1,4 @@
-"""``roundpipe-plan``: which layers run together on a worker, and in which order."""
+"""``roundpipe-plan``: which layers run together on a worker, and in which order; for measured times or for a model."""
 
 from __future__ import annotations
 
@@ -8,19 +8,34 @@ from typing import Literal
 
 from rich.console import RenderableType
 
-from lightning_roundpipe.commands.options import option, run
+from lightning_roundpipe.commands.options import as_json, option, run
 from lightning_roundpipe.commands.plan_costs import Partitioner, answer, read_question, show
 from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
+
+_OF_MODELS = ("hardware", "lora", "precision", "sequence_length", "microbatch_size")
+_OF_FILES = ("case", "picture", "trace")
+_MOST = {"workers": 1024, "microbatches": 4096, "microbatch_size": 65536, "sequence_length": 2**24}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Finds a plan and simulates it. The file gives the times of a layer and of the head, and may give whatever else
-    is not on the command line."""
+    """Finds a plan and simulates it: for the times in a file, costs=FILE, which may give whatever else is not on the
+    command line; or for a model on a machine, model=NAME hardware=NAME, whose times and memory are estimated."""
 
-    costs: Path = option("a JSON file with layers, forward_ms, backward_ms, head_forward_ms, head_backward_ms, hop_ms")
+    costs: Path | None = option(
+        "a JSON file with layers, forward_ms, backward_ms, head_forward_ms, head_backward_ms, hop_ms", default=None
+    )
+    model: str | None = option("a choice of conf/model, or a config.json of Hugging Face", default=None)
+    hardware: str | None = option("a choice of conf/hardware, or a YAML file like those", default=None)
+    lora: str = option("of a model: adapters, a choice of conf/lora or a YAML file like those", default="none")
+    precision: Precision | None = option("of a model: by default bf16-mixed", default=None)
+    sequence_length: int | None = option("of a model: tokens; by default 2048", default=None, at_least=1)
+    microbatch_size: int | None = option(
+        "of a model: sequences; by default 8, 4, 2 or 1, whatever fits", default=None, at_least=1
+    )
     case: str | None = option("the model of the case to take, where the file is a list of cases", default=None)
     workers: int | None = option("how many devices take stages", default=None, at_least=1)
     microbatches: int | None = option("how many microbatches a step has", default=None, at_least=1)
@@ -45,6 +60,13 @@ def main() -> int:
 
 def plan(options: PlanOptions) -> RenderableType:
     """The answer to the command line; writes the picture and the trace if they are asked for."""
+    if (options.costs is None) == (options.model is None):
+        raise ValueError("Give either costs=FILE.json, or model=NAME with hardware=NAME; --help explains both.")
+    if options.costs is None:
+        return _plan_model(options)
+    for name in _OF_MODELS:
+        if getattr(options, name) not in (None, "none"):
+            raise ValueError(f"{name}= is about model=NAME, and costs= has no model: leave it out.")
     check_targets({"costs": options.costs}, {"picture": options.picture, "trace": options.trace})
     names = ("workers", "microbatches", "staleness", "min_round", "max_fused")
     given = {name: getattr(options, name) for name in names}
@@ -55,3 +77,39 @@ def plan(options: PlanOptions) -> RenderableType:
 
         draw(question, found, options.picture, options.trace)
     return show(question, found, options.format)
+
+
+def _plan_model(options: PlanOptions) -> RenderableType:
+    if options.hardware is None:
+        raise ValueError("hardware= is missing: it names the machine, such as hardware=rtx4090x8.")
+    for name in _OF_FILES:
+        if getattr(options, name) is not None:
+            raise ValueError(f"{name}= is about costs=FILE.json, and model= needs no file: leave it out.")
+    if options.staleness not in (None, 0, 1):
+        raise ValueError(f"staleness={options.staleness} must be 0 or 1.")
+    for name, most in _MOST.items():
+        if (getattr(options, name) or 1) > most:
+            raise ValueError(f"{name}={getattr(options, name)} is more than the {most:,} that can be planned for.")
+    # Imports that take longer than all else that costs= needs.
+    from lightning_roundpipe.commands.plan_model import Wish, as_dict, look
+    from lightning_roundpipe.commands.plan_model_table import as_table
+
+    assert options.model is not None
+    wish = Wish(
+        model=options.model,
+        hardware=options.hardware,
+        lora=options.lora,
+        precision=options.precision or "bf16-mixed",
+        sequence_length=options.sequence_length or 2048,
+        microbatch_size=options.microbatch_size,
+        microbatches=options.microbatches,
+        workers=options.workers,
+        staleness=1 if options.staleness else 0,
+        memory=options.memory,
+        min_round=options.min_round,
+        max_fused=options.max_fused,
+        search_seconds=options.search_seconds,
+        search=options.partitioner == "search",
+    )
+    found = look(wish)
+    return as_json(as_dict(found)) if options.format == "json" else as_table(found)

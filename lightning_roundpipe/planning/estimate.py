@@ -1,0 +1,221 @@
+"""Costs of a model that nobody has run: from its shapes, on the meta device, and what a machine can do.
+
+The model runs once forward, with its layers taken out of the graph as the engine takes them out: each call is measured
+alone, forward and backward, and what it returns goes on as new tensors. What runs between two calls counts for the call
+before; after the last call that is the loss, whose backward counts for it too. Calls that cannot differ (same class,
+same weights' shapes, same inputs' shapes) are measured once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.meter import Meter, Work
+from lightning_roundpipe.planning.profile import Hardware
+
+ALIGNMENT = 256
+"""Bytes that each weight's place in a flat buffer is a multiple of."""
+
+GRADIENT_BYTES = 4
+"""Gradients are summed in fp32."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def estimate_costs(
+    model: nn.Module, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor], hardware: Hardware
+) -> Costs:
+    """Costs of one microbatch.
+
+    Args:
+        model: on the meta device, in the format that it computes in; returns an object with ``loss``.
+        layers: by name, the modules of it that are moved as one.
+        batch: its keyword arguments, on the meta device, as large as a microbatch.
+        hardware: the machine.
+
+    Raises:
+        ValueError: it cannot run without data, or calls no layer.
+    """
+    with Meter(hardware) as meter:
+        walk = _Walk(meter)
+        try:
+            for name, layer in layers.items():
+                walk.intercept(name, layer)
+            with meter.scope(walk.glue):
+                loss = model(**batch, use_cache=False).loss
+            after = walk.calls[-1].after if walk.calls else Work()
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                forward_s = after.seconds
+                with meter.scope(after):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                walk.loss_backward_s = after.seconds - forward_s
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"{type(model).__name__} cannot be estimated, as it does not run without data: {line} Measure its "
+                "times in training instead, and give them as costs=FILE.json."
+            ) from error
+        finally:
+            walk.restore()
+    return walk.costs()
+
+
+@dataclass
+class _Measured:
+    forward: Work
+    backward: Work
+    needs_backward: bool
+    inputs: int
+    kept: int
+    """Bytes alive after the forward."""
+    peak: int
+
+
+@dataclass
+class _Called:
+    name: str
+    layer: nn.Module
+    measured: _Measured
+    boundary: int
+    after: Work = field(default_factory=Work)
+
+
+class _Walk:
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.glue = Work()
+        self.calls: list[_Called] = []
+        self.loss_backward_s = 0.0
+        self._known: dict[Any, tuple[_Measured, Any]] = {}
+        self._saved: dict[int, Tensor] = {}
+        self._intercepted: list[nn.Module] = []
+
+    def intercept(self, name: str, layer: nn.Module) -> None:
+        original = layer.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._call(name, layer, original, args, kwargs)
+
+        layer.forward = forward
+        self._intercepted.append(layer)
+
+    def restore(self) -> None:
+        for layer in self._intercepted:
+            del layer.forward
+
+    def costs(self) -> Costs:
+        last = len(self.calls) - 1
+        return Costs(tuple(self._cost(call, self.loss_backward_s * (i == last)) for i, call in enumerate(self.calls)))
+
+    @staticmethod
+    def _cost(call: _Called, loss_backward_s: float) -> CallCost:
+        found, after = call.measured, call.after
+        trained = [p for p in _parameters(call.layer) if p.requires_grad]
+        return CallCost(
+            layer=call.name,
+            forward_s=found.forward.seconds + after.seconds - loss_backward_s,
+            backward_s=found.backward.seconds + loss_backward_s,
+            weight_bytes=sum(_aligned(p.numel() * p.element_size()) for p in _parameters(call.layer)),
+            gradient_bytes=sum(_aligned(p.numel() * GRADIENT_BYTES) for p in trained),
+            boundary_bytes=call.boundary,
+            # The loss begins when the head's forward has ended, and ends before the head's backward begins.
+            activation_bytes=found.inputs + max(found.peak, found.kept + after.peak),
+            needs_backward=found.needs_backward,
+        )
+
+    def _call(self, name: str, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves, form = tree_flatten((args, kwargs))
+        key = (_likeness(layer), str(form), *(_shape(leaf) for leaf in leaves))
+        if key not in self._known:
+            self._known[key] = self._measure(layer, run, args, kwargs)
+        found, outputs = self._known[key]
+        boundary = 0
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) not in self._saved:
+                self._saved[id(leaf)] = leaf
+                boundary += leaf.numel() * leaf.element_size()
+        self.calls.append(_Called(name, layer, found, boundary))
+        self.meter.go_on_with(self.calls[-1].after)
+        return tree_map(_fresh, outputs)
+
+    def _measure(self, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Measured, Any]:
+        inputs: dict[int, int] = {}
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            inputs[leaf.untyped_storage()._cdata] = leaf.numel() * leaf.element_size()
+            return leaf.detach().requires_grad_(leaf.requires_grad)
+
+        hooks = [  # as the engine does, which moves each gradient into its arena
+            p.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
+            for p in _parameters(layer)
+            if p.requires_grad
+        ]
+        work, backward = Work(), Work()
+        with self.meter.scope(work):
+            args, kwargs = tree_map(cut, (args, kwargs))
+            out = run(*args, **kwargs)
+        leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
+        roots = [leaf for leaf in leaves if leaf.requires_grad]
+        kept, outputs = work.live, tree_map(_described, out)
+        if roots:
+            with self.meter.scope(backward):
+                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+        for hook in hooks:
+            hook.remove()
+        peak = max(work.peak, kept + backward.peak)
+        return _Measured(work, backward, bool(roots), sum(inputs.values()), kept, peak), outputs
+
+
+@dataclass(frozen=True)
+class _Described:
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def _described(leaf: Any) -> Any:
+    return _Described(leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _fresh(leaf: Any) -> Any:
+    if not isinstance(leaf, _Described):
+        return leaf
+    made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+    return made.view_as(made) if leaf.requires_grad else made  # glue may write to it, as it may not to a leaf
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _parameters(layer: nn.Module) -> list[nn.Parameter]:
+    return list(layer.parameters())
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
+
+
+def _likeness(layer: nn.Module) -> Any:
+    """Equal for layers that do the same with different weights. Numbers that only count layers do not matter."""
+    weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    settings = tuple(
+        (type(module), *((k, v) for k, v in vars(module).items() if isinstance(v, _PLAIN) and k != "layer_idx"))
+        for module in layer.modules()
+    )
+    return weights, settings

@@ -1,0 +1,199 @@
+"""What operations take, counted while they run on tensors without data.
+
+Every operation is either held up by its arithmetic (matrix products) or by reading its inputs and writing its outputs
+(everything else, in a training loop that is not compiled); see `Hardware.product_s`. Both follow from the shapes, so
+the meta device is enough: nothing is computed. Memory is counted by storages that live at the same time.
+
+Attention is counted as a kernel that never writes its scores (flash attention), which no operation of the meta device
+is; so there is one here, under the name `ATTENTION` of Hugging Face's attention interface.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lightning_roundpipe.planning.profile import Format, Hardware
+
+ATTENTION = "roundpipe_meter"
+"""Name of `attention` in Hugging Face's attention interface."""
+
+_BACKWARD_FLOPS = 2.5
+"""Of flash attention's forward: it computes the scores again, and four products instead of two."""
+
+_FORMATS: Mapping[torch.dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::lift_fresh", "aten::_local_scalar_dense")
+_ROWS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
+"""They read as many bytes of their first input as they write, not all of it."""
+
+
+@dataclass
+class Work:
+    """What ran within a scope.
+
+    Attributes:
+        seconds: estimated time.
+        flops: of matrix products and attention.
+        nbytes: memory traffic.
+        live: bytes of all storages that were made in it and are still alive.
+        peak: the most that ``live`` was.
+    """
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    nbytes: float = 0.0
+    live: int = 0
+    peak: int = 0
+
+    def hold(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def drop(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts all operations while it is entered, into the innermost `scope`."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._hardware = hardware
+        self._scopes = [Work()]
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        grouped = "grouped_mm" in func._schema.name
+        out = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._hold(outputs)
+        name = func._schema.name
+        if not func.is_view and not name.startswith(_FREE):
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            written = sum(map(_touched, outputs))
+            if name in _ROWS:
+                read = min(_touched(inputs[0]), written) + sum(map(_touched, inputs[1:]))
+            else:
+                read = sum(map(_touched, inputs))
+            form = _FORMATS.get(inputs[0].dtype, "fp32") if inputs else "fp32"
+            # Each row of experts' inputs meets one of their matrices, whichever.
+            flops = 2.0 * args[0].numel() * args[1].shape[-1] if grouped else _flops(func, args, kwargs, out)
+            self.add(flops, read + written, form)
+        return out
+
+    def add(self, flops: float, nbytes: float, form: Format) -> None:
+        """One operation."""
+        work = self._scopes[-1]
+        work.seconds += self._hardware.product_s(flops, nbytes, form)
+        work.flops += flops
+        work.nbytes += nbytes
+
+    @contextmanager
+    def scope(self, work: Work | None = None) -> Iterator[Work]:
+        """Everything inside is counted into ``work``, and not into the scope around it."""
+        self._scopes.append(work or Work())
+        try:
+            yield self._scopes[-1]
+        finally:
+            self._scopes.pop()
+
+    def go_on_with(self, work: Work) -> None:
+        """What follows in the innermost scope is counted into ``work``."""
+        self._scopes[-1] = work
+
+    def _hold(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage not in self._known:
+                self._known.add(storage)
+                work, nbytes = self._scopes[-1], storage.nbytes()
+                work.hold(nbytes)
+                weakref.finalize(storage, work.drop, nbytes)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Scaled dot product attention by shapes: (batch, heads, length, size) becomes (batch, length, heads, size)."""
+    window = sliding_window if getattr(module, "is_causal", True) else 0
+    return _Attention.apply(query, key, value, window), None  # type: ignore[no-untyped-call]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+        batch, heads, length, size = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1])
+        sums = query.new_empty(batch, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.flops = 2 * batch * heads * _pairs(length, key.shape[-2], window) * (size + value.shape[-1])
+        _count(ctx.flops, (query, key, value, out, sums))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        saved = ctx.saved_tensors
+        made = [torch.empty_like(tensor) for tensor in saved[:3]]
+        _count(_BACKWARD_FLOPS * ctx.flops, (*saved, *grads, *made))
+        return made[0], made[1], made[2], None
+
+
+def _count(flops: float, tensors: Iterable[Tensor]) -> None:
+    """Attention sums up in fp32, also where matrix products do not, so fp16 is no faster than bf16."""
+    meter = _current()
+    if meter is not None:
+        tensors = list(tensors)
+        form: Format = "bf16" if tensors[0].dtype in _FORMATS else "fp32"
+        meter.add(flops, sum(map(_touched, tensors)), form)
+
+
+def _current() -> Meter | None:
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Meter)), None)
+
+
+def _pairs(length: int, keys: int, window: int | None) -> float:
+    """Pairs of query and key that see each other; ``window`` None: all before, 0: all."""
+    if window == 0 or length != keys:
+        return float(length * keys)
+    seen = min(length, window or length)
+    return seen * length - seen * (seen - 1) / 2
+
+
+def _touched(tensor: Tensor) -> int:
+    """Bytes that are read or written; a dimension that was expanded is there once."""
+    lengths = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size == 0)
+    return math.prod(lengths) * tensor.element_size()
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    counted = flop_registry.get(func._overloadpacket)
+    if counted is not None:
+        return float(counted(*args, **kwargs, out_val=out))
+    return 0.0
+
+
+def _grouped(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """What the operation gives; PyTorch's own is for one number format only where there are no data."""
+    rows, columns = left.shape[-2], right.shape[-1]
+    groups = left.ndim == right.ndim
+    if not groups:
+        return left.new_empty(rows, columns)
+    return left.new_empty(len(offsets) if offsets is not None and left.ndim == 2 else len(left), rows, columns)

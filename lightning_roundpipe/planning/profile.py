@@ -1,0 +1,128 @@
+"""What a machine can do: the numbers that times are estimated from.
+
+``conf/hardware/*.yaml`` holds some machines; each says which of its numbers are a data sheet's and which are assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from omegaconf import OmegaConf
+
+from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.planning.links import Links
+
+Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+
+Format = Literal["fp32", "bf16", "fp16"]
+
+FORMATS: Mapping[Precision, Format] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+"""What layers compute in."""
+
+_SIZES = ("memory", "host_memory")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One host and its devices. Rates are for one device where nothing else is said.
+
+    Args:
+        title: what people call it.
+        workers: how many devices there are.
+        flops: floating point operations a second of dense matrix products, by number format.
+        memory: bytes of a device; None: no limit.
+        memory_bandwidth: bytes a second that a device reads and writes.
+        upload: bytes a second from the host to a device.
+        download: bytes a second back.
+        host_memory: bytes of the host.
+        host_memory_bandwidth: bytes a second that the host reads and writes.
+        matmul_efficiency: share of ``flops`` that matrix products reach.
+        memory_efficiency: share of the bandwidths that element-wise operations and the optimizer reach.
+        kernel_s: seconds that every operation takes at least.
+        hop_s: seconds from one device to another, beside the copies.
+    """
+
+    title: str
+    workers: int
+    flops: Mapping[Format, float]
+    memory: int | None
+    memory_bandwidth: float
+    upload: float
+    download: float
+    host_memory: int
+    host_memory_bandwidth: float
+    matmul_efficiency: float
+    memory_efficiency: float
+    kernel_s: float
+    hop_s: float
+
+    def product_s(self, flops: float, nbytes: float, form: Format) -> float:
+        """Seconds of one operation on a device, which is held up by its arithmetic or by its memory traffic."""
+        computing = flops / (self.flops[form] * self.matmul_efficiency)
+        return self.kernel_s + max(computing, nbytes / (self.memory_bandwidth * self.memory_efficiency))
+
+    def links(self) -> Links:
+        """Each device's share of what the links carry, which together are no faster than the host's memory."""
+        share = self.host_memory_bandwidth * self.memory_efficiency / self.workers
+        return Links(min(self.upload, share), min(self.download, share))
+
+
+def read_hardware(path: Path) -> Hardware:
+    """The machine that a YAML file describes.
+
+    Raises:
+        ValueError: the file is no YAML, or something in it is missing, unknown or makes no sense.
+    """
+    try:
+        data: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except OSError as error:
+        raise ValueError(f"hardware: {path} cannot be read: {error.strerror or error}.") from None
+    except Exception as error:  # yaml's, OmegaConf's and Unicode's have nothing in common
+        raise ValueError(f"hardware: {path} is not YAML: {error}.") from None
+    names = [item.name for item in fields(Hardware)]
+    if not isinstance(data, Mapping):
+        raise ValueError(f"hardware: {path} must hold the keys {', '.join(names)}.")
+    for key in data:
+        if key not in names:
+            close = get_close_matches(str(key), names, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"hardware: {path} has an unknown key {key!r}.{hint} It takes {', '.join(names)}.")
+    for name in names:
+        if name not in data:
+            raise ValueError(f"hardware: {path} lacks {name!r}; it needs {', '.join(names)}.")
+    try:
+        return Hardware(**{name: _read(name, data[name]) for name in names})
+    except ValueError as error:
+        raise ValueError(f"hardware: {path}: {error}") from None
+
+
+def _read(name: str, value: Any) -> Any:
+    if name == "title":
+        return str(value)
+    if name == "flops":
+        formats = get_args(Format)
+        if not isinstance(value, Mapping) or set(value) != set(formats):
+            raise ValueError(f"flops={value!r} must have a number for each of {', '.join(formats)}.")
+        return {form: _number(f"flops.{form}", value[form]) for form in formats}
+    if name in _SIZES:
+        return None if value is None and name == "memory" else parse_bytes(value, name)
+    if name == "workers":
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
+            raise ValueError(f"workers={value!r} must be a whole number of 1 to 1024.")
+        return value
+    number = _number(name, value, may_be_zero=name.endswith("_s"))
+    if name.endswith("_efficiency") and number > 1:
+        raise ValueError(f"{name}={value!r} is a share, 1 at most.")
+    return number
+
+
+def _number(name: str, value: Any, may_be_zero: bool = False) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0 or (value == 0 and not may_be_zero):
+        raise ValueError(f"{name}={value!r} must be a number of {'0 or more' if may_be_zero else 'more than 0'}.")
+    return float(value)

@@ -1,0 +1,147 @@
+"""Costs that are estimated from shapes: floating point operations, bytes and memory, against counting by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from planning.test_paper_throughput import estimated_costs, shape
+from torch import nn
+
+from lightning_roundpipe.commands.choices import read_machine
+from lightning_roundpipe.planning.estimate import estimate_costs
+from lightning_roundpipe.planning.meter import Meter, attention
+from lightning_roundpipe.planning.profile import Hardware
+
+SLOW_MEMORY: Hardware = replace(read_machine("rtx4090x8"), memory_bandwidth=1.0, memory_efficiency=1.0, kernel_s=0.0)
+"""A second a byte."""
+SLOW_ARITHMETIC: Hardware = replace(
+    read_machine("rtx4090x8"), flops={"fp32": 1.0, "bf16": 1.0, "fp16": 0.5}, matmul_efficiency=1.0, kernel_s=0.0
+)
+"""A second an operation, two in fp16."""
+
+
+def meta(*sizes: int, **options: Any) -> torch.Tensor:
+    return torch.empty(*sizes, device="meta", **options)
+
+
+def test_products_are_held_up_by_arithmetic_and_the_rest_by_memory() -> None:
+    with Meter(SLOW_ARITHMETIC) as meter:
+        with meter.scope() as work:
+            meta(3, 5) @ meta(5, 7)
+        assert work.seconds == pytest.approx(2 * 3 * 5 * 7)
+        with meter.scope() as work:
+            meta(3, 5, dtype=torch.float16) @ meta(5, 7, dtype=torch.float16)
+        assert work.seconds == pytest.approx(2 * 2 * 3 * 5 * 7)
+    with Meter(SLOW_MEMORY) as meter:
+        with meter.scope() as work:
+            meta(3, 5) @ meta(5, 7)
+        assert work.seconds == pytest.approx(4 * (15 + 35 + 21))
+        with meter.scope() as work:
+            meta(8, 4) + meta(4).expand(8, 4)  # what was expanded is read once
+            meta(8, 4).view(4, 8).t()
+        assert work.seconds == pytest.approx(4 * (32 + 4 + 32))
+        with meter.scope() as work:
+            nn.functional.embedding(meta(6, dtype=torch.long), meta(1000, 4))
+        assert work.seconds == pytest.approx(8 * 6 + 2 * 4 * 6 * 4)
+
+
+def test_attention_sees_what_is_before_and_in_the_window() -> None:
+    """Its fp16 is no faster than bf16; here it would be slower."""
+    layer = nn.Module()
+    for window, pairs in ((None, 4 * 5 / 2), (2, 1 + 2 + 2 + 2), (100, 4 * 5 / 2)):
+        query, key = (meta(2, heads, 4, 8, dtype=torch.float16, requires_grad=True) for heads in (6, 3))
+        with Meter(SLOW_ARITHMETIC) as meter, meter.scope() as work:
+            out, _ = attention(layer, query, key, key, None, sliding_window=window)
+            assert out.shape == (2, 4, 6, 8)
+            forward = 2 * 2 * 2 * 6 * 8 * pairs
+            assert work.seconds == pytest.approx(forward, rel=1e-6)
+            out.sum().backward()
+            assert query.grad is not None and work.flops == pytest.approx(3.5 * forward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_cost_what_their_rows_meet_and_all_their_bytes(dtype: torch.dtype) -> None:
+    rows, experts = meta(10, 4, dtype=dtype), meta(3, 4, 6, dtype=dtype)
+    ends = meta(3, dtype=torch.int32)
+    with Meter(SLOW_MEMORY) as meter, meter.scope() as work:
+        out = torch.ops.aten._grouped_mm(rows, experts, offs=ends)
+        assert out.shape == (10, 6)
+        assert work.flops == 2 * 10 * 4 * 6
+        assert work.nbytes == dtype.itemsize * (10 * 4 + 3 * 4 * 6 + 10 * 6) + 3 * 4
+        assert torch.ops.aten._grouped_mm(rows.t(), out, offs=ends).shape == experts.shape
+
+
+def test_memory_is_what_lives_at_once() -> None:
+    with Meter(SLOW_MEMORY) as meter, meter.scope() as work:
+        first = meta(100)
+        second = first + 1
+        assert work.live == 800
+        view = second[:50]
+        del first, second
+        assert (work.live, work.peak) == (400, 800)
+        del view
+        assert work.live == 0
+
+
+class Model(nn.Module):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.config = None
+        self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.head = nn.Linear(16, 1000, bias=False)
+        if frozen:
+            self.blocks.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, use_cache: bool) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return type("Output", (), {"loss": self.head(x).float().log_softmax(-1).mean()})
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_calls_of_a_model(frozen: bool) -> None:
+    with torch.device("meta"):
+        model = Model(frozen)
+    layers = {**{f"blocks.{i}": block for i, block in enumerate(model.blocks)}, "head": model.head}
+    costs = estimate_costs(model, layers, {"x": meta(64, 16)}, SLOW_ARITHMETIC)
+    assert costs.layers == tuple(layers)
+    first, second, _, head = costs.calls
+    product = 2 * 64 * 16 * 16
+    assert first.forward_s == pytest.approx(product, rel=1e-3)
+    assert (first.weight_bytes, first.gradient_bytes) == (4 * 256, 0 if frozen else 4 * 256)
+    assert (first.boundary_bytes, second.boundary_bytes) == (4 * 64 * 16,) * 2
+    assert [call.needs_backward for call in costs] == [not frozen] * 3 + [True]
+    # The first has no gradient for its input, the second for its input and its weights.
+    assert first.backward_s == pytest.approx(0 if frozen else product, rel=1e-3)
+    assert second.backward_s == pytest.approx(0 if frozen else 2 * product, rel=1e-3)
+    assert head.backward_s == pytest.approx((1 if frozen else 2) * 2 * 64 * 16 * 1000, rel=1e-3)
+    # Logits, their logarithms and the gradient of those live at once; the mean's gradient is expanded, not written.
+    assert head.activation_bytes >= 3 * 4 * 64 * 1000
+    assert "forward" not in vars(model.head)
+
+
+def test_what_runs_only_with_data_is_refused() -> None:
+    with torch.device("meta"):
+        model = Model(False)
+    model.head.register_forward_pre_hook(lambda module, inputs: inputs[0].sum().item())
+    with pytest.raises(ValueError, match=r"Model cannot be estimated, as it does not run without data: .*item"):
+        estimate_costs(model, {"blocks.0": model.blocks[0]}, {"x": meta(64, 16)}, SLOW_MEMORY)
+    assert "forward" not in vars(model.blocks[0])
+
+
+def test_the_papers_models_have_their_sizes() -> None:
+    """As their publishers say, in billions; a layer's bytes by hand."""
+    found = {name: shape(name).parameters for name in ("qwen3_1_7b", "llama3_1_8b", "gpt_oss_20b", "qwen3_32b")}
+    sizes = {name: round((found[name].trained + found[name].frozen) / 1e9, 1) for name in found}
+    assert sizes == {"qwen3_1_7b": 1.7, "llama3_1_8b": 8.0, "gpt_oss_20b": 20.9, "qwen3_32b": 32.8}
+    lora = shape("qwen3_235b_a22b").parameters
+    assert round(lora.frozen / 1e9) == 235
+    # Adapters of rank 8 on the four projections of attention, whose widths are 8192, 512, 512 and 8192.
+    assert lora.trained == 94 * 8 * (2 * (4096 + 8192) + 2 * (4096 + 512))
+    layer = estimated_costs("llama3_1_8b").calls[1]
+    numbers = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336 + 2)
+    assert (layer.weight_bytes, layer.gradient_bytes) == (2 * numbers, 4 * numbers)
+    assert estimated_costs("llama3_1_8b").calls[2].boundary_bytes == 4 * 2048 * 4096 * 2

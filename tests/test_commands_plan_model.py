@@ -1,0 +1,173 @@
+"""``roundpipe-plan model=``: what it answers and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from lightning_roundpipe.commands import plan
+from lightning_roundpipe.planning.schedule import Plan
+
+ROOT = Path(__file__).parents[1]
+TINY = ["model=tiny_llama", "hardware=cpu", "sequence_length=64", "search_seconds=0.1"]
+TINY_4090 = ["model=tiny_llama", "hardware=rtx4090x8", "sequence_length=64", "search_seconds=0.1"]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *arguments])
+        code = plan.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_json_says_all_that_the_table_does(command: Any) -> None:
+    code, out, err = command(*TINY_4090, "format=json", "microbatches=8", "microbatch_size=4", "workers=2")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["fits"] is True
+    assert (found["workers"], found["microbatches"], found["microbatch_size"]) == (2, 8, 4)
+    assert found["tokens_per_s"] == pytest.approx(8 * 4 * 64 / (found["period_ms"] / 1e3))
+    assert 0 < found["period_ms"] <= found["makespan_ms"] * 1.001
+    assert 0 <= found["bubble_pct"] < 100
+    Plan.parse(found["plan"]).validate()
+    assert sum(found["forward"]) + found["fused"] + 1 == 6 + 3 == sum(found["backward"]) + found["fused"] + 1
+    assert (found["longest_sequence"], found["limited_by"]) == (256, "the model's max_position_embeddings")
+    for memory in ("device_memory", "host_memory"):
+        needed, items = found[memory]["needed_bytes"], found[memory]["items"]
+        assert 0 < needed == sum(item["bytes"] for item in items) <= found[memory]["limit_bytes"]
+    weights = found["parameters"]
+    host = {item["name"]: item["bytes"] for item in found["host_memory"]["items"]}
+    assert host["trained weights, fp32"] == host["gradients, fp32"] == 4 * weights
+    assert host["their working copy in compute precision"] == 2 * weights
+    assert host["AdamW's two moments, fp32"] == 8 * weights
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_is_whole(command: Any, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, err = command(*TINY)
+    assert (code, err) == (0, "")
+    assert max(len(line) for line in out.splitlines()) <= width
+    assert "…" not in out
+    for text in ("Fits. Estimated", "tokens/s", "Longest sequence: 256 tokens", "arenas for weights", "page-locked"):
+        assert text in " ".join(out.split())
+
+
+def test_adapters_need_less(command: Any) -> None:
+    full, lora = (
+        json.loads(command(*TINY, "format=json", f"lora={name}", "microbatches=4")[1]) for name in ("none", "attention")
+    )
+    assert lora["trained_parameters"] < full["trained_parameters"] == full["parameters"] < lora["parameters"]
+    assert lora["host_memory"]["needed_bytes"] < full["host_memory"]["needed_bytes"]
+    assert lora["tokens_per_s"] > full["tokens_per_s"]
+
+
+def test_what_does_not_fit_is_an_answer_with_a_remedy(command: Any) -> None:
+    options = (*TINY_4090, "memory=300KB", "microbatch_size=2")
+    code, out, _ = command(*options, "format=json")
+    found = json.loads(out)
+    assert (code, found["fits"], found["tokens_per_s"]) == (0, False, None)
+    assert found["device_memory"]["needed_bytes"] > found["device_memory"]["limit_bytes"] == 300_000
+    assert "Does not fit into a worker's memory. Lower microbatch_size" in command(*options)[1]
+
+
+def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> None:
+    """What is found fits, and one unit more does not; the budget is named."""
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    ).to_dict()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | {"max_position_embeddings": 1 << 16, "model_type": "llama"}))
+    options = (f"model={file}", "hardware=rtx4090x8", "memory=50MB", "search_seconds=0", "format=json")
+    found = json.loads(command(*options, "sequence_length=256")[1])
+    longest = found["longest_sequence"]
+    assert 256 < longest < 1 << 16
+    assert found["limited_by"].startswith("memory=50,000,000 bytes of a worker, most of it for activations")
+    for length, fits in ((longest, True), (longest + 256, False)):
+        again = json.loads(command(*options, f"sequence_length={length}", "microbatch_size=1")[1])
+        assert again["fits"] is fits
+    folder = json.loads(command(f"model={tmp_path}", *options[1:], "sequence_length=256")[1])
+    assert folder["plan"] == found["plan"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Give either costs=FILE.json, or model=NAME with hardware=NAME"),
+        (("model=qwen3_32b", "costs=x.json"), "Give either"),
+        (("model=qwen3_32b",), "hardware= is missing"),
+        (("model=qwen3_31b", "hardware=cpu"), "Did you mean qwen3_32b? Allowed are gpt_oss_20b, llama3_1_8b"),
+        (("model=smollm2", "hardware=cpu"), "has no shape of its own"),
+        (("model=tiny_llama", "hardware=rtx4090"), "Did you mean rtx4090x8? Allowed are a800x8, cpu, h200, rtx3090x4"),
+        (("model=tiny_llama", "hardware=nowhere.yaml"), "nowhere.yaml cannot be read"),
+        (("model=nowhere/config.json", "hardware=cpu"), "nowhere/config.json cannot be read"),
+        (("model=tiny_llama", "hardware=cpu", "lora=all"), "Allowed are all_linear, attention, none"),
+        (("model=tiny_llama", "hardware=cpu", "precision=fp8"), "must be one of 32-true, bf16-mixed, 16-mixed"),
+        (("model=tiny_llama", "hardware=cpu", "sequence_length=257"), "longer than the 256 tokens"),
+        (("model=tiny_llama", "hardware=cpu", "staleness=2"), "must be 0 or 1"),
+        (("model=tiny_llama", "hardware=cpu", "microbatches=5000"), "more than the 4,096"),
+        (("model=tiny_llama", "hardware=cpu", "case=x"), "case= is about costs="),
+        (("costs=x.json", "lora=attention"), "lora= is about model="),
+    ],
+)
+def test_mistakes_are_one_line(command: Any, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1 and len(err) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is no Hugging Face configuration: it has no model_type"),
+        ('{"model_type": "lama"}', "transformers has no model_type 'lama'. Did you mean 'llama'?"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "transformers does not take these settings"),
+        ('{"model_type": "llama", "hidden_size": 30}', "does not"),
+        ('{"model_type": "clip"}', "makes no causal language model"),
+    ],
+)
+def test_broken_configurations(command: Any, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    code, out, err = command(f"model={tmp_path / 'config.json'}", "hardware=cpu")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("workers: 8", "workers: 0"), "workers=0 must be a whole number of 1 to 1024"),
+        (("fp32: 82.6e12", "fp23: 82.6e12"), "must have a number for each of fp32, bf16, fp16"),
+        (("upload: 25e9", "uplaod: 25e9"), "unknown key 'uplaod'. Did you mean 'upload'?"),
+        (("upload: 25e9", ""), "lacks 'upload'"),
+        (("memory: 24GiB", "memory: much"), "is not a size"),
+        (("matmul_efficiency: 0.8", "matmul_efficiency: 80"), "is a share, 1 at most"),
+        (("download: 25e9", "download: fast"), "must be a number of more than 0"),
+        (("workers: 8", "workers: ["), "is not YAML"),
+    ],
+)
+def test_broken_machines(command: Any, tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    text = (ROOT / "conf" / "hardware" / "rtx4090x8.yaml").read_text()
+    assert change[0] in text
+    (tmp_path / "machine.yaml").write_text(text.replace(*change, 1))
+    code, out, err = command("model=tiny_llama", f"hardware={tmp_path / 'machine.yaml'}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_all_machines_can_be_read(command: Any) -> None:
+    for path in sorted((ROOT / "conf" / "hardware").glob("*.yaml")):
+        code, out, err = command("model=tiny_llama", f"hardware={path.stem}", "search_seconds=0", "sequence_length=32")
+        assert (code, err) == (0, ""), path
+        assert "Fits." in out
