@@ -11,6 +11,7 @@ import pytest
 from planning.judge import Times, step_ends
 
 from lightning_roundpipe.commands import plan
+from lightning_roundpipe.planning import search
 
 PAPER = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 COSTS = {
@@ -31,12 +32,14 @@ SIZES = {"weight_bytes": 100, "gradient_bytes": 100, "activation_bytes": 10, "he
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     file = tmp_path / "costs.json"
+    # Hardly any work, in time that no busy machine exceeds.
+    monkeypatch.setattr(search, "_WORK_PER_SECOND", 0.005)
 
     def command(*arguments: str, **changes: Any) -> tuple[int, str, str]:
         data = changes.pop("data", {k: v for k, v in (COSTS | changes).items() if v is not ...})
         file.write_text(data if isinstance(data, str) else json.dumps(data))
         given = {argument.partition("=")[0] for argument in arguments}
-        usual = [a for a in (f"costs={file}", "search_seconds=0.2", "format=json") if a.partition("=")[0] not in given]
+        usual = [a for a in (f"costs={file}", "format=json") if a.partition("=")[0] not in given]
         monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *usual, *arguments])
         code = plan.main()
         captured = capsys.readouterr()
@@ -67,7 +70,8 @@ def test_json_says_what_an_independent_judge_finds(call: Any, staleness: int) ->
     work = 6 * (9 * 42.5 + 24 - 10 * found["fused"])
     if staleness:
         assert found["period_ms"] == pytest.approx((ends[31] - ends[15]) / 16)
-        assert found["bubble_pct"] == pytest.approx(100 * (1 - work / 3 / found["period_ms"]))
+        # A mean of 16 steps may be below the work, as what three workers do repeats after three steps.
+        assert found["bubble_pct"] == pytest.approx(max(100 * (1 - work / 3 / found["period_ms"]), 0), abs=1e-9)
     else:
         assert found["period_ms"] == pytest.approx(found["makespan_ms"])
         assert found["bubble_pct"] == pytest.approx(100 * (1 - work / 3 / found["makespan_ms"]))

@@ -18,7 +18,7 @@ from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_ste
 from lightning_roundpipe.planning.schedule import TABLE_COLUMNS, Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, baseline_within, search_partition
 from lightning_roundpipe.planning.simulate import HostTime
-from lightning_roundpipe.planning.timing import PERIOD_STEPS, period_s
+from lightning_roundpipe.planning.timing import PERIOD_STEPS, Timing
 
 _FROM_FILE = {"workers": None, "microbatches": None, "staleness": 0, "min_round": None, "max_fused": None}
 """Options that the file may hold too, and what they are where nobody says."""
@@ -110,10 +110,15 @@ def figures(question: Question, plan: Plan) -> Answer:
         if turns <= _MOST_TURNS:
             period = run_answer(question, plan, 2 * PERIOD_STEPS).period_s(PERIOD_STEPS)
         else:
-            period = period_s(plan, question.costs, question.workers, question.microbatches, question.hop_s)
+            period = float(_timing(question).settled(plan)[-1])
     bound = _bound_s(question, plan)
     bubble = max(100 * (1 - bound / period), 0.0) if period else 0.0  # not -1e-13
     return Answer(plan, makespan, period, bubble)
+
+
+def _timing(question: Question) -> Timing:
+    host = HostTime(hop_s=question.hop_s)
+    return Timing(question.costs, question.workers, question.microbatches, question.staleness, host, 0, 0)
 
 
 def run_answer(question: Question, plan: Plan, steps: int) -> Run:

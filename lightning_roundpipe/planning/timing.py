@@ -63,19 +63,30 @@ class Timing:
         length, _ = stage_times(self.pace, shape.forward, sizes)
         return np.asarray(length.sum(axis=0) * (self.microbatches / self.workers))
 
-    def times(self, shape: Shape, sizes: Sizes, settled: bool = False) -> Floats:
-        """Seconds that each plan is judged by; infinitely many when time is up. ``settled``: over as many steps as it
-        takes to be sure, and in any case."""
+    def settled(self, plan: Plan) -> Floats:
+        """How long steps take in the end: one step, or means of `PERIOD_STEPS` steps, from each of as many on.
+
+        Where the pattern of steps does not repeat after `PERIOD_STEPS`, one mean alone may be too low or too high.
+        """
+        shape, sizes = sizes_of(plan)
+        length, lead = stage_times(self.pace, shape.forward, np.array([sizes]))
+        steps = 2 * PERIOD_STEPS if self.staleness else 1
+        rounds = shape.rounds(self.microbatches)
+        ends = step_ends(length, lead, self.pace.hop_s, self.workers, rounds, steps)[:, 0]
+        return (ends[PERIOD_STEPS:] - ends[:-PERIOD_STEPS]) / PERIOD_STEPS if self.staleness else ends
+
+    def times(self, shape: Shape, sizes: Sizes) -> Floats:
+        """Seconds that each plan is judged by while searching; infinitely many when time is up."""
         rounds = shape.rounds(self.microbatches)
         slots = sizes.shape[1] * len(rounds)
         steps = 1
         if self.staleness:
-            steps = 2 * PERIOD_STEPS if settled else max(6, min(2 * PERIOD_STEPS, 2 * (_SEARCH_SLOTS // slots)))
+            steps = max(6, min(2 * PERIOD_STEPS, 2 * (_SEARCH_SLOTS // slots)))
         times = []
         batch = max(1, min(_BATCH, _BATCH_TURNS // max(rounds)))
         for begin in range(0, len(sizes), batch):
             part = sizes[begin : begin + batch]
-            if self.is_over() and not settled:
+            if self.is_over():
                 times.append(np.full(len(part), np.inf))
                 continue
             length, lead = stage_times(self.pace, shape.forward, part)
@@ -87,12 +98,3 @@ class Timing:
                 half = steps // 2
                 times.append((ends[-1] - ends[-1 - half]) / half + _DRAIN * ends[0])
         return np.concatenate(times)
-
-
-def period_s(plan: Plan, costs: Costs, workers: int, microbatches: int, hop_s: float) -> float:
-    """Seconds of each of many steps under staleness 1."""
-    shape, sizes = sizes_of(plan)
-    pace = Pace.of(costs, hop_s=hop_s)
-    length, lead = stage_times(pace, shape.forward, np.array([sizes]))
-    ends = step_ends(length, lead, hop_s, workers, shape.rounds(microbatches), 2 * PERIOD_STEPS)
-    return float(ends[-1, 0] - ends[-1 - PERIOD_STEPS, 0]) / PERIOD_STEPS

@@ -10,7 +10,7 @@ import pytest
 from planning.judge import Times, step_ends
 from planning.making import call, even, timed
 
-from lightning_roundpipe.planning import Costs, Plan, greedy_partition
+from lightning_roundpipe.planning import Costs, Plan, greedy_partition, search
 from lightning_roundpipe.planning.bubble import find_bubble
 from lightning_roundpipe.planning.cases import Case, read_cases
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
@@ -25,6 +25,13 @@ from lightning_roundpipe.planning.simulate import HostTime
 
 PAPER = Path(__file__).parents[2] / "conf" / "cases" / "paper.json"
 CASES = {case.model: case for case in read_cases(PAPER) if case.schedule == "roundpipe"}
+
+
+@pytest.fixture(autouse=True)
+def unhurried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the work in the same time, so that the clock does not end searches on a busy machine."""
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(search, "_WORK_PER_SECOND", search._WORK_PER_SECOND / 10)
 
 
 def ratio(case: Case, staleness: int, seconds: float) -> float:
@@ -59,7 +66,7 @@ def ratio(case: Case, staleness: int, seconds: float) -> float:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_papers_small_models_are_beaten_within_seconds(staleness: int) -> None:
     for model, most in (("qwen3-1.7b", (0.95, 0.96)), ("llama3.1-8b", (0.96, 0.975))):
-        assert ratio(CASES[model], staleness, 3.0) <= most[staleness]
+        assert ratio(CASES[model], staleness, 30.0) <= most[staleness]
 
 
 @pytest.mark.slow
@@ -95,18 +102,18 @@ def test_never_worse_than_the_papers_algorithm(workers: int, staleness: int) -> 
             limits = Limits.usual(costs, workers, microbatches, memory)
             host = HostTime(hop_s=0.05)
             plan = search_partition(
-                costs, workers, microbatches, limits, 1 if staleness else 0, host, search_seconds=0.1
+                costs, workers, microbatches, limits, 1 if staleness else 0, host, search_seconds=1.0
             )
             assert limits.keeps(plan, costs)
             baseline = baseline_within(costs, workers, microbatches, limits)
             assert limits.keeps(baseline, costs)
             ours, papers = (judged(p, costs, workers, microbatches, staleness, 0.05) for p in (plan, baseline))
-            assert ours <= papers * 1.001  # of nearly equal periods the shorter step wins
+            assert ours <= papers * (1 + 1e-9)
 
 
 def test_the_same_question_has_the_same_answer() -> None:
     costs = CASES["llama3.1-8b"].costs()
-    one, two = (search_partition(costs, 8, 16, host=HostTime(hop_s=0.003), search_seconds=0.5) for _ in range(2))
+    one, two = (search_partition(costs, 8, 16, host=HostTime(hop_s=0.003), search_seconds=5.0) for _ in range(2))
     assert one == two
 
 
@@ -114,7 +121,7 @@ def test_longer_search_is_no_worse() -> None:
     costs, host = CASES["gpt-oss-20b"].costs(), HostTime(hop_s=0.002)
     times = [
         judged(search_partition(costs, 8, 16, host=host, search_seconds=seconds), costs, 8, 16, 0, 0.002)
-        for seconds in (0, 0.3, 1.0)
+        for seconds in (0, 3.0, 10.0)
     ]
     assert times == sorted(times, reverse=True)
     assert times[-1] < times[0]
@@ -126,10 +133,10 @@ def test_limits() -> None:
     assert (usual.min_round, usual.max_fused, usual.memory) == (4, 2, None)
     assert Limits.usual(costs, 4, 2).min_round == 2
     tight = Limits(8, 0, None)
-    plan = search_partition(costs, 4, 8, tight, search_seconds=0.2)
+    plan = search_partition(costs, 4, 8, tight, search_seconds=2.0)
     assert plan.round_microbatches == 8
     assert len(plan.fused) == 1
-    assert search_partition(costs, 1, 4, Limits(1, 15), search_seconds=0.2).forward == ()  # nothing to recompute
+    assert search_partition(costs, 1, 4, Limits(1, 15), search_seconds=2.0).forward == ()  # nothing to recompute
     with pytest.raises(ValueError, match="memory_budget"):
         search_partition(costs, 4, 8, Limits(4, 2, 100))
     with pytest.raises(ValueError, match="max_fused=-1"):
@@ -203,6 +210,6 @@ def test_rounds_that_are_tried() -> None:
 
 def test_unequal_calls() -> None:
     costs = timed([0.1, *[1.0] * 9, 3.0], [0.0, *[2.0] * 9, 6.0])
-    plan = search_partition(costs, 3, 6, search_seconds=0.3)
+    plan = search_partition(costs, 3, 6, search_seconds=3.0)
     plan.validate(costs.layers)
     assert judged(plan, costs, 3, 6, 0, 0) < judged(greedy_partition(costs, 3, 6), costs, 3, 6, 0, 0)
