@@ -1,402 +1,307 @@
 """What goes wrong reaches the caller: with its own type and traceback, saying where, and leaving nothing behind.
 
-A fault is planted in user code by arming ``BOMB``, which is global because workers run copies of the layers. With a cut
-at every call, only the last layer is fused, so a block's call without gradients is its forward and one with gradients
-its recomputation.
+Each fault is planted with `faulty.fail`, which looks at all of that, and trains once more with the same Trainer. With a
+cut at every call only the last layer is fused, so the others run twice in a microbatch: forward, and recomputation.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
+import multiprocessing
 import re
-import signal
-import threading
 import time
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
+import faulty
 import harness
 import lightning.pytorch as pl
 import pytest
-import torch
-import torch.nn.functional as F
-import zoo
-from harness import assert_same, loader, ours, run, trainer_of
-from torch import Tensor, nn
+import torchmetrics
+from faulty import BATCHES, BLOCKS, CALLS, MODULE, PLANTED, SAMPLES, Boom, FaultyModule, fail, microbatch_of, notes
+from harness import ours, run
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Boom(Exception):
-    """Nobody else raises this."""
-
-
-class Bomb:
-    """Raises ``error`` at the ``after``-th time that user code passes the armed place."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.disarm()
-
-    def arm(self, where: str, after: int = 0, error: type[BaseException] = Boom) -> None:
-        self.where, self.left, self.error = where, after, error
-
-    def disarm(self) -> None:
-        self.where, self.left, self.error = "", 0, Boom
-
-    def __call__(self, *places: str) -> None:
-        if self.where not in places:
-            return
-        with self._lock:
-            self.left -= 1
-            if self.left >= 0:
-                return
-        explode(self.error)
-
-
-BOMB = Bomb()
-
-
-def explode(error: type[BaseException]) -> None:
-    raise error("planted")
-
-
 @pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
-    BOMB.disarm()
+def _cleared() -> Iterator[None]:
+    PLANTED.clear()
     yield
-    BOMB.disarm()
+    PLANTED.clear()
 
 
-class Trip(torch.autograd.Function):
-    """Passes its input on; its backward passes ``BOMB``."""
+# --------------------------------------------------------------------------------------------- any microbatch, any slot
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        BOMB(f"{ctx.name} backward")
-        return grad, None
-
-
-class FaultyBlock(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.name = f"block {index}"
-        self.inner = nn.Linear(zoo.WIDTH, zoo.WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        BOMB(self.name, f"{self.name} recomputation" if torch.is_grad_enabled() else f"{self.name} forward")
-        return x + Trip.apply(torch.tanh(self.inner(x)), self.name)
+PLACES = [
+    *(f"block {i}{part}" for i in range(BLOCKS) for part in ("", " backward")),
+    *(f"between {i}" for i in range(BLOCKS)),
+    "training_step",
+    "loss",
+    "loss backward",
+    "hook around",
+    "hook inside",
+]
+settings.register_profile(
+    "faults",
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # not shrunk: an example can be read as it is
+)
+faults = settings.get_profile("faults")
 
 
-class FaultyNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, zoo.WIDTH)
-        self.blocks = nn.ModuleList(FaultyBlock(i) for i in range(4))
-        self.head = nn.Linear(zoo.WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for i, block in enumerate(self.blocks):
-            h = block(h)
-            BOMB(f"between {i}")
-        return self.head(h)
-
-
-class FaultyOptimizer(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        BOMB("optimizer")
-        return loss
+@st.composite
+def planted(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of `fail`."""
+    microbatches = draw(st.integers(1, 4))
+    round_ = draw(st.integers(1, microbatches))
+    plan = draw(st.sampled_from([harness.per_call, harness.per_call, harness.halves, harness.single, None]))
+    return {
+        "batch": draw(st.integers(0, 2)),
+        "where": draw(st.sampled_from(PLACES)),
+        "sample": draw(st.integers(0, SAMPLES - 1)),
+        "time": draw(st.integers(0, 1)),
+        "devices": draw(st.integers(1, 3)),
+        "num_microbatches": microbatches,
+        "plan": plan and plan(CALLS, round_),
+        "emulation": {"delay_seed": draw(st.none() | st.integers(0, 99))},
+    }
 
 
-class FaultyModule(zoo.PlainClassifier):
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        BOMB("training_step")
-        logits = self.model(batch["x"])
-        BOMB("loss")
-        loss = F.cross_entropy(logits, batch["y"])
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
-        BOMB("validation")
-        super().validation_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return FaultyOptimizer(self.parameters(), lr=0.1)
-
-
-class ArmAt(pl.Callback):
-    """Arms ``BOMB`` when batch ``batch`` starts."""
-
-    def __init__(self, batch: int, where: str, after: int = 0, error: type[BaseException] = Boom) -> None:
-        self.batch, self.bomb = batch, (where, after, error)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.batch:
-            BOMB.arm(*self.bomb)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        BOMB("callback")
+def check(batch: int, where: str, sample: int, time: int, num_microbatches: int, **options: Any) -> None:
+    again = where.endswith(("0", "backward"))
+    probed = batch == 0 and time == 1 and where.startswith(("block", "hook inside"))
+    planted = (where, sample, time)
+    error = fail(batch, *planted, again=again, probed=probed, num_microbatches=num_microbatches, **options)
+    if error is None:
+        return  # it does not come there a second time
+    assert type(error) is Boom and error.args == ("planted",)
+    said = notes(error)
+    inside = re.fullmatch(r"block (\d)( backward)?|hook inside", where)
+    if inside is None:
+        expected = "glue"
+    elif where == "hook inside":
+        expected = r"layer 'model\.blocks\.2', phase (forward|recomputation)"
+    else:
+        expected = rf"layer 'model\.blocks\.{inside[1]}', phase {'backward' if inside[2] else '(forward|recomput)'}"
+    assert re.search(expected, said), said
+    if where != "hook inside":  # which knows no samples
+        assert f"microbatch {microbatch_of(sample, num_microbatches)}," in said, said
+    assert re.search(r"slot (\d+ \((forward|fused|backward)\)|none yet), device (cpu \(worker \d\)|none)", said), said
+    assert said.count("microbatch") == 1, said
 
 
-with torch.random.fork_rng(devices=[]):
-    torch.manual_seed(4)
-    MODULE = FaultyModule(FaultyNet())
-BATCHES = zoo.make_batches("mlp", 4)
-LAYERS = ["Linear", "FaultyBlock"]
-CUT = harness.per_call(6)
+@pytest.mark.timeout(300)
+@settings(faults, max_examples=12, derandomize=True, database=None)
+@given(drawn=planted())
+def test_an_exception_anywhere(drawn: dict[str, Any]) -> None:
+    check(**drawn)
 
 
-def strategy(**options: Any) -> Any:
-    return ours(**({"num_microbatches": 3, "layers": LAYERS, "plan": CUT} | options))
-
-
-def notes(error: BaseException) -> str:
-    return "\n".join(getattr(error, "__notes__", []))
-
-
-def frames(error: BaseException) -> list[str]:
-    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-
-
-def assert_trains() -> None:
-    """Nothing is left of the fault: no thread, and the next training has plain training's numbers."""
-    assert harness.roundpipe_threads() == []
-    BOMB.disarm()
-    assert_same(run("auto", MODULE, BATCHES), run(strategy(), MODULE, BATCHES, devices=2))
-
-
-def fail(batch: int, where: str, after: int = 0, error: type[BaseException] = Boom, **options: Any) -> Any:
-    """Train into the fault; returns the exception."""
-    with pytest.raises(error) as caught:
-        run(strategy(**options), MODULE, BATCHES, devices=2, callbacks=[ArmAt(batch, where, after, error)])
-    assert "explode" in frames(caught.value), "the traceback does not reach the line that raised"
-    assert str(caught.value) == "planted"
-    return caught.value
-
-
-# --------------------------------------------------------------------------------------------------- planted exceptions
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(faults, max_examples=300)
+@given(drawn=planted())
+def test_many_exceptions(drawn: dict[str, Any]) -> None:
+    """Other ones each time; a failing example is kept and tried first the next time."""
+    check(**drawn)
 
 
 @pytest.mark.parametrize(
-    ("where", "after", "layer", "phase", "microbatch"),
+    ("where", "sample", "time", "says"),
     [
-        ("block 1 forward", 0, r"blocks\.1", "forward", 0),
-        ("block 1 forward", 2, r"blocks\.1", "forward", 2),
-        ("block 3 forward", 1, r"blocks\.3", "forward", 1),
-        ("block 2 recomputation", 1, r"blocks\.2", "recomput", 1),
-        ("block 0 recomputation", 2, r"blocks\.0", "recomput", 2),
-        ("block 2 backward", 1, r"blocks\.2", "backward", 1),
-        ("block 0 backward", 0, r"blocks\.0", "backward", 0),
-        ("training_step", 0, None, "glue", 0),
-        ("training_step", 2, None, "glue", 2),
-        ("between 1", 1, None, "glue", 1),
-        ("loss", 0, None, "glue|loss", 0),
-        ("loss", 2, None, "glue|loss", 2),
+        ("block 1", 5, 0, r"layer 'model.blocks.1', phase forward, microbatch 2, slot \d+ \(forward\)"),
+        ("block 2", 2, 1, r"layer 'model.blocks.2', phase recomputation, microbatch 1, slot \d+ \(backward\)"),
+        ("block 0 backward", 0, 0, r"layer 'model.blocks.0', phase backward, microbatch 0, slot \d+ \(backward\)"),
+        ("training_step", 4, 0, "glue after the start, phase forward, microbatch 2, slot none yet, device none"),
+        ("between 1", 3, 0, r"glue after layer 'model.blocks.1', phase forward, microbatch 1, slot \d+ \(forward\)"),
+        ("loss", 1, 0, r"glue after layer 'model.head', phase forward, microbatch 0, slot \d+ \(fused\)"),
+        ("loss backward", 1, 0, r"glue after layer 'model.head', phase backward, microbatch 0, slot \d+ \(fused\)"),
     ],
 )
-def test_exception_in_a_pipelined_step(where: str, after: int, layer: str, phase: str, microbatch: int) -> None:
-    error = fail(2, where, after)
-    said = notes(error)
-    for expected in (layer or "", rf"(?i){phase}", rf"microbatch {microbatch}\b", r"slot \w+", r"device \w+"):
-        assert re.search(expected, said), f"{expected!r} is not in {said!r}"
-    assert_trains()
+def test_the_note_says_where(where: str, sample: int, time: int, says: str) -> None:
+    assert re.search(says, notes(fail(2, where, sample, time, again=False)))
 
 
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("where", ["block 1", "block 2 recomputation", "block 2 backward", "between 1", "loss"])
-def test_exception_in_the_first_step(where: str, after: int) -> None:
-    """The first step runs one microbatch after another, layers several times, and finds the trace."""
-    error = fail(0, where, after)
-    said = notes(error)
-    assert re.search(rf"microbatch {after if where in ('between 1', 'loss') else '[01]'}\b", said), said
-    assert re.search(r"device", said), said
-    if where.startswith("block"):
-        assert f"blocks.{where.split()[1]}" in said
-    assert_trains()
-
-
-@pytest.mark.parametrize("where", ["block 1 recomputation", "block 3 backward", "loss"])
-def test_exception_in_a_fused_stage(where: str) -> None:
-    """With everything fused, the call with gradients is the forward."""
-    error = fail(2, where, 1, plan=harness.single(6))
-    assert re.search(r"microbatch 1\b", notes(error)), notes(error)
-    assert_trains()
-
-
-@pytest.mark.parametrize("where", ["optimizer", "callback"])
-def test_exception_outside_the_pipeline(where: str) -> None:
-    fail(1, where)
-    assert_trains()
-
-
-def test_exception_in_validation() -> None:
-    BOMB.arm("validation", 1)
-    with pytest.raises(Boom) as caught:
-        run(strategy(), MODULE, BATCHES, devices=2, val_batches=BATCHES)
-    assert "explode" in frames(caught.value)
-    assert_trains()
-
-
-def test_exception_with_accumulation() -> None:
+def test_with_accumulation() -> None:
     """In the second of two accumulated batches; nothing of the first is left in the gradients afterwards."""
-    arm = ArmAt(3, "block 1 backward", 1)
-    with pytest.raises(Boom):
-        run(strategy(), MODULE, BATCHES, devices=2, accumulate_grad_batches=2, callbacks=[arm])
-    assert_trains()
+    fail(3, "block 1 backward", 2, again=False, trainer={"accumulate_grad_batches": 2})
+    faulty.assert_trains()
 
 
-@pytest.mark.parametrize("where", ["block 1 forward", "block 2 backward", "loss"])
-def test_the_same_trainer_goes_on(where: str) -> None:
-    """A second fit of a Trainer whose first one failed, with the same strategy, as it goes with plain training."""
-    states = []
-    for chosen in ("auto", strategy()):
-        module = copy.deepcopy(MODULE)
-        # Plainly there is one forward only, which has gradients, and one microbatch.
-        place, after = (where.replace(" forward", " recomputation"), 0) if chosen == "auto" else (where, 1)
-        arm = ArmAt(2, place, after)
-        trainer = trainer_of(chosen, devices=1 if chosen == "auto" else 2, callbacks=[arm])
-        with pytest.raises(Boom):
-            trainer.fit(module, loader(BATCHES))
-        BOMB.disarm()
-        arm.batch = -1
-        trainer.fit(module, loader(BATCHES))
-        states.append(dict(module.state_dict()))
-    harness.assert_tensors_same(*states)
+def test_user_code_may_catch_it() -> None:
+    """As those do who skip a batch that is too large: with one microbatch, since a batch is skipped as a whole."""
+
+    class Catching(FaultyModule):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            try:
+                return super().training_step(batch, batch_idx)
+            except Boom:
+                return None
+
+    results = []
+    for chosen in ("auto", faulty.strategy(num_microbatches=1, plan=None), faulty.strategy(num_microbatches=1)):
+        module = Catching()
+        module.load_state_dict(MODULE.state_dict())
+        plant = faulty.PlantAt(2, "block 2", 0)
+        results.append(
+            run(chosen, module, BATCHES, callbacks=[plant], devices=1 if chosen == "auto" else 2, watch=False)
+        )
+        assert len(PLANTED.raised_at) == 1
+    for result in results[1:]:
+        harness.assert_same(results[0], result)
 
 
-def test_an_exception_is_quick() -> None:
-    start = time.monotonic()
-    fail(2, "block 0 backward", 2)
-    assert time.monotonic() - start < 5  # the whole run, its setup included
-
-
-def test_no_note_is_added_twice() -> None:
-    error = fail(2, "block 1 forward", 1)
-    assert len([note for note in error.__notes__ if "microbatch" in note]) == 1
-
-
-@pytest.mark.parametrize("error", [StopIteration, ZeroDivisionError, AssertionError, SystemExit])
+@pytest.mark.parametrize("error", [StopIteration, AssertionError, SystemExit, GeneratorExit])
 def test_exceptions_that_could_be_taken_for_something_else(error: type[BaseException]) -> None:
     """Python gives some of these a meaning of their own in loops, generators and threads."""
+    plant = faulty.PlantAt(2, "block 1", 2, 0, error)
+    module = copy.deepcopy(MODULE)
+    trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[plant])
     if error is StopIteration:  # a data fetcher's end, for Lightning: plain training just stops
-        run(strategy(), MODULE, BATCHES, devices=2, callbacks=[ArmAt(2, "loss", 1, error)], watch=False)
-        assert_trains()
-        return
-    fail(2, "block 1 forward", 1, error)
-    assert_trains()
+        trainer.fit(module, harness.loader(BATCHES))
+    else:
+        with pytest.raises(error, match="planted"):
+            trainer.fit(module, harness.loader(BATCHES))
+    assert len(PLANTED.raised_at) == 1
+    faulty.assert_nothing_left(module)
 
 
-# --------------------------------------------------------------------------------------------------------------- Ctrl-C
+# ---------------------------------------------------------------------------------------------- outside of the pipeline
 
 
-@contextlib.contextmanager
-def _interrupts_restored() -> Iterator[None]:
-    """Lightning ignores further interrupts while it shuts down, and leaves it at that."""
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
+def test_in_the_optimizer() -> None:
+    fail(1, "optimizer")
 
 
-@pytest.mark.parametrize("where", ["block 1 forward", "block 2 backward", "loss"])
-def test_keyboard_interrupt_raised_in_user_code(where: str) -> None:
-    """Lightning turns a KeyboardInterrupt into an exit."""
-    with _interrupts_restored(), pytest.raises((SystemExit, KeyboardInterrupt)):
-        run(strategy(), MODULE, BATCHES, devices=2, callbacks=[ArmAt(2, where, 1, KeyboardInterrupt)])
-    assert_trains()
+def test_in_the_scheduler() -> None:
+    fail(1, "scheduler", again=False)
 
 
-class Slow(nn.Module):
+HOOKS = [
+    "setup",
+    "on_fit_start",
+    "on_train_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_train_epoch_end",
+    "teardown",
+]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_in_a_callback(hook: str) -> None:
+    callback = type("Falls", (pl.Callback,), {hook: lambda *_, **__: PLANTED(hook)})()
+    validation = {"val_dataloaders": harness.loader(BATCHES[:2])} if "validation" in hook else {}
+    batch = 2 if "batch" in hook or "before" in hook or "after" in hook else None
+    if "validation" in hook:
+        batch = None
+    again = hook in ("setup", "on_after_backward", "on_validation_batch_end")
+    error = fail(batch, hook, again=again, trainer={"callbacks": [callback], **validation})
+    assert type(error) is Boom
+
+
+@pytest.mark.parametrize(("where", "time"), [("validation_step", 1), ("validation loss", 0), ("block 2", 0)])
+def test_in_validation(where: str, time: int) -> None:
+    """Before training, where it is the sanity check that fails."""
+    trainer = {"val_dataloaders": harness.loader(BATCHES[:2]), "num_sanity_val_steps": 2}
+    error = fail(None, where, None, time, again=where == "block 2", trainer=trainer)
+    what = "layer 'model.blocks.2'" if where == "block 2" else "glue"
+    assert f"roundpipe: {what}, phase evaluation" in notes(error)
+
+
+class BadMetric(torchmetrics.MeanMetric):
+    def compute(self) -> Tensor:
+        PLANTED("metric")
+        return super().compute()  # type: ignore[no-any-return]
+
+
+class LoggingModule(FaultyModule):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 8)
+        self.load_state_dict(MODULE.state_dict())
+        self.metric = BadMetric()
 
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.02)
-        return self.inner(x)
-
-
-class PressCtrlC(pl.Callback):
-    """Sends the signal while the ``batch``-th step runs."""
-
-    def __init__(self, batch: int, after_s: float) -> None:
-        self.batch, self.after_s, self.sent = batch, after_s, 0.0
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.batch:
-            threading.Timer(self.after_s, self._press).start()
-
-    def _press(self) -> None:
-        self.sent = time.monotonic()
-        os.kill(os.getpid(), signal.SIGINT)
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metric(loss.detach())
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return loss
 
 
-@pytest.mark.parametrize("batch", [0, 2])
-def test_ctrl_c(batch: int) -> None:
-    """The main thread waits for others when the signal comes; it must not wait for the end of training."""
-    slow = zoo.PlainClassifier(nn.Sequential(*(Slow() for _ in range(4)), nn.Linear(8, 5)))
-    press = PressCtrlC(batch, 0.1)
-    chosen = ours(num_microbatches=3, layers=["Slow", "Linear"])
-    with _interrupts_restored(), pytest.raises((SystemExit, KeyboardInterrupt)):
-        run(chosen, slow, zoo.make_batches("mlp", 60), devices=2, callbacks=[press])
-    assert time.monotonic() - press.sent < 3
-    assert_trains()
+def test_in_a_logged_metric() -> None:
+    """Lightning computes it at the end of the epoch. (Each microbatch's call computes a value, too.)"""
+    error = fail(2, "metric", None, 6, again=False, module=LoggingModule())
+    assert type(error) is Boom and not notes(error)
 
 
-def test_a_stuck_layer_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    """Instead of a silent hang: the stacks of all threads, and the setting."""
-    release = STUCK["release"] = threading.Event()
+def test_in_loss_weight() -> None:
+    def weight(part: dict[str, Tensor]) -> float:
+        PLANTED("loss_weight", part["samples"])
+        return float(len(part["samples"]))
 
-    class Unstick(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                STUCK["armed"] = True
-                threading.Timer(6.0, release.set).start()
-
-        def on_exception(self, *args: Any) -> None:
-            release.set()
-
-    said = ""
-    try:
-        module = zoo.PlainClassifier(nn.Sequential(nn.Linear(8, 8), Stuck(), nn.Linear(8, 5)))
-        chosen = ours(num_microbatches=3, layers=["Linear", "Stuck"], watchdog_timeout=1.0)
-        run(chosen, module, BATCHES, devices=2, callbacks=[Unstick()])
-    except Exception as error:
-        said = f"{error} {notes(error)}"
-    finally:
-        release.set()
-        STUCK.clear()
-    out = capfd.readouterr()
-    said += out.err + out.out
-    assert "watchdog_timeout" in said
-    assert "stuck_here" in said, "no stack shows where it hangs"
+    assert type(fail(2, "loss_weight", 3, again=False, loss_weight=weight)) is Boom
 
 
-STUCK: dict[str, Any] = {}
+class Rows(Dataset[dict[str, Tensor]]):
+    """Batches; one of them raises."""
+
+    def __init__(self, falls: int) -> None:
+        self.falls = falls
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == self.falls:
+            raise Boom("planted")
+        return BATCHES[index % 4]
 
 
-class Stuck(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
+class Killing(FaultyModule):
+    """Kills the data loader's processes within a step."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if STUCK.pop("armed", False):
-            stuck_here()
-        return self.inner(x)
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1 and int(batch["samples"][0]) == 0:
+            for process in multiprocessing.active_children():
+                process.kill()
+            time.sleep(0.5)
+        return super().training_step(batch, batch_idx)
 
 
-def stuck_here() -> None:
-    STUCK["release"].wait(20)
+@pytest.mark.parametrize("kills", [False, True])
+def test_in_a_data_loader_process(kills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one dies, torch raises from a signal's handler, wherever the main thread is."""
+    # It is set once in a process, and gone with the first Trainer, who puts back what was there.
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    module = Killing() if kills else copy.deepcopy(MODULE)
+    data = DataLoader(Rows(-1 if kills else 2), batch_size=None, num_workers=1, prefetch_factor=1)
+    with pytest.raises(RuntimeError if kills else Boom, match=r"worker.*killed" if kills else "planted") as caught:
+        harness.trainer_of(faulty.strategy(), devices=2).fit(module, data)
+    if kills:
+        assert "raised while the main thread waited for a training step" in notes(caught.value)
+    faulty.assert_nothing_left(module)
+
+
+def test_an_engine_that_cannot_be_made() -> None:
+    """Nothing of it stays: the devices are there already, threads possibly as well."""
+    module = copy.deepcopy(MODULE)
+    for options in ({"emulation": {"memory": 1000}}, {"layers": ["Nothing"]}):
+        with faulty.devices_made() as made:
+            with pytest.raises(Exception, match=r"memory|Nothing"):
+                harness.trainer_of(ours(**options), devices=2).fit(module, harness.loader(BATCHES))
+            assert len(made) == 2
+            faulty.assert_nothing_left(module, made)

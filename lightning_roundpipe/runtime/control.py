@@ -50,29 +50,41 @@ class Control:
 
     def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
         self.error: BaseException | None = None
+        """The first one, until it is raised."""
+        self.failed = False
         self.progress = 0
         """Grows with everything that happens; the watchdog looks at it."""
         self._lock = threading.Lock()
         self._waiters: set[Waiter] = set()
         self._on_failure = on_failure
 
-    @property
-    def failed(self) -> bool:
-        return self.error is not None
-
     def fail(self, error: BaseException) -> None:
         """Keep the first error and wake everybody."""
         with self._lock:
-            if self.error is not None:
+            if self.failed:
                 return
             self.error = error
+            self.failed = True
             waiters = list(self._waiters)
         for waiter in waiters:
             waiter.wake()
         self._on_failure()
 
+    def raise_error(self) -> None:
+        """Raise the error, if there was one, to the caller of the step.
+
+        It is not kept: it knows all frames that it came through, which know this. In a circle, everything that was at
+        work, on the devices too, would live on until a gc run, long after the caller has forgotten the error.
+        """
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+
     def check(self) -> None:
-        if self.error is not None:
+        if self.failed:
             raise Aborted
 
     def wait(self, waiter: Waiter) -> None:
@@ -82,7 +94,7 @@ class Control:
             Aborted: if the step has failed.
         """
         with self._lock:
-            if self.error is not None:
+            if self.failed:
                 raise Aborted
             self._waiters.add(waiter)
         try:

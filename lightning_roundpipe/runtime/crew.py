@@ -9,6 +9,7 @@ main thread ── wait, under a watchdog ── [1]      a thread died, or noth
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -53,6 +54,9 @@ class Crew:
             self._threads.append(TaskThread(f"roundpipe-microbatch{len(self._threads)}"))
         return self._threads[index]
 
+    def _everybody(self) -> list[TaskThread]:
+        return [*(worker.thread for worker in self.workers), *self._threads]
+
     def abort(self) -> None:
         """Wake everybody who waits for a device."""
         for device in self.devices:
@@ -80,7 +84,7 @@ class Crew:
                     )
 
     def _look_for_the_dead(self) -> None:
-        for thread in (*(worker.thread for worker in self.workers), *self._threads):
+        for thread in self._everybody():
             if not thread.alive:
                 raise RoundPipeError(
                     f"thread {thread.name!r} has died ({thread.died!r}), so the step cannot go on. All threads:\n"
@@ -109,26 +113,30 @@ class Crew:
                     control.fail(error)
                     given_up = True
             late.append(waiter)
-        if control.error is not None:
-            self.broken = not (self._all_come(late) and self._reset(control.error))
-            return
-        for device in self.devices:
-            device.compute.synchronize()
+        if not control.failed:
+            try:
+                for device in self.devices:
+                    device.compute.synchronize()
+            except BaseException as error:
+                control.fail(error)
+        if control.failed:
+            self.broken = not (self._all_come(late) and self._reset(control))
 
     def _all_come(self, late: Sequence[Waiter]) -> bool:
         deadline = time.monotonic() + GRACE
         try:
-            return all(self._comes(waiter, deadline) for waiter in late)
+            with allowed():
+                return all(self._comes(waiter, deadline) for waiter in late)
         except BaseException:  # a second Ctrl-C
             return False
 
     def _comes(self, waiter: Waiter, deadline: float) -> bool:
         while not waiter.wait_for(LOOK):
-            if time.monotonic() > deadline or not all(worker.thread.alive for worker in self.workers):
+            if time.monotonic() > deadline or not all(thread.alive for thread in self._everybody()):
                 return False
         return True
 
-    def _reset(self, because: BaseException) -> bool:
+    def _reset(self, control: Control) -> bool:
         """Make devices and workers usable again [3]. On a thread of its own: a stream may be stuck as well."""
 
         def reset() -> None:
@@ -140,7 +148,8 @@ class Crew:
         try:
             return within(GRACE, reset)
         except Exception as error:
-            because.add_note(f"roundpipe: afterwards, the devices could not be reset: {error!r}")
+            if control.error is not None:
+                control.error.add_note(f"roundpipe: afterwards, the devices could not be reset: {error!r}")
             return False
 
     def close(self) -> None:
@@ -149,21 +158,23 @@ class Crew:
         If a thread is stuck in user code there is nobody to stop it: it is left to end with the process.
         """
         deadline = time.monotonic() + 1.0 if self.broken else None
-        for thread in (*(worker.thread for worker in self.workers), *self._threads):
+        for thread in self._everybody():
             thread.stop()  # all of them, before the first that is stuck takes all the time
-        for worker in self.workers:
-            worker.close(deadline)
-        for thread in self._threads:
-            thread.join(deadline)
-        self._threads.clear()
-        if self.broken:
-            within(GRACE, self._close_devices)
-        else:
-            self._close_devices()
+        threads, self._threads = self._threads, []
+        with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
+            if self.broken:
+                rest.callback(within, GRACE, self._close_devices)
+            else:
+                rest.callback(self._close_devices)
+            for thread in threads:
+                rest.callback(thread.join, deadline)
+            for worker in self.workers:
+                rest.callback(worker.close, deadline)
 
     def _close_devices(self) -> None:
-        for device in self.devices:
-            device.close()
+        with contextlib.ExitStack() as rest:
+            for device in self.devices:
+                rest.callback(device.close)
 
 
 class WatchedControl(Control):

@@ -58,11 +58,8 @@ class Engine:
         types = {d.torch_device.type for d in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)
-        self.crew = Crew(devices, options.watchdog_timeout)
-        self.workers = self.crew.workers
         self.recorder = Recorder()
         self.randomness = Randomness()
-        self.runners = [Runner(w, lambda: self.randomness) for w in self.workers]
         self.trace: Trace | None = None
         self.recent: Trace | None = None
         """What the last batch of one microbatch called, as a guess at what the next one will."""
@@ -85,8 +82,11 @@ class Engine:
         self._in_glue = self._glue_parameters()
         self.hints = Hints(module, inform)
         self._report: Callable[[], dict[str, Any]] | None = None
+        check_layers_fit(self.layers, options, devices[0])
+        self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
+        self.workers = self.crew.workers
+        self.runners = [Runner(w, lambda: self.randomness) for w in self.workers]
         try:
-            check_layers_fit(self.layers, options, devices[0])
             self._reserve()
         except BaseException:
             self.close()
@@ -123,6 +123,7 @@ class Engine:
                 self._run(step, function, args)
             except BaseException:
                 self._sums.clear()  # half a step is in them, or will never arrive
+                step.let_go()
                 raise
             finally:
                 random_state.restore()
@@ -230,7 +231,10 @@ class Engine:
 
     def _given_weights(self, parts: Sequence[Any]) -> list[float] | None:
         function = self.options.loss_weight or getattr(self.module, "loss_weight", None)
-        return microbatch.given_weights(function, parts) if callable(function) and len(parts) > 1 else None
+        if not callable(function) or len(parts) == 1:
+            return None
+        with allowed():
+            return microbatch.given_weights(function, parts)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
@@ -251,7 +255,8 @@ class Engine:
             check_plan_fits(plan, self.costs, self.options, self.devices[0])
         else:
             limit = worker_bytes(self.options, self.devices[0])
-            plan = partition_within(self.costs, len(self.workers), len(step.sizes), size, limit)
+            with allowed():  # it may take its time, and nothing has been changed yet
+                plan = partition_within(self.costs, len(self.workers), len(step.sizes), size, limit)
         if buffer := trace.torn_buffer(plan):
             self._run_in_order(buffer)
             return

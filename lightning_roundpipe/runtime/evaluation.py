@@ -64,8 +64,7 @@ class Evaluation:
             self._control.fail(error)
         crew = self._engine.crew
         crew.rest(self._control, given_up=self._control.given_up)
-        if self._control.error is not None:
-            raise self._control.error
+        self._control.raise_error()
         return output
 
     def _place(self) -> Place:

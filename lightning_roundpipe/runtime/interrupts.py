@@ -26,6 +26,7 @@ class _Hold:
 
     def __init__(self) -> None:
         self.open = False
+        self._leaving = self._gone = False
         self._pending: list[tuple[int, FrameType | None]] = []
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
@@ -37,9 +38,13 @@ class _Hold:
                 signal.signal(number, self._handle)
 
     def remove(self) -> None:
-        for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, handler)
+        self._leaving = True  # even a second Ctrl-C waits for this little
+        try:
+            for number, handler in reversed(self._handlers.items()):  # SIGINT last: from then on it raises anywhere
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, handler)
+        finally:
+            self._gone = True
         self.deliver()
 
     def deliver(self) -> None:
@@ -48,7 +53,8 @@ class _Hold:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and any(known == number for known, _ in self._pending)
-        if self.open or again:
+        # When it is gone, a handler that was set meanwhile may still call this one, as torch's for SIGCHLD does.
+        if self.open or self._gone or (again and not self._leaving):
             self._call(number, frame)
         else:
             self._pending.append((number, frame))

@@ -107,8 +107,7 @@ class MicrobatchRun:
                     self._boundaries.move_to(None)
             self._slots.finish(self.index)
         except BaseException as error:
-            self._control.fail(error)
-            raise
+            self._control.fail(error)  # which raises it in the main thread
         finally:
             self._announce()
 

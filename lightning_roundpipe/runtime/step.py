@@ -111,8 +111,7 @@ class Step:
                 self.control.fail(error)
                 given_up = True
             crew.rest(self.control, tasks, given_up=given_up)
-        if self.control.error is not None:
-            raise self.control.error
+        self.control.raise_error()
         if self.belongings is not None and (last := self.runs[-1].kept) is not None:
             self.belongings.end(last)
 

@@ -36,12 +36,17 @@ class Task(Generic[T]):
         self.finished = True
         self._function = None  # what it closed over may be large
         self.waiter.wake()
+        del self  # which knows the error, whose frames know this one: in a circle, all of them would live on
 
     def result(self) -> T:
-        """What the function returned, or raised. Only after ``waiter`` was woken."""
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]
+        """What the function returned, or raised. Once, and only after ``waiter`` was woken."""
+        error, self._error = self._error, None  # whose frames will know this task, see above
+        try:
+            if error is not None:
+                raise error
+            return self._result  # type: ignore[return-value]
+        finally:
+            del error
 
 
 class TaskThread:

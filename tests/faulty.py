@@ -1,0 +1,330 @@
+"""A model in whose code faults can be planted anywhere, and what has to be true after one of them.
+
+User code passes places by name and with the samples that it works on, so that a fault can be planted for one
+microbatch: ``PLANTED.plant("block 1", sample=3)`` raises where the microbatch with sample 3 runs block 1, and
+``time=1`` where it does so for the second time, which in a step with a plan is the recomputation. It is global because
+workers run copies of the layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Result, assert_same, loader, ours, run, trainer_of
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices import Device, emulated
+
+WITHIN_S = 1.0
+"""Seconds from an exception to the caller."""
+BUSY = 4.0
+"""How many times longer it may take: other tests, and other programs, run at the same time."""
+WIDTH, SAMPLES, BLOCKS = 16, 6, 4
+CALLS = BLOCKS + 2
+LAYERS = ["Linear", "FaultyBlock"]
+CUT = harness.per_call(CALLS)
+
+
+class Boom(Exception):
+    """Nobody else raises this."""
+
+
+class Planted:
+    """Raises ``error`` when user code comes to ``where`` with ``sample`` for the ``time``-th time.
+
+    Attributes:
+        raised_at: when it did (monotonic), once each.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def plant(self, where: str, sample: int | None = None, time: int = 0, error: type[BaseException] = Boom) -> None:
+        self.where, self.sample, self.left, self.error = where, sample, time, error
+        self.raised_at = []
+
+    def clear(self) -> None:
+        self.where, self.sample, self.left = "", None, 0
+        self.error: type[BaseException] = Boom
+        self.raised_at: list[float] = []
+
+    def __call__(self, where: str, samples: Tensor | None = None) -> None:
+        if self.where != where:
+            return
+        if self.sample is not None and samples is not None and not bool((samples == self.sample).any()):
+            return
+        with self._lock:
+            self.left -= 1
+            if self.left != -1:
+                return
+        explode(self)
+
+
+PLANTED = Planted()
+
+
+def explode(planted: Planted) -> None:
+    """Shows in tracebacks."""
+    planted.raised_at.append(time.monotonic())
+    raise planted.error("planted")
+
+
+class PassBackward(torch.autograd.Function):
+    """Passes its input on; its backward comes by the place ``name``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, samples: Tensor, name: str) -> Tensor:
+        ctx.name, ctx.samples = name, samples
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        PLANTED(ctx.name, ctx.samples)
+        return grad, None, None
+
+
+class FaultyBlock(nn.Module):
+    """Places ``block 0`` and ``block 0 backward``."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.name = f"block {index}"
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
+        PLANTED(self.name, samples)
+        h = torch.sin(torch.cos(torch.tanh(self.inner(x))))  # more to save for backward than what comes in and goes out
+        return x + PassBackward.apply(h, samples, f"{self.name} backward")  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _hook_around(module: nn.Module, args: Any, output: Any) -> None:
+    PLANTED("hook around", args[1])
+
+
+def _hook_inside(module: nn.Module, args: Any, output: Any) -> None:
+    PLANTED("hook inside")
+
+
+class FaultyNet(nn.Module):
+    """Places ``between 0`` after block 0, and so on; ``hook around`` block 1, and ``hook inside`` block 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(FaultyBlock(i) for i in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 5)
+        self.blocks[1].register_forward_hook(_hook_around)
+        self.blocks[2].inner.register_forward_hook(_hook_inside)
+
+    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
+        h = self.stem(x)
+        for i, block in enumerate(self.blocks):
+            h = block(h, samples)
+            PLANTED(f"between {i}", samples)
+        return self.head(h)  # type: ignore[no-any-return]
+
+
+class FaultyOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        PLANTED("optimizer")
+        return loss
+
+
+class FaultySchedule(torch.optim.lr_scheduler.LambdaLR):
+    def step(self, *args: Any) -> None:
+        PLANTED("scheduler")
+        super().step(*args)
+
+
+class FaultyModule(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = FaultyNet()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        samples = batch["samples"]
+        PLANTED("training_step", samples)
+        logits = self.model(batch["x"], samples)
+        PLANTED("loss", samples)
+        loss = F.cross_entropy(logits, batch["y"])
+        self.log("loss", loss)
+        return PassBackward.apply(loss, samples, "loss backward")  # type: ignore[no-untyped-call,no-any-return]
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        PLANTED("validation_step")
+        logits = self.model(batch["x"], batch["samples"])
+        PLANTED("validation loss")
+        self.log("val/loss", F.cross_entropy(logits, batch["y"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = FaultyOptimizer(self.parameters(), lr=0.1, momentum=0.9)
+        scheduler = FaultySchedule(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class PlantAt(pl.Callback):
+    """Plants a fault when training batch ``batch`` starts, and only once."""
+
+    def __init__(self, batch: int, *planted: Any) -> None:
+        self.batch, self.planted = batch, planted
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            self.batch = -1
+            PLANTED.plant(*self.planted)
+
+
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(4)
+    MODULE = FaultyModule()
+    BATCHES = [
+        {"x": torch.randn(SAMPLES, 8), "y": torch.randint(5, (SAMPLES,)), "samples": torch.arange(SAMPLES)}
+        for _ in range(4)
+    ]
+
+
+def strategy(**options: Any) -> Any:
+    return ours(**({"num_microbatches": 3, "layers": LAYERS, "plan": CUT} | options))
+
+
+def microbatch_of(sample: int, microbatches: int) -> int:
+    parts = torch.arange(SAMPLES).tensor_split(microbatches)
+    return next(i for i, part in enumerate(parts) if sample in part)
+
+
+# ----------------------------------------------------------------------------------------------------------- afterwards
+
+
+@functools.cache
+def plainly() -> Result:
+    """Plain training, without any fault."""
+    return run("auto", MODULE, BATCHES)
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """What goes, goes by itself: what hangs in a circle stays, on a GPU as well, until there is no room for more."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
+def devices_made() -> Iterator[list[Device]]:
+    """All emulated devices that are made inside."""
+    made: list[Device] = []
+    real = emulated.make_emulated
+
+    def make(*args: Any) -> list[Device]:
+        new = real(*args)
+        made.extend(new)
+        return new
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated, "make_emulated", make)
+        yield made
+
+
+def assert_nothing_left(module: nn.Module, devices: Sequence[Device] = ()) -> None:
+    """No thread, no interceptor, nothing on the devices."""
+    assert harness.roundpipe_threads() == []
+    patched = [name for name, inner in module.named_modules() if "forward" in vars(inner)]
+    assert not patched, f"still intercepted: {patched}"
+    assert [device.resident_by_purpose() for device in devices] == [{}] * len(devices)
+
+
+def assert_trains(**options: Any) -> None:
+    """Nothing is left of the fault in the process: the next training has plain training's numbers."""
+    PLANTED.clear()
+    assert harness.roundpipe_threads() == []
+    assert_same(plainly(), run(strategy(**options), MODULE, BATCHES, devices=2))
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def frames(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def fail(
+    batch: int | None,
+    *planted: Any,
+    devices: int = 2,
+    again: bool = True,
+    probed: bool = False,
+    trainer: dict[str, Any] | None = None,
+    module: pl.LightningModule = MODULE,
+    **options: Any,
+) -> Any:
+    """Train into a fault, look at what is left, and train once more with the same Trainer.
+
+    Args:
+        batch: when it is planted; None: at once.
+        planted: arguments of ``Planted.plant``.
+        again: whether to train once more.
+        probed: whether the place may be in a layer that is tried without gradients, where it is not wrong to raise.
+        trainer: more arguments for the Trainer; ``val_dataloaders`` goes to its ``fit``.
+        module: what is trained, a copy of it.
+        options: for the strategy.
+
+    Returns:
+        The exception; None if nobody came to the place, so that the run went through.
+    """
+    given = dict(trainer or {})
+    fit = {name: given.pop(name) for name in ("val_dataloaders",) if name in given}
+    callbacks = [PlantAt(-1 if batch is None else batch, *planted), *given.pop("callbacks", ())]
+    if batch is None:
+        PLANTED.plant(*planted)
+    copied = copy.deepcopy(module)
+    with devices_made() as made:
+        chosen = trainer_of(strategy(**options), devices=devices, callbacks=callbacks, **given)
+        with no_collector():
+            error = _caught(chosen, copied, fit)
+            assert_nothing_left(copied, made)
+        if error is None:
+            assert probed or not PLANTED.raised_at, "swallowed"
+            harness.assert_tensors_same(plainly().state, dict(copied.state_dict()))
+        elif again:
+            PLANTED.clear()
+            copied = copy.deepcopy(module)
+            with harness.quiet():
+                chosen.fit(copied, loader(BATCHES), **fit)
+            harness.assert_tensors_same(plainly().state, dict(copied.state_dict()))
+            assert_nothing_left(copied, made)
+    PLANTED.clear()
+    return error
+
+
+def _caught(trainer: pl.Trainer, module: pl.LightningModule, fit: dict[str, Any]) -> BaseException | None:
+    """What ``fit`` raises, without its frames, which hold what they worked with."""
+    try:
+        with harness.quiet():
+            trainer.fit(module, loader(BATCHES), **fit)
+    except (Exception, SystemExit) as error:
+        assert time.monotonic() - PLANTED.raised_at[0] < WITHIN_S * BUSY
+        origin: BaseException | None = error
+        while origin is not None and "explode" not in frames(origin):
+            origin = origin.__cause__
+        assert origin is not None, "no traceback reaches the line that raised"
+        return error.with_traceback(None)
+    return None

@@ -1,0 +1,336 @@
+"""Checkpoint files are whole or not there, whatever happens while one is written."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import faulty
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+from faulty import BATCHES, MODULE
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from lightning_roundpipe.checkpoint_io import UNFINISHED, WholeCheckpointIO
+
+pytestmark = pytest.mark.timeout(60)
+SIZE = 300_000
+SAME = [BATCHES[0]] * 4
+"""One batch again and again: Lightning does not bring a data loader back to where it was."""
+
+
+class Falls:
+    """Something that is asked how it is to be saved, and raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+def numbered(number: int) -> dict[str, Any]:
+    """A checkpoint of which each part says its number."""
+    return {"number": number, "weights": torch.full((SIZE,), float(number)), "end": number}
+
+
+def number_of(path: Path) -> int:
+    """The number of the whole checkpoint at ``path``."""
+    loaded = torch.load(path, weights_only=True)
+    number = loaded["number"]
+    assert loaded["end"] == number and loaded["weights"].shape == (SIZE,)
+    assert bool((loaded["weights"] == number).all())
+    return int(number)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a checkpoint is already."""
+    WholeCheckpointIO().save_checkpoint(numbered(1), tmp_path / "some.ckpt")
+    return tmp_path / "some.ckpt"
+
+
+def files(path: Path) -> list[str]:
+    return sorted(file.name for file in path.parent.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------- one checkpoint
+
+
+def test_it_is_written_and_replaced(path: Path) -> None:
+    assert number_of(path) == 1
+    WholeCheckpointIO().save_checkpoint(numbered(2), str(path))
+    assert number_of(path) == 2
+    assert files(path) == ["some.ckpt"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_folders_are_made(tmp_path: Path) -> None:
+    WholeCheckpointIO().save_checkpoint(numbered(1), tmp_path / "a" / "b" / "some.ckpt")
+    assert number_of(tmp_path / "a" / "b" / "some.ckpt") == 1
+
+
+def test_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    WholeCheckpointIO().save_checkpoint(numbered(1), "some.ckpt")
+    assert number_of(tmp_path / "some.ckpt") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), KeyboardInterrupt(), SystemExit(2)])
+def test_an_exception_while_it_is_written(path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        WholeCheckpointIO().save_checkpoint(numbered(2) | {"falls": Falls(error)}, path)
+    assert number_of(path) == 1
+    assert files(path) == ["some.ckpt"]
+
+
+@pytest.fixture
+def little_room() -> Iterator[None]:
+    """No file may become larger than this, as on a full disk."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk(path: Path, little_room: None) -> None:
+    with pytest.raises((OSError, RuntimeError)):
+        WholeCheckpointIO().save_checkpoint(numbered(2), path)
+    assert number_of(path) == 1
+    assert files(path) == ["some.ckpt"]
+
+
+def test_a_name_that_cannot_be_taken(path: Path) -> None:
+    folder = path.parent / "folder"
+    folder.mkdir()
+    with pytest.raises(OSError):
+        WholeCheckpointIO().save_checkpoint(numbered(2), folder)
+    assert files(path) == ["folder", "some.ckpt"]
+
+
+def test_it_goes_to_the_disk_before_its_name_does(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the machine may fail with the new name and without what belongs there."""
+    done: list[str] = []
+    real_sync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real_sync(descriptor)
+
+    def replace(a: Path, b: Path) -> None:
+        done.append("replace")
+        assert a.parent == b.parent, "another folder may be another disk, where a name is not changed but copied"
+        real_replace(a, b)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    WholeCheckpointIO().save_checkpoint(numbered(2), path)
+    assert done == ["some.ckpt" + UNFINISHED, "replace", path.parent.name]
+
+
+def test_it_is_not_made_in_memory_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that just fits the host has not got that much left."""
+    given: list[Any] = []
+    real = torch.save
+    monkeypatch.setattr(torch, "save", lambda what, file: given.append(file) or real(what, file))
+    WholeCheckpointIO().save_checkpoint(numbered(2), path)
+    assert given[0].name == str(path) + UNFINISHED
+
+
+def test_what_a_killed_process_left(path: Path) -> None:
+    """It is in nobody's way, and is gone with the next checkpoint of that name."""
+    left = path.with_name(path.name + UNFINISHED)
+    left.write_bytes(b"half")
+    assert number_of(path) == 1
+    WholeCheckpointIO().save_checkpoint(numbered(2), path)
+    assert number_of(path) == 2 and files(path) == ["some.ckpt"]
+
+
+def test_other_places_are_lightnings() -> None:
+    import fsspec
+
+    WholeCheckpointIO().save_checkpoint(numbered(3), "memory://somewhere/some.ckpt")
+    with fsspec.open("memory://somewhere/some.ckpt") as file:
+        assert torch.load(file, weights_only=True)["number"] == 3
+    with pytest.raises(TypeError, match="storage_options"):
+        WholeCheckpointIO().save_checkpoint(numbered(3), "memory://somewhere/some.ckpt", storage_options={})
+
+
+# --------------------------------------------------------------------------------------------------------------- killed
+
+
+def killed(work: Callable[[Path], None], path: Path, seconds: float) -> None:
+    """Let a process do ``work`` and kill it. It is forked, so it need not import anything, and kept to one thread."""
+    process = multiprocessing.get_context("fork").Process(target=work, args=(path,), daemon=True)
+    process.start()
+    time.sleep(seconds)
+    assert process.is_alive(), f"it has ended by itself ({process.exitcode})"
+    process.kill()
+    process.join()
+
+
+def save_again_and_again(path: Path) -> None:
+    number = number_of(path)
+    while True:
+        number += 1
+        WholeCheckpointIO().save_checkpoint(numbered(number), path)
+
+
+def test_killed_while_it_is_written(path: Path) -> None:
+    """What is there is a whole checkpoint, each time; half a one was on its way at least once."""
+    draw = random.Random(0)
+    before, unfinished = 1, 0
+    for _ in range(20):
+        killed(save_again_and_again, path, draw.uniform(0.02, 0.1))
+        number = number_of(path)
+        assert number >= before, "an older one came back"
+        before = number
+        unfinished += len(files(path)) - 1
+    assert unfinished and before > 3
+
+
+def train_and_save(path: Path) -> None:
+    checkpoints = ModelCheckpoint(path.parent, filename=path.stem, every_n_train_steps=1, enable_version_counter=False)
+    trainer = trainer_of(checkpoints, max_epochs=-1, max_steps=-1)
+    trainer.fit(copy.deepcopy(MODULE), harness.loader(SAME))
+
+
+@pytest.mark.timeout(120)
+def test_killed_while_training(tmp_path: Path) -> None:
+    """A checkpoint after each step, always in the same place: training goes on from it as if nothing had been."""
+    draw = random.Random(0)
+    path = tmp_path / "at.ckpt"
+    trainer = trainer_of(max_steps=1)
+    trainer.fit(copy.deepcopy(MODULE), harness.loader(SAME))
+    trainer.save_checkpoint(path)
+    steps = []
+    for _ in range(4):
+        killed(train_and_save, path, draw.uniform(0.5, 1.5))
+        loaded = torch.load(path, weights_only=True)
+        assert loaded["state_dict"].keys() == MODULE.state_dict().keys()
+        steps.append(loaded["global_step"])
+    assert max(steps) > 1
+    module = copy.deepcopy(MODULE)
+    resumed = trainer_of(max_epochs=-1, max_steps=steps[-1] + 2)
+    resumed.fit(module, harness.loader(SAME), ckpt_path=path)
+    assert resumed.global_step == steps[-1] + 2
+    assert_same_weights(whole_run(steps[-1] + 2), module)
+
+
+# ---------------------------------------------------------------------------------------------------------- in training
+
+
+def trainer_of(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    checkpointing = any(isinstance(c, Checkpoint) for c in callbacks)
+    options = {"enable_checkpointing": checkpointing, "callbacks": list(callbacks)} | options
+    return harness.trainer_of(faulty.strategy(), devices=2, **options)
+
+
+def test_an_exception_in_saving(tmp_path: Path) -> None:
+    """The second of three; the first one is there, and the next training saves."""
+    module = copy.deepcopy(MODULE)
+    module.on_save_checkpoint = lambda checkpoint: (  # type: ignore[method-assign]
+        checkpoint.update(falls=Falls(faulty.Boom("planted"))) if trainer.global_step == 2 else None
+    )
+    checkpoints = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = trainer_of(checkpoints)
+    with pytest.raises(faulty.Boom):
+        trainer.fit(module, harness.loader(SAME))
+    faulty.assert_nothing_left(module)
+    assert [file.name for file in tmp_path.iterdir()] == ["step=1.ckpt"]
+    fresh = copy.deepcopy(MODULE)
+    again = trainer_of(ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1))
+    again.fit(fresh, harness.loader(SAME), ckpt_path=tmp_path / "step=1.ckpt")
+    assert_same_weights(whole_run(4), fresh)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"step={i}.ckpt" for i in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("where", ["block 1", "loss backward", "optimizer"])
+def test_saving_when_something_failed(tmp_path: Path, where: str) -> None:
+    """Lightning's callback for that: the weights are those before the batch that failed, as in plain training."""
+    saved = []
+    for kind in ("plain", "ours"):
+        keep = OnExceptionCheckpoint(tmp_path, kind)
+        plant = faulty.PlantAt(2, where, 0)
+        trainer = trainer_of(keep, plant)
+        if kind == "plain":
+            trainer = harness.trainer_of(callbacks=[keep, plant], enable_checkpointing=True)
+        with pytest.raises(faulty.Boom):
+            trainer.fit(copy.deepcopy(MODULE), harness.loader(SAME))
+        faulty.PLANTED.clear()
+        saved.append(torch.load(keep.ckpt_path, weights_only=True))
+    assert saved[0]["global_step"] == saved[1]["global_step"]
+    harness.assert_tensors_same(saved[0]["state_dict"], saved[1]["state_dict"])
+
+
+def whole_run(steps: int) -> pl.LightningModule:
+    """What training for so many steps gives that nobody disturbs."""
+    module = copy.deepcopy(MODULE)
+    trainer_of(max_epochs=-1, max_steps=steps).fit(module, harness.loader(SAME))
+    return module
+
+
+def assert_same_weights(a: pl.LightningModule, b: pl.LightningModule) -> None:
+    harness.assert_tensors_same(dict(a.state_dict()), dict(b.state_dict()), rtol=0.0, atol=1e-30)
+
+
+class Own(TorchCheckpointIO):
+    """A user's."""
+
+
+class Recording(AsyncCheckpointIO):
+    pass
+
+
+def test_what_the_user_chose_is_used() -> None:
+    def io_of(**options: Any) -> Any:
+        return harness.trainer_of(
+            faulty.ours(**options.pop("strategy", {})), devices=2, **options
+        ).strategy.checkpoint_io
+
+    assert type(io_of()) is WholeCheckpointIO
+    assert type(io_of(plugins=[Own()])) is Own
+    assert type(io_of(strategy={"checkpoint_io": Own()})) is Own
+    wrapped = io_of(plugins=[AsyncCheckpointIO()])
+    assert type(wrapped) is AsyncCheckpointIO and type(wrapped.checkpoint_io) is WholeCheckpointIO
+    wrapped = io_of(plugins=[AsyncCheckpointIO(Own())])
+    assert type(wrapped) is AsyncCheckpointIO and type(wrapped.checkpoint_io) is Own
+    twice = io_of(plugins=[Recording(AsyncCheckpointIO())])
+    assert type(twice.checkpoint_io) is AsyncCheckpointIO
+    assert type(twice.checkpoint_io.checkpoint_io) is WholeCheckpointIO
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_saving_on_another_thread(tmp_path: Path, falls: bool) -> None:
+    """What goes wrong there is raised when training ends, at the latest; engine and threads are gone all the same."""
+    module = copy.deepcopy(MODULE)
+    if falls:
+        module.on_save_checkpoint = lambda checkpoint: checkpoint.update(falls=Falls(faulty.Boom("planted")))  # type: ignore[method-assign]
+    checkpoints = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = trainer_of(checkpoints, plugins=[AsyncCheckpointIO()])
+    if falls:
+        with pytest.raises(faulty.Boom):
+            trainer.fit(module, harness.loader(SAME))
+        assert list(tmp_path.iterdir()) == []
+    else:
+        trainer.fit(module, harness.loader(SAME))
+        assert len(list(tmp_path.iterdir())) == 4
+        last = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+        harness.assert_tensors_same(dict(whole_run(4).state_dict()), last["state_dict"])
+    faulty.assert_nothing_left(module)

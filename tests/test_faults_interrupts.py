@@ -1,0 +1,235 @@
+"""Ctrl-C at any time: training ends at once, in the way of plain Lightning, and nothing of it is left.
+
+The signal is sent at random moments, which shows what timing can do, and, so that no line is left out by luck, when the
+main thread comes to a given line of the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import faulty
+import harness
+import lightning.pytorch as pl
+import pytest
+from faulty import BATCHES, MODULE, PLANTED
+
+import lightning_roundpipe
+
+pytestmark = pytest.mark.timeout(120)
+PACKAGE = str(Path(lightning_roundpipe.__file__).parent)
+VALIDATION = harness.loader(BATCHES[:1])
+
+
+@pytest.fixture(autouse=True)
+def _handler_restored() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+    PLANTED.clear()
+
+
+class Interrupted:
+    """One training with an interrupt.
+
+    Attributes:
+        sent: when the signal was sent (monotonic); 0: never.
+        ended: whether it ended the training.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0.0
+        self.ended = False
+
+    def send(self) -> None:
+        self.sent = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def run(self, sending: Callable[[Interrupted], contextlib.AbstractContextManager[Any]]) -> pl.Trainer:
+        """Train while ``sending`` sends, and look at what is left; the trainer."""
+        handler, child = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD)
+        module = copy.deepcopy(MODULE)
+        trainer = harness.trainer_of(faulty.strategy(), devices=2)
+        with faulty.devices_made() as made:
+            try:
+                with harness.quiet(), sending(self):
+                    trainer.fit(module, harness.loader(BATCHES), VALIDATION)
+            except SystemExit as error:
+                self.ended = True
+                assert error.code == 1
+                assert time.monotonic() - self.sent < faulty.WITHIN_S * faulty.BUSY
+                assert trainer.interrupted, "Lightning was not the one who ended it"
+            # Lightning ignores further interrupts while it shuts down; with some versions that is how it stays.
+            assert signal.getsignal(signal.SIGINT) in (handler, signal.SIG_IGN)
+            assert signal.getsignal(signal.SIGCHLD) is child
+            faulty.gc.collect()
+            faulty.assert_nothing_left(module, made)
+        signal.signal(signal.SIGINT, handler)
+        return trainer
+
+
+def trains_again(trainer: pl.Trainer) -> None:
+    """With the same strategy, from the start; Lightning's loops would go on from where they were interrupted."""
+    trainer.fit_loop = type(trainer.fit_loop)(trainer, max_epochs=1)
+    module = copy.deepcopy(MODULE)
+    with harness.quiet():
+        trainer.fit(module, harness.loader(BATCHES), VALIDATION)
+    harness.assert_tensors_same(faulty.plainly().state, dict(module.state_dict()))
+
+
+# ------------------------------------------------------------------------------------------------------ at random times
+
+
+@contextlib.contextmanager
+def after(seconds: float, run: Interrupted) -> Iterator[None]:
+    timer = threading.Timer(seconds, run.send)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def at_random_times(tries: int, seed: int) -> None:
+    draw = random.Random(seed)
+    start = time.monotonic()
+    Interrupted().run(lambda run: contextlib.nullcontext())
+    whole = time.monotonic() - start
+    ended = 0
+    for number in range(tries):
+        run = Interrupted()
+        try:
+            trainer = run.run(functools.partial(after, draw.uniform(0.02, 0.9 * whole)))
+        except KeyboardInterrupt:
+            continue  # before fit, or behind it
+        ended += run.ended
+        if run.ended and number % 4 == 0:
+            trains_again(trainer)
+    assert ended >= tries / 3, "hardly any of them came in time"
+    faulty.assert_trains()
+
+
+def test_at_random_times() -> None:
+    at_random_times(8, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_at_many_random_times() -> None:
+    at_random_times(200, seed=1)
+
+
+# ------------------------------------------------------------------------------------------- at any line of the package
+
+
+Site = tuple[str, str, int]
+"""A line of the package: file, function, number."""
+
+WORKING = {
+    "strategy.py": ("_start_engine", "_stop_engine"),
+    "engine.py": ("train_batch", "evaluate", "_begin", "_finish_report"),
+    "interception.py": ("install", "remove", "intercepted", "without_caches"),
+    "interrupts.py": ("held", "install", "remove"),
+    "crew.py": ("rest", "close", "_close_devices"),
+    "rng.py": ("park", "restore"),
+    "worker.py": ("close", "reserve"),
+    "emulated.py": ("close", "allocate", "free"),
+}
+"""Functions that must not be left in the middle: most of what the main thread does is none of these."""
+
+
+class Lines:
+    """Counts the lines of the package that the main thread comes to, and sends the signal at one of them.
+
+    Args:
+        at: the line, and how many times it is passed before.
+    """
+
+    def __init__(self, run: Interrupted, at: tuple[Site, int] | None = None) -> None:
+        self.seen: Counter[Site] = Counter()
+        self._run, self._at = run, at
+
+    def __enter__(self) -> Lines:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: Any, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE) or (self._at and self._at[0][1] != code.co_name):
+            return None
+        return self._line
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        site = (Path(frame.f_code.co_filename).name, frame.f_code.co_name, frame.f_lineno)
+        if self._at == (site, self.seen[site]) and not self._run.sent:
+            self._run.send()
+        self.seen[site] += 1
+        return self._line
+
+
+def working() -> list[Site]:
+    """A line of each function that must not be left in the middle."""
+    draw = random.Random(0)
+    functions = [(file, name) for file, names in WORKING.items() for name in names]
+    return [draw.choice([site for site in sites() if site[:2] == function]) for function in functions]
+
+
+@functools.cache
+def sites() -> dict[Site, int]:
+    """All lines of an undisturbed run, and how often they were passed."""
+    counted: list[Lines] = []
+
+    def counting(run: Interrupted) -> Lines:
+        counted.append(Lines(run))
+        return counted[0]
+
+    Interrupted().run(counting)
+    return dict(counted[0].seen)
+
+
+def at_lines(chosen: Sequence[Site], seed: int) -> None:
+    draw = random.Random(seed)
+    sent = 0
+    for number, site in enumerate(chosen):
+        at = (site, draw.randrange(sites()[site]))
+        run = Interrupted()
+        trainer = run.run(lambda run, at=at: Lines(run, at))  # type: ignore[misc]
+        assert run.ended or not run.sent, f"{site}: nothing ended"
+        sent += bool(run.sent)
+        if number % 8 == 0:
+            trains_again(trainer)
+    assert sent > 0.8 * len(chosen), "waits are passed more or less often, but that is all"
+    faulty.assert_trains()
+
+
+def test_where_the_engine_works() -> None:
+    at_lines(random.Random(0).sample(working(), 8), seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_wherever_the_engine_works() -> None:
+    at_lines(working(), seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_at_many_lines_of_the_package() -> None:
+    at_lines(random.Random(1).sample(sorted(sites()), 300), seed=1)

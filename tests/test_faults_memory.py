@@ -1,0 +1,161 @@
+"""Out of memory, anywhere: the message says what was resident and which settings help, and training can begin again.
+
+Emulated devices count what they hold; a device that gets smaller when a batch starts runs out of memory at whatever
+comes next. What only CUDA reports (a backward, a copy's target) is raised by hand, as torch raises it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import faulty
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+from faulty import BATCHES, CUT, MODULE, PLANTED, fail, notes
+
+from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated_link, emulated_streams
+from lightning_roundpipe.devices.emulated import EmulatedDevice
+
+pytestmark = pytest.mark.timeout(120)
+REMEDY = (
+    "Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget, so that stages get smaller"
+)
+
+
+@pytest.fixture(autouse=True)
+def _cleared() -> Iterator[None]:
+    PLANTED.clear()
+    yield
+    PLANTED.clear()
+
+
+class Shrink(pl.Callback):
+    """From batch ``batch`` on, devices have room for only ``room`` bytes more than what they hold when it starts."""
+
+    def __init__(self, batch: int, room: int) -> None:
+        self.batch, self.room = batch, room
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            self.batch = -1
+            for device in trainer.strategy._engine.devices:
+                device._ledger.limit = device.resident_bytes() + self.room
+
+
+def run_out(trainer: pl.Trainer, error: type[BaseException]) -> BaseException | None:
+    """Train until there is no more room, and look at what is left."""
+    module, caught = copy.deepcopy(MODULE), None
+    with faulty.devices_made() as made, faulty.no_collector():
+        try:
+            with harness.quiet():
+                trainer.fit(module, harness.loader(BATCHES))
+        except error as raised:
+            caught = raised.with_traceback(None)
+        faulty.assert_nothing_left(module, made)
+    return caught
+
+
+def trains_again(trainer: pl.Trainer) -> None:
+    module = copy.deepcopy(MODULE)
+    with harness.quiet():
+        trainer.fit(module, harness.loader(BATCHES))
+    harness.assert_tensors_same(faulty.plainly().state, dict(module.state_dict()))
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_device_that_is_too_small(batch: int) -> None:
+    """Whatever the room is, it is enough or there is an error; and with more and more of it, that comes later."""
+    seen: list[str] = []
+    for room in itertools.count(0, 80):
+        trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(batch, room)])
+        error = run_out(trainer, DeviceOutOfMemory)
+        if error is None:
+            break
+        said, note = str(error), notes(error)
+        assert re.match(r"Device [01] is out of memory: [\d.]+ (B|KiB) for .+ do not fit, ", said), said
+        assert re.search(r"are in use \((weights|gradients).* [\d.]+ KiB", said), said
+        assert REMEDY in said and "or raise emulation.memory" in said
+        where = re.search(r"^roundpipe: layer 'model\.\S+', phase (\w+), microbatch \d, slot \d+", note)
+        assert where, note
+        what = re.search(r"for (.+) do not fit", said)
+        seen.append(f"{where[1]}: {what[1] if what else ''}")
+    assert room > 0
+    if batch:
+        assert seen[0] == "forward: inputs of the running call"
+        assert {text.split(":")[0] for text in seen} == {"forward", "recomputation"}, seen
+    assert any("saved for backward" in text for text in seen)
+    trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(batch, 0)])
+    assert run_out(trainer, DeviceOutOfMemory) is not None
+    trains_again(trainer)
+
+
+@pytest.mark.parametrize(
+    ("where", "sample", "time", "phase"),
+    [("block 1", 3, 0, "forward"), ("block 1", 3, 1, "recomputation"), ("block 1 backward", 3, 0, "backward")],
+)
+@pytest.mark.parametrize("batch", [0, 2])
+def test_as_torch_reports_it(batch: int, where: str, sample: int, time: int, phase: str) -> None:
+    """torch says only what it wanted: what the device held, and what helps, is in a second note."""
+    error = fail(batch, where, sample, time, torch.OutOfMemoryError, again=phase == "backward")
+    assert type(error) is torch.OutOfMemoryError
+    place, room = error.__notes__
+    assert f"layer 'model.blocks.1', phase {phase}, microbatch 1" in place
+    assert re.match(r"roundpipe: device cpu \(worker [01]\) held (weights|gradients).* [\d.]+ (Ki)?B", room), room
+    assert REMEDY in room
+
+
+def test_no_room_for_what_is_uploaded() -> None:
+    """A boundary tensor's copy on its device, at every copy of a step."""
+    phases = set()
+    real = EmulatedDevice.device_like
+    for number in (0, 3, 7, 12, 18, 25, 33):
+        left = itertools.count(-number)
+        armed = faulty.PlantAt(2, "armed")
+
+        def device_like(self: EmulatedDevice, *args: Any, left: Any = left) -> torch.Tensor:
+            if PLANTED.where == "armed" and next(left) == 0:
+                PLANTED("armed")
+            return real(self, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EmulatedDevice, "device_like", device_like)
+            armed.planted = ("armed", None, 0, torch.OutOfMemoryError)
+            trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[armed])
+            error = run_out(trainer, torch.OutOfMemoryError)
+        PLANTED.clear()
+        assert error is not None, "swallowed"
+        place, room = error.__notes__  # type: ignore[attr-defined]
+        phases.add(re.search(r"phase (\w+)", place)[1])  # type: ignore[index]
+        assert " held " in room
+    assert phases >= {"forward", "backward"}
+    trains_again(trainer)
+
+
+@pytest.mark.parametrize("number", [0, 1, 7, 20, 41, 63])
+def test_a_copy_that_fails(number: int) -> None:
+    """Of weights, boundaries or gradients: a stream has failed, and whoever needs what it should bring says so."""
+    copies = itertools.count(-number)
+    real = emulated_link.move
+
+    def move(*args: Any) -> None:
+        if PLANTED.where == "armed" and next(copies) == 0:
+            PLANTED("armed")
+        real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated_streams, "move", move)
+        callbacks = [faulty.PlantAt(2, "armed")]
+        trainer = harness.trainer_of(faulty.strategy(plan=CUT), devices=2, callbacks=callbacks)
+        error = run_out(trainer, StreamError)
+    assert len(PLANTED.raised_at) == 1
+    assert error is not None, "swallowed"
+    assert re.match(r"roundpipe-dev[01]-\w+ failed: Boom\('planted'\)", str(error))
+    assert type(error.__cause__) is faulty.Boom
+    PLANTED.clear()
+    trains_again(trainer)

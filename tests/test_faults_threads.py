@@ -1,0 +1,241 @@
+"""A thread that dies or never comes back is reported, with where all threads are, instead of a silent hang."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import faulty
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+from faulty import BATCHES, MODULE, FaultyModule
+from harness import ours
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime import crew
+from lightning_roundpipe.runtime.threads import TaskThread
+
+pytestmark = pytest.mark.timeout(60)
+
+
+# ----------------------------------------------------------------------------------------------------------------- dead
+
+
+def end(thread: TaskThread) -> None:
+    """Make a thread's loop fail, outside of what it was given."""
+    thread._tasks.put("no task")  # type: ignore[arg-type]
+
+
+class End(pl.Callback):
+    """Ends one of the engine's threads at the start of batch ``batch`` or a little later; -1: of a validation batch."""
+
+    def __init__(self, which: str, batch: int, after_s: float = 0.0) -> None:
+        self.which, self.batch, self.after_s = which, batch, after_s
+        self.at = 0.0
+
+    def _end(self, engine: Any) -> None:
+        crew: Any = engine.crew
+        thread = crew.workers[1].thread if self.which == "worker" else crew.thread(1)
+        if not self.after_s:
+            end(thread)
+        else:
+            threading.Timer(self.after_s, end, [thread]).start()
+        self.at = time.monotonic() + self.after_s
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            self._end(trainer.strategy._engine)
+
+    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.batch < 0:
+            self._end(trainer.strategy._engine)
+
+
+@pytest.mark.parametrize(
+    ("which", "batch", "after_s"),
+    [("worker", 0, 0), ("worker", 2, 0), ("worker", 2, 0.01), ("microbatch", 2, 0), ("worker", -1, 0)],
+)
+def test_a_dead_thread_is_reported(which: str, batch: int, after_s: float) -> None:
+    ended = End(which, batch, after_s)
+    trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[ended], num_sanity_val_steps=1)
+    module = copy.deepcopy(MODULE)
+    # Long enough that a thread which dies a little later does so within the step.
+    batches = BATCHES * (30 if after_s else 1)
+    with pytest.raises(RoundPipeError) as caught:
+        trainer.fit(module, harness.loader(batches), harness.loader(BATCHES[:1]))
+    assert time.monotonic() - ended.at < 2 * faulty.WITHIN_S * faulty.BUSY
+    said = str(caught.value)
+    assert re.match(rf"thread 'roundpipe-{which}\d' has died \(AttributeError", said), said
+    for name in ("MainThread", "roundpipe-worker0"):
+        assert f"Thread {name!r}" in said
+    assert isinstance(caught.value.__cause__, AttributeError)
+    faulty.assert_nothing_left(module)
+    faulty.assert_trains()
+
+
+# ---------------------------------------------------------------------------------------------------------------- stuck
+
+
+class Stuck:
+    """Where user code waits, once, for something that does not come."""
+
+    def __init__(self) -> None:
+        self.where = ""
+        self.release = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, where: str) -> None:
+        if where == self.where:
+            self.where = ""
+            self.reached.set()
+            wait_for_nothing(self.release)
+
+
+def wait_for_nothing(release: threading.Event) -> None:
+    """Shows in the stacks."""
+    release.wait(30)
+
+
+STUCK = Stuck()
+
+
+class StuckLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        STUCK("layer")
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class StuckModule(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), StuckLayer(), nn.Linear(8, 5))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        out = self.net(batch["x"])
+        STUCK("glue")
+        return nn.functional.cross_entropy(out, batch["y"])
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.net(batch["x"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class StickAt(pl.Callback):
+    """In the third batch; ``where`` is ``"validation"`` for a layer in the first batch of that."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and self.where != "validation":
+            STUCK.where, self.where = self.where, ""
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        if self.where == "validation":
+            STUCK.where, self.where = "layer", ""
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    """Afterwards it is let go, and the thread that was left behind ends."""
+    monkeypatch.setattr(crew, "GRACE", 0.5)
+    STUCK.release.clear()
+    STUCK.reached.clear()
+    yield STUCK
+    STUCK.release.set()
+    deadline = time.monotonic() + 10
+    while harness.roundpipe_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert harness.roundpipe_threads() == [], "does not end when it is let go"
+
+
+def stuck_trainer(where: str, **options: Any) -> pl.Trainer:
+    chosen = ours(**({"num_microbatches": 3, "layers": ["Linear", "StuckLayer"], "watchdog_timeout": 0.7} | options))
+    return harness.trainer_of(chosen, devices=2, callbacks=[StickAt(where)])
+
+
+@pytest.mark.parametrize("where", ["layer", "glue", "validation"])
+def test_a_stuck_thread_is_reported(where: str, stuck: Stuck) -> None:
+    trainer, module = stuck_trainer(where), StuckModule()
+    start = time.monotonic()
+    with pytest.raises(TimeoutError) as caught:
+        trainer.fit(module, harness.loader(BATCHES), harness.loader(BATCHES[:1]))
+    assert stuck.reached.is_set()
+    assert time.monotonic() - start < 20
+    said = str(caught.value)
+    assert said.startswith("nothing happened for watchdog_timeout=0.7 seconds")
+    assert "wait_for_nothing" in said, "no stack shows where it is stuck"
+    assert "Thread 'MainThread'" in said and "Thread 'roundpipe-worker" in said
+    left = harness.roundpipe_threads()
+    assert all("worker" in name or "microbatch" in name for name in left) and len(left) <= 3, left
+    stuck.release.set()  # a layer that is stuck has a core, and this machine may have only one
+    trainer.fit(module, harness.loader(BATCHES))
+
+
+def test_no_other_step_with_a_stuck_thread(stuck: Stuck) -> None:
+    """Lightning stops when a step fails; who goes on all the same is told what is wrong."""
+    refused: list[str] = []
+
+    class GoOn(pl.Callback):
+        def on_exception(self, trainer: Any, *_: Any) -> None:
+            for step in (trainer.strategy.training_step, trainer.strategy.validation_step):
+                with pytest.raises(RoundPipeError) as caught:
+                    step(BATCHES[0], 0)
+                refused.append(str(caught.value))
+
+    trainer = stuck_trainer("layer")
+    trainer.callbacks.append(GoOn())
+    with pytest.raises(TimeoutError):
+        trainer.fit(StuckModule(), harness.loader(BATCHES))
+    assert len(refused) == 2 and all("never came back" in text for text in refused)
+
+
+def test_what_is_slow_is_not_stuck() -> None:
+    """The watchdog counts from the last thing that happened, not from the start of the step."""
+
+    class Slow(StuckLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.15)
+            return super().forward(x)
+
+    module = StuckModule()
+    module.net = nn.Sequential(nn.Linear(8, 8), Slow(), Slow(), nn.Linear(8, 5))
+    chosen = ours(num_microbatches=3, layers=["Linear", "Slow"], watchdog_timeout=0.9)
+    trainer = harness.trainer_of(chosen, devices=1)
+    start = time.monotonic()
+    trainer.fit(module, harness.loader(BATCHES[:1]))
+    assert time.monotonic() - start > 0.9, "no step was longer than the watchdog's time"
+
+
+# ----------------------------------------------------------------------------------------------- not in the main thread
+
+
+def test_a_trainer_in_another_thread() -> None:
+    """Signals and their handlers are the main thread's, and left alone; errors arrive as they do there."""
+    caught: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            caught.append(faulty.fail(2, "block 1 backward", 3))
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join(60)
+    [error] = caught
+    assert type(error) is faulty.Boom, error
+    assert isinstance(MODULE, FaultyModule)
