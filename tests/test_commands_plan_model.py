@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[1]
 TINY = ["model=tiny_llama", "hardware=cpu", "sequence_length=64", "search_seconds=0.1"]
 TINY_4090 = ["model=tiny_llama", "hardware=rtx4090x8", "sequence_length=64", "search_seconds=0.1"]
 
+LORA = ("attention", "all_linear")
+
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -71,6 +73,29 @@ def test_adapters_need_less(command: Any) -> None:
     assert lora["tokens_per_s"] > full["tokens_per_s"]
 
 
+def test_experts_with_adapters(command: Any, tmp_path: Path) -> None:
+    """Their weights are adapted as parameters, which PEFT does under an autocast that needs a device with one."""
+    settings = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    options = (f"model={tmp_path}", *TINY[1:], "format=json")
+    trained = [
+        json.loads(command(*options[:3], *options[4:], f"lora={lora}")[1])["trained_parameters"] for lora in LORA
+    ]
+    assert 0 < trained[0] < trained[1]
+
+
 def test_what_does_not_fit_is_an_answer_with_a_remedy(command: Any) -> None:
     options = (*TINY_4090, "memory=300KB", "microbatch_size=2")
     code, out, _ = command(*options, "format=json")
@@ -91,7 +116,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
     found = json.loads(command(*options, "sequence_length=256")[1])
     longest = found["longest_sequence"]
     assert 256 < longest < 1 << 16
-    assert found["limited_by"].startswith("memory=50,000,000 bytes of a worker, most of it for activations")
+    assert found["limited_by"].startswith("memory=0.05GiB of each worker, most of it for activations")
     for length, fits in ((longest, True), (longest + 256, False)):
         again = json.loads(command(*options, f"sequence_length={length}", "microbatch_size=1")[1])
         assert again["fits"] is fits

@@ -21,6 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from lightning_roundpipe import train
+from lightning_roundpipe.commands import plan
 from lightning_roundpipe.data import RandomTokens
 from lightning_roundpipe.model.loading import from_config
 
@@ -144,6 +145,13 @@ def test_tiny_leaves_everything(
     assert summary["plan"] == (folder / "plan.txt").read_text().strip()
     assert len(summary["completion_after"].split()) == 32
     assert OmegaConf.load(folder / "config.yaml").trainer.max_steps == 2
+    monkeypatch.setattr(sys, "argv", ["roundpipe-plan", f"costs={folder / 'costs.json'}", "format=json"])
+    assert plan.main() == 0  # what was measured can be planned with, for as many workers and microbatches
+    planned = json.loads(capfd.readouterr().out)
+    assert sum(planned["backward"]) + planned["fused"] + 1 == len(
+        json.loads((folder / "costs.json").read_text())["calls"]
+    )
+    assert planned["period_ms"] > 0
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "adapters" / "adapter_model.safetensors").is_file()
     rows = list(csv.DictReader((folder / "csv" / "metrics.csv").open()))

@@ -18,6 +18,7 @@ class RunFolder(Callback):
     """Writes into ``folder`` when training has ended.
 
     * ``plan.txt``: the plan as text, which ``partition.plan`` takes again;
+    * ``costs.json``: what each layer takes, which ``roundpipe-plan costs=`` reads;
     * ``timeline.png``: the last step as it ran; ``step.json``: the same as numbers;
     * ``adapters/``: PEFT adapters, which plain PEFT loads.
 
@@ -43,5 +44,8 @@ class RunFolder(Callback):
         if not report:
             return
         (self.folder / "plan.txt").write_text(f"{report['plan']}\n")
+        if report.get("costs"):
+            facts = {"workers": report["workers"], "microbatches": report["microbatches"], **report["costs"]}
+            (self.folder / "costs.json").write_text(json.dumps(facts, indent=1) + "\n")
         (self.folder / "step.json").write_text(json.dumps(report))
         draw_timeline(report, self.folder / "timeline.png")

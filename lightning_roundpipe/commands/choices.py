@@ -93,7 +93,6 @@ def _make_model(config: PretrainedConfig, name: str, lora: str, precision: Preci
     except Exception as error:
         raise ValueError(f"model={name} makes no causal language model: {_line(error)}") from error
     if settings := _choice("lora", lora, "a YAML file like those in conf/lora", none=True):
-        torch.set_autocast_dtype("meta", torch.bfloat16)  # which PEFT asks for, though it then switches autocast off
         try:
             # As under autocast, adapters compute in the format of the weights beside them.
             model = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)

@@ -227,11 +227,12 @@ def _why_not(costs: Costs, shape: Shape, microbatches: int, memory: int | None) 
     plan = Plan.per_call(len(costs), microbatches)
     if memory is not None and device_bytes(plan, costs) > memory:
         item = max(device_items(plan, costs), key=lambda item: item.nbytes)
-        return f"memory={memory:,} bytes of a worker, most of it for {_without_stage(item)}"
+        return f"memory={memory / 2**30:,.2f}GiB of each worker, most of it for {_without_stage(item)}"
     items = host_items(plan, costs, shape.parameters)
     if total(items) > shape.hardware.host_memory:
         item = max(items, key=lambda item: item.nbytes)
-        return f"host_memory={shape.hardware.host_memory:,} bytes of {shape.hardware.title}, most of it for {item.name}"
+        limit = f"host_memory={shape.hardware.host_memory / 2**30:,.2f}GiB of {shape.hardware.title}"
+        return f"{limit}, most of it for {item.name}"
     return None
 
 

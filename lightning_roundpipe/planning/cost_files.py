@@ -9,6 +9,9 @@ beside the times, and have to where memory is limited::
      "weight_bytes": 436e6, "gradient_bytes": 436e6, "boundary_bytes": 67e6, "activation_bytes": 1e9,
      "head_weight_bytes": 1050e6, "head_gradient_bytes": 1050e6, "head_boundary_bytes": 67e6,
      "head_activation_bytes": 2e9}
+
+Or the file lists the ``calls`` of a trace, each with its own times and sizes, as `Costs.to_dict` writes them and as a
+run of ``roundpipe-train`` leaves them in ``costs.json``: measured on the device.
 """
 
 from __future__ import annotations
@@ -59,6 +62,11 @@ def costs_of(data: Mapping[str, Any], path: Path) -> tuple[Costs, float]:
     Raises:
         ValueError: a key is missing or its value makes no sense; says which.
     """
+    if "calls" in data:
+        try:
+            return Costs.from_dict(data), number(data, "hop_ms", path, 0.0) / 1e3
+        except ValueError as error:
+            raise ValueError(f"costs={path}: {error}") from None
     layers = whole(data, "layers", path)
     if layers > MOST_LAYERS:
         raise ValueError(f"costs={path}: layers={layers} is more than the {MOST_LAYERS} that can be planned for.")

@@ -8,7 +8,8 @@ same weights' shapes, same inputs' shapes) are measured once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +44,7 @@ def estimate_costs(
     Raises:
         ValueError: it cannot run without data, or calls no layer.
     """
-    with Meter(hardware) as meter:
+    with _autocast_knows_meta(), Meter(hardware) as meter:
         walk = _Walk(meter)
         try:
             for name, layer in layers.items():
@@ -59,12 +60,27 @@ def estimate_costs(
         except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"{type(model).__name__} cannot be estimated, as it does not run without data: {line} Measure its "
-                "times in training instead, and give them as costs=FILE.json."
+                f"{type(model).__name__} cannot be estimated, as it does not run without data: {line} Measure it "
+                "instead: a few steps of training leave costs.json, for roundpipe-plan costs=costs.json."
             ) from error
         finally:
             walk.restore()
     return walk.costs()
+
+
+@contextmanager
+def _autocast_knows_meta() -> Iterator[None]:
+    """PEFT switches autocast off around experts by the device of their weights, and for this one there is none."""
+    original = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if device_type == "meta" else original(device_type, *args, **kwargs)
+
+    torch.autocast = autocast  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
 
 
 @dataclass

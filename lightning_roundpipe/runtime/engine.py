@@ -323,7 +323,7 @@ class Engine:
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def _finish_report(self, step: Step, seconds: float) -> None:
-        recorder, plan, workers = self.recorder, self.plan, len(self.workers)
+        recorder, plan, workers, costs = self.recorder, self.plan, len(self.workers), self.costs
         peaks = [d.peak_bytes() for d in self.devices]
         # Only rows are kept: the step itself holds every boundary tensor.
         slots = [
@@ -356,6 +356,7 @@ class Engine:
                 "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "bubble_pct": bubble_percent(rows, workers),
                 "step_time_s": seconds,
+                "costs": costs.to_dict() if costs is not None else None,
                 "events": rows,
             }
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from planning.making import call, even
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, greedy_partition
-from lightning_roundpipe.planning.memory import device_bytes, partition_within
+from lightning_roundpipe.planning.memory import Parameters, device_bytes, device_items, host_items, partition_within
 
 
 def test_counted_by_hand() -> None:
@@ -65,3 +65,23 @@ def test_whatever_the_model_the_plan_fits_or_nothing_does(calls: list[CallCost],
     plan = partition_within(costs, workers, 3, None, budget)
     plan.validate(costs.layers)
     assert device_bytes(plan, costs) <= budget
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["forward 0-2; fused 3; backward 2 1 0; round 2", "forward 0 1; fused 2-3; backward 1 0; round 2"],
+)
+def test_items_add_up(text: str) -> None:
+    plan, costs = Plan.parse(text), even(4)
+    assert sum(item.nbytes for item in device_items(plan, costs)) == device_bytes(plan, costs)
+
+
+def test_the_host_holds_each_number_once() -> None:
+    plan = Plan.parse("forward 0-1; fused 2-3; backward 1 0; round 3")
+    frozen = Costs((call("a", needs_backward=False), *even(3)))
+    mixed = {item.name: item for item in host_items(plan, frozen, Parameters(1000, 10, 2))}
+    assert [item.nbytes for item in mixed.values()] == [4000, 2000, 20, 4000, 8000, 3 * 5]
+    assert [item.locked for item in mixed.values()] == [False, True, True, True, False, True]
+    same = host_items(plan, frozen, Parameters(1000, 0, 4))
+    assert [item.nbytes for item in same] == [4000, 4000, 8000, 3 * 5]  # masters are what is copied
+    assert same[0].locked
