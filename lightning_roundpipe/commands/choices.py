@@ -86,10 +86,14 @@ def make_model(config: PretrainedConfig, name: str, lora: str, precision: Precis
 
 def _make_model(config: PretrainedConfig, name: str, lora: str, precision: Precision) -> nn.Module:
     AttentionInterface.register(ATTENTION, attention)
+    build: Any = AutoModelForCausalLM.from_config
     dtype = DTYPES[precision]
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)  # type: ignore[no-untyped-call]
+            try:
+                model: nn.Module = build(config, dtype=dtype, attn_implementation=ATTENTION)
+            except (KeyError, ValueError):  # architectures with attention of their own
+                model = build(config, dtype=dtype, attn_implementation="eager")
     except Exception as error:
         raise ValueError(f"model={name} makes no causal language model: {_line(error)}") from error
     if settings := _choice("lora", lora, "a YAML file like those in conf/lora", none=True):
