@@ -6,7 +6,7 @@ ratio is that of the medians of two runs made one after the other. Without a mem
 so small a model on the device and recompute nothing, which is no comparison: --budget makes it cut and recompute. The
 whole takes a quarter of an hour: shorten it with --repeat, --steps or --only.
 
-    .venv/bin/python benchmarks/bench_overhead.py [--tokens 256] [--repeat 3] [--only lora]
+    .venv/bin/python benchmarks/bench_overhead.py [--tokens 512] [--repeat 3] [--only lora]
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _stages(strategy: RoundPipeStrategy) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=256, help="of a microbatch, which is one sequence")
-    parser.add_argument("--steps", type=int, default=3, help="counted steps of a run")
+    parser.add_argument("--steps", type=int, default=2, help="counted steps of a run")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each side")
     parser.add_argument("--budget", default="1GiB", help="memory_budget of the device; empty: none")
     parser.add_argument("--only", choices=KINDS, help="one kind of fine-tuning")
