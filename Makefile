@@ -46,7 +46,7 @@ test: $(STAMP) ## every test that is not slow
 	@$(BIN)/python -m pytest -m "not slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests
-	@$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
