@@ -68,7 +68,7 @@ def _stages(strategy: RoundPipeStrategy) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=256, help="of a microbatch, which is one sequence")
+    parser.add_argument("--tokens", type=int, default=512, help="of a microbatch, which is one sequence")
     parser.add_argument("--steps", type=int, default=2, help="counted steps of a run")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each side")
     parser.add_argument("--budget", default="1GiB", help="memory_budget of the device; empty: none")
