@@ -2,7 +2,7 @@
 #   make train ARGS="trainer.max_steps=4"     make test ARGS="-k transparency"     make test TEST_PROCESSES=8
 
 ARGS ?=
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 

@@ -35,7 +35,8 @@ VALIDATION = harness.loader(BATCHES[:1])
 
 @pytest.fixture(autouse=True)
 def _handler_restored() -> Iterator[None]:
-    handler = signal.getsignal(signal.SIGINT)
+    """What runs in the background is started with interrupts ignored, and Python then leaves it at that."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)
     PLANTED.clear()

@@ -63,6 +63,8 @@ def ratio(case: Case, staleness: int, seconds: float) -> float:
     return (ends[-1] - ends[-17]) / 16 / paper
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_papers_small_models_are_beaten_within_seconds(staleness: int) -> None:
     for model, most in (("qwen3-1.7b", (0.95, 0.96)), ("llama3.1-8b", (0.96, 0.975))):
