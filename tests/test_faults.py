@@ -24,7 +24,7 @@ from harness import ours, run
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, _utils
 from torch.utils.data._utils import signal_handling
 
 pytestmark = pytest.mark.timeout(60)
@@ -289,6 +289,7 @@ def test_in_a_data_loader_process(kills: bool, monkeypatch: pytest.MonkeyPatch) 
     """When one dies, torch raises from a signal's handler, wherever the main thread is."""
     # It is set once in a process, and gone with the first Trainer, who puts back what was there.
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # or it may wait five seconds for the dead
     module = Killing() if kills else copy.deepcopy(MODULE)
     data = DataLoader(Rows(-1 if kills else 2), batch_size=None, num_workers=1, prefetch_factor=1)
     with pytest.raises(RuntimeError if kills else Boom, match=r"worker.*killed" if kills else "planted") as caught:

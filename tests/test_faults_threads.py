@@ -60,7 +60,7 @@ class End(pl.Callback):
 
 @pytest.mark.parametrize(
     ("which", "batch", "after_s"),
-    [("worker", 0, 0), ("worker", 2, 0), ("worker", 2, 0.01), ("microbatch", 2, 0), ("worker", -1, 0)],
+    [("worker", 0, 0), ("worker", 2, 0.01), ("microbatch", 2, 0), ("worker", -1, 0)],
 )
 def test_a_dead_thread_is_reported(which: str, batch: int, after_s: float) -> None:
     ended = End(which, batch, after_s)
@@ -77,7 +77,8 @@ def test_a_dead_thread_is_reported(which: str, batch: int, after_s: float) -> No
         assert f"Thread {name!r}" in said
     assert isinstance(caught.value.__cause__, AttributeError)
     faulty.assert_nothing_left(module)
-    faulty.assert_trains()
+    if after_s:
+        faulty.assert_trains()
 
 
 # ---------------------------------------------------------------------------------------------------------------- stuck
@@ -151,7 +152,7 @@ class StickAt(pl.Callback):
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     """Afterwards it is let go, and the thread that was left behind ends."""
-    monkeypatch.setattr(crew, "GRACE", 0.5)
+    monkeypatch.setattr(crew, "GRACE", 0.2)
     STUCK.release.clear()
     STUCK.reached.clear()
     yield STUCK
@@ -167,40 +168,39 @@ def stuck_trainer(where: str, **options: Any) -> pl.Trainer:
     return harness.trainer_of(chosen, devices=2, callbacks=[StickAt(where)])
 
 
+class GoOn(pl.Callback):
+    """Lightning stops when a step fails; who goes on all the same is told what is wrong."""
+
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        for step in (trainer.strategy.training_step, trainer.strategy.validation_step):
+            with pytest.raises(RoundPipeError) as caught:
+                step(BATCHES[0], 0)
+            self.refused.append(str(caught.value))
+
+
 @pytest.mark.parametrize("where", ["layer", "glue", "validation"])
 def test_a_stuck_thread_is_reported(where: str, stuck: Stuck) -> None:
-    trainer, module = stuck_trainer(where), StuckModule()
+    go_on, module = GoOn(), StuckModule()
+    chosen = ours(num_microbatches=3, layers=["Linear", "StuckLayer"], watchdog_timeout=0.5)
+    trainer = harness.trainer_of(chosen, devices=2, callbacks=[StickAt(where), go_on])
     start = time.monotonic()
     with pytest.raises(TimeoutError) as caught:
         trainer.fit(module, harness.loader(BATCHES), harness.loader(BATCHES[:1]))
     assert stuck.reached.is_set()
     assert time.monotonic() - start < 20
     said = str(caught.value)
-    assert said.startswith("nothing happened for watchdog_timeout=0.7 seconds")
+    assert said.startswith("nothing happened for watchdog_timeout=0.5 seconds")
     assert "wait_for_nothing" in said, "no stack shows where it is stuck"
     assert "Thread 'MainThread'" in said and "Thread 'roundpipe-worker" in said
+    assert len(go_on.refused) == 2 and all("never came back" in text for text in go_on.refused)
     left = harness.roundpipe_threads()
     assert all("worker" in name or "microbatch" in name for name in left) and len(left) <= 3, left
-    stuck.release.set()  # a layer that is stuck has a core, and this machine may have only one
-    trainer.fit(module, harness.loader(BATCHES))
-
-
-def test_no_other_step_with_a_stuck_thread(stuck: Stuck) -> None:
-    """Lightning stops when a step fails; who goes on all the same is told what is wrong."""
-    refused: list[str] = []
-
-    class GoOn(pl.Callback):
-        def on_exception(self, trainer: Any, *_: Any) -> None:
-            for step in (trainer.strategy.training_step, trainer.strategy.validation_step):
-                with pytest.raises(RoundPipeError) as caught:
-                    step(BATCHES[0], 0)
-                refused.append(str(caught.value))
-
-    trainer = stuck_trainer("layer")
-    trainer.callbacks.append(GoOn())
-    with pytest.raises(TimeoutError):
-        trainer.fit(StuckModule(), harness.loader(BATCHES))
-    assert len(refused) == 2 and all("never came back" in text for text in refused)
+    if where == "layer":
+        stuck.release.set()  # a layer that is stuck has a core, and this machine may have only one
+        trainer.fit(module, harness.loader(BATCHES))
 
 
 def test_what_is_slow_is_not_stuck() -> None:
@@ -208,16 +208,16 @@ def test_what_is_slow_is_not_stuck() -> None:
 
     class Slow(StuckLayer):
         def forward(self, x: Tensor) -> Tensor:
-            time.sleep(0.15)
+            time.sleep(0.1)
             return super().forward(x)
 
     module = StuckModule()
     module.net = nn.Sequential(nn.Linear(8, 8), Slow(), Slow(), nn.Linear(8, 5))
-    chosen = ours(num_microbatches=3, layers=["Linear", "Slow"], watchdog_timeout=0.9)
+    chosen = ours(num_microbatches=3, layers=["Linear", "Slow"], watchdog_timeout=0.7)
     trainer = harness.trainer_of(chosen, devices=1)
     start = time.monotonic()
     trainer.fit(module, harness.loader(BATCHES[:1]))
-    assert time.monotonic() - start > 0.9, "no step was longer than the watchdog's time"
+    assert time.monotonic() - start > 0.7, "no step was longer than the watchdog's time"
 
 
 # ----------------------------------------------------------------------------------------------- not in the main thread
