@@ -19,21 +19,29 @@ class Aborted(BaseException):
 
 
 class Waiter:
-    """One thread's wait for one thing. A queue, because a semaphore of Python's own takes five times as long."""
+    """One thread's wait for one thing. A queue, because a semaphore of Python's own takes five times as long.
 
-    __slots__ = ("_wakes",)
+    Once woken it stays so: Ctrl-C may come between what the queue gave and whoever waited for it, who then asks again.
+    """
+
+    __slots__ = ("_wakes", "_woken")
 
     def __init__(self) -> None:
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._woken = False
 
     def wake(self) -> None:
+        self._woken = True
         self._wakes.put(None)
 
     def wait(self) -> None:
-        self._wakes.get()
+        if not self._woken:
+            self._wakes.get()
 
     def wait_for(self, seconds: float) -> bool:
         """Wait at most ``seconds``; whether it was woken."""
+        if self._woken:
+            return True
         try:
             self._wakes.get(timeout=seconds)
         except queue.Empty:
