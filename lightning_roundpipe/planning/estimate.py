@@ -58,6 +58,7 @@ def estimate_costs(
                     loss.backward()  # type: ignore[no-untyped-call]
                 walk.loss_backward_s = after.seconds - forward_s
         except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+            # What a model does with values (.item(), branches on them) fails on the meta device in any of these ways.
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
                 f"{type(model).__name__} cannot be estimated, as it does not run without data: {line} Measure it "
