@@ -94,6 +94,11 @@ def trains_again(trainer: pl.Trainer) -> None:
 
 
 @contextlib.contextmanager
+def undisturbed(run: Interrupted) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
 def after(seconds: float, run: Interrupted) -> Iterator[None]:
     timer = threading.Timer(seconds, run.send)
     timer.start()
@@ -104,33 +109,36 @@ def after(seconds: float, run: Interrupted) -> Iterator[None]:
         timer.join()
 
 
-def at_random_times(tries: int, seed: int) -> None:
+def at_random_times(wanted: int, seed: int) -> None:
+    """Until ``wanted`` signals have ended a training. How long one takes changes with what else the machine does."""
     draw = random.Random(seed)
-    start = time.monotonic()
-    Interrupted().run(lambda run: contextlib.nullcontext())
-    whole = time.monotonic() - start
-    ended = 0
-    for number in range(tries):
+    whole = 0.0
+    ended = tries = 0
+    while ended < wanted:
+        tries += 1
+        assert tries <= 4 * wanted + 8, f"only {ended} of them came in time"
         run = Interrupted()
+        start = time.monotonic()
         try:
-            trainer = run.run(functools.partial(after, draw.uniform(0.02, 0.9 * whole)))
+            trainer = run.run(functools.partial(after, draw.uniform(0.02, 0.9 * whole)) if whole else undisturbed)
         except KeyboardInterrupt:
             continue  # before fit, or behind it
+        if not run.ended:
+            whole = time.monotonic() - start
         ended += run.ended
-        if run.ended and number % 4 == 0:
+        if run.ended and ended % 4 == 1:
             trains_again(trainer)
-    assert ended >= tries / 3, "hardly any of them came in time"
     faulty.assert_trains()
 
 
 def test_at_random_times() -> None:
-    at_random_times(8, seed=0)
+    at_random_times(6, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_at_many_random_times() -> None:
-    at_random_times(200, seed=1)
+    at_random_times(150, seed=1)
 
 
 # ------------------------------------------------------------------------------------------- at any line of the package

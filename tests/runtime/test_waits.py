@@ -162,8 +162,13 @@ def test_every_wait_is_listed() -> None:
 
 
 @contextlib.contextmanager
-def late(slow: str) -> Iterator[None]:
-    """One kind of copy, one hand-off between threads, or user code takes much longer than all others."""
+def late(slow: str, times: float = 1.0) -> Iterator[None]:
+    """One kind of copy, one hand-off between threads, or user code takes much longer than all others.
+
+    Args:
+        slow: which.
+        times: how many times longer than usually. On a machine that is busy with other things, everything takes longer.
+    """
 
     class Late(Delays):
         def __init__(self, seed: int, name: str) -> None:
@@ -171,16 +176,16 @@ def late(slow: str) -> Iterator[None]:
             self.late = name.endswith(f"/{slow}")
 
         def next(self) -> float:
-            return 0.02 if self.late else super().next() / 10
+            return 0.02 * times if self.late else super().next() / 10
 
     real_run, real_close = MicrobatchRun.run, Worker.close_slot
 
     def run(self: MicrobatchRun, *args: Any) -> None:
-        time.sleep(0.03 - 0.01 * self.index)
+        time.sleep((0.03 - 0.01 * self.index) * times)
         real_run(self, *args)
 
     def close_slot(self: Worker, slot: Any) -> None:
-        time.sleep(0.03)
+        time.sleep(0.03 * times)
         real_close(self, slot)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -189,22 +194,28 @@ def late(slow: str) -> Iterator[None]:
         elif slow == "closing":
             patch.setattr(Worker, "close_slot", close_slot)
         elif slow == "glue":
-            patch.setattr(stress, "GLUE_S", 0.01)
+            patch.setattr(stress, "GLUE_S", 0.01 * times)
         elif slow:
             patch.setattr(emulated, "Delays", Late)
         yield
 
 
+TRIES = 8
+LATER = 1.5
+"""What comes late comes this many times later with each try: the last one takes 17 times what the first one takes."""
+
+
 def noticed(wait: Wait, seed: int) -> str:
     """What the checks say of a run without ``wait``; empty if nothing."""
+    times = LATER**seed
     case = replace(wait.case, emulation={"poison": True, "delay_seed": seed})
     expected = stress.reference(case)
     ordering = Ordering() if wait.by == "order" else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stress, "WATCHDOG", 2.0)
+        patch.setattr(stress, "WATCHDOG", 2.0 + times)
         take_out(patch, wait.where, wait.line)
         try:
-            with late(wait.slow), ordering or contextlib.nullcontext():
+            with late(wait.slow, times), ordering or contextlib.nullcontext():
                 run = stress.train(case)
         except Exception as error:
             return repr(error)
@@ -213,9 +224,10 @@ def noticed(wait: Wait, seed: int) -> str:
 
 @pytest.mark.parametrize("wait", WAITS, ids=str)
 def test_a_wait_that_is_missing_is_noticed(wait: Wait) -> None:
-    assert any(noticed(wait, seed) for seed in range(8)), f"nothing shows without {wait.line!r}"
+    assert any(noticed(wait, seed) for seed in range(TRIES)), f"nothing shows without {wait.line!r}"
 
 
+@pytest.mark.parametrize("times", [1.0, pytest.param(LATER ** (TRIES - 1), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("case", "slow"),
     [
@@ -226,9 +238,10 @@ def test_a_wait_that_is_missing_is_noticed(wait: Wait) -> None:
         pytest.param(ARRIVAL, "closing", id="arrival"),
     ],
 )
-def test_nothing_is_noticed_while_all_are_there(case: Case, slow: str) -> None:
+def test_nothing_is_noticed_while_all_are_there(case: Case, slow: str, times: float) -> None:
     """Or the tests above would say nothing."""
-    with late(slow):
+    with late(slow, times), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stress, "WATCHDOG", 2.0 + times)
         assert not stress.wrong(stress.train(case), stress.reference(case))
 
 
