@@ -19,14 +19,14 @@ MAX_LINES = 400
 
 LAYERS: list[set[str]] = [
     {"config"},
-    {"devices", "planning", "model"},
+    {"devices", "planning", "model", "optim"},
     {"runtime"},
     {"precision", "checkpoint_io", "refusals"},
     {"strategy"},
     {"callbacks", "timeline", "gantt", "tasks", "data", "sweep"},
     {"train", "commands"},
 ]
-STRANGERS = {"devices", "planning", "model"}
+STRANGERS = {"devices", "planning", "model", "optim"}
 """Packages of one layer that know nothing of each other."""
 
 FACADE = {"__init__", "registration"}

@@ -1,0 +1,15 @@
+"""The user's optimizer, stepped a few parameters at a time with the numbers of ``optimizer.step()``.
+
+Which optimizers can be (``independence``), a snapshot of their hyperparameters, the stand-in that does it (``shadow``),
+with fused kernels where there are any (``fused``), and gradient clipping in pieces (``clipping``).
+"""
+
+from __future__ import annotations
+
+from lightning_roundpipe.optim.clipping import Clip
+from lightning_roundpipe.optim.fused import fused_for
+from lightning_roundpipe.optim.hyperparameters import Hyperparameters
+from lightning_roundpipe.optim.independence import stepped_by_parameter
+from lightning_roundpipe.optim.shadow import Shadow
+
+__all__ = ["Clip", "Hyperparameters", "Shadow", "fused_for", "stepped_by_parameter"]

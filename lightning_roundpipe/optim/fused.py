@@ -1,0 +1,66 @@
+"""Where a fused kernel is used although the user did not ask for one.
+
+On the CPU torch's optimizers take ten passes over a parameter's memory where their fused kernels take one, and they use
+those only if told to. The numbers agree to rounding and the state is the same, so that a run goes on with either.
+They are not used where more than rounding would differ:
+
+- In half precision the ordinary code rounds after each operation, or overflows; the kernels do not.
+- The kernels walk through memory and ignore strides: a gradient laid out otherwise than its parameter gives wrong
+  numbers, a parameter that is part of a larger tensor destroys its neighbours (torch 2.13).
+- They lack ``capturable`` and ``differentiable``, and read tensors given as hyperparameters in another precision.
+- The state's counter of steps is float32; with a default dtype of float64 it would be float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_roundpipe.optim.independence import unwrapped
+
+_CLASSES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_DTYPES = (torch.float32, torch.float64)
+_NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "lr_decay")
+
+
+def fused_for(optimizer: Optimizer) -> bool:
+    """Whether fused kernels are used for some parameter where the user's own ``step()`` uses none."""
+    optimizer = unwrapped(optimizer)
+    return any(
+        is_open(type(optimizer), group) and any(fits([p]) for p in group["params"]) for group in optimizer.param_groups
+    )
+
+
+def is_open(cls: type[Optimizer], group: Mapping[str, Any]) -> bool:
+    """Whether the hyperparameters leave the kernel to us, and a fused one has the same meaning."""
+    return (
+        cls in _CLASSES
+        and group.get("fused") is None
+        and group.get("foreach") is None
+        and not group.get("capturable")
+        and not group.get("differentiable")
+        and torch.get_default_dtype() != torch.float64
+        and all(_is_plain(group[name]) for name in _NUMBERS if name in group)
+    )
+
+
+def fits(tensors: Iterable[Tensor]) -> bool:
+    """Whether a fused kernel may walk through a parameter, its gradient and its state side by side."""
+    first, *others = tensors
+    return (
+        first.device.type == "cpu"
+        and first.dtype in _DTYPES
+        and first.is_contiguous()
+        and all(
+            t.dtype == first.dtype and t.shape == first.shape and t.is_contiguous() and t.device == first.device
+            for t in others
+        )
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, (int, float))

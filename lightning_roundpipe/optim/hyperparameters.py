@@ -1,0 +1,60 @@
+"""The hyperparameters of one optimizer step, as they were when it was asked for.
+
+A learning rate scheduler changes the user's groups right after ``optimizer.step()`` has returned, which may be long
+before the last layer has been updated.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_roundpipe.optim.independence import unwrapped
+
+OF_PARAMETERS = frozenset({"params", "param_names"})
+"""The keys of a group that have an entry for each parameter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hyperparameters:
+    """A snapshot that shares nothing with the optimizer's groups.
+
+    Attributes:
+        groups: all of them, without what they say of single parameters.
+        group_of: by id of the parameter, which group it is in.
+        names: by id of the parameter, if it was given with a name.
+    """
+
+    groups: tuple[Mapping[str, Any], ...]
+    group_of: Mapping[int, int]
+    names: Mapping[int, str]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Hyperparameters:
+        """What ``optimizer.step()`` would use now."""
+        groups = unwrapped(optimizer).param_groups
+        return cls(
+            tuple({k: _copied(v) for k, v in group.items() if k not in OF_PARAMETERS} for group in groups),
+            {id(p): number for number, group in enumerate(groups) for p in group["params"]},
+            {
+                id(p): name
+                for group in groups
+                if "param_names" in group
+                for p, name in zip(group["params"], group["param_names"], strict=True)
+            },
+        )
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return copy.deepcopy(value)

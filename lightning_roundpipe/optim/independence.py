@@ -1,0 +1,105 @@
+"""Which optimizers treat each parameter on its own, so that they can be stepped a few parameters at a time.
+
+Nothing about an optimizer's interface says so. Stepped in pieces, one that looks at all parameters together (a trust
+ratio over the whole model, a counter of steps in the optimizer itself) would train something else without a word. So
+torch's own are known by exact class, after reading what each of them does, and everybody else has to declare it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+KNOWN: frozenset[type[Optimizer]] = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
+        "Adafactor", "Muon",
+    )
+    if hasattr(torch.optim, name)
+)  # fmt: skip
+"""Exact classes: a subclass may do anything. Muon came with torch 2.9."""
+
+DECLARATION = "independent_parameters"
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The user's optimizer, also if Lightning's wrapper around it is given."""
+    while any(_is_lightnings(base) for base in type(optimizer).__mro__):
+        optimizer = vars(optimizer)["_optimizer"]
+    return optimizer
+
+
+def stepped_by_parameter(optimizer: Optimizer) -> str | None:
+    """None if ``optimizer`` can be stepped a few parameters at a time, with the same numbers; else why not.
+
+    Hooks and groups come and go, so ask again for each step; it takes microseconds. The reason is part of a sentence
+    that goes on after "because".
+    """
+    optimizer = unwrapped(optimizer)
+    cls = type(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return f"{cls.__name__} looks at all parameters together"
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return f"{cls.__name__} takes sparse gradients only"
+    if cls not in KNOWN and vars(cls).get(DECLARATION) is not True:
+        return (
+            f"{cls.__name__} is not known to treat each parameter on its own; if it does, say so with the class "
+            f"attribute `{DECLARATION} = True`"
+        )
+    return _patched(optimizer) or _hooked(optimizer) or _entangled(optimizer)
+
+
+def _is_lightnings(base: type) -> bool:
+    home = base.__module__.partition(".")[0]
+    return base.__name__ == "LightningOptimizer" and home in ("lightning", "pytorch_lightning")
+
+
+def _patched(optimizer: Optimizer) -> str | None:
+    """Whether ``step`` is another function than its class's. Schedulers of torch wrap it to see that it was called."""
+    cls = type(optimizer)
+    step: Any = vars(optimizer).get("step", cls.step)
+    while step is not cls.step and _home(step) == "torch.optim.lr_scheduler":
+        step = step.__wrapped__
+    if step is not cls.step or (cls in KNOWN and not _is_torchs(step)):
+        return f"the step method of {cls.__name__} was replaced"
+    return None
+
+
+def _home(function: Any) -> str:
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def _is_torchs(function: Callable[..., Any] | None) -> bool:
+    """Whether ``function`` and all that it wraps are torch's own."""
+    while function is not None:
+        if not _home(function).startswith("torch."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _hooked(optimizer: Optimizer) -> str | None:
+    for when in ("pre", "post"):
+        if getattr(optimizer, f"_optimizer_step_{when}_hooks", None):
+            return f"it has a step hook (register_step_{when}_hook)"
+        if getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", None):
+            return f"there is a step hook for all optimizers (register_optimizer_step_{when}_hook)"
+    return None
+
+
+def _entangled(optimizer: Optimizer) -> str | None:
+    """Settings under which an optimizer that is known to be independent is not, or needs autograd."""
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return "its group has differentiable=True"
+        # One epsilon for the whole group, that of the first parameter's dtype, is used for all of them.
+        if type(optimizer) is torch.optim.Adafactor and group["eps"][0] is None:
+            dtypes = {p.dtype for p in group["params"]}
+            if len(dtypes) > 1:
+                return f"eps[0]=None takes one epsilon for {len(dtypes)} dtypes in a group of Adafactor; set eps[0]"
+    return None

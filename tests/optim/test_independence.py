@@ -1,0 +1,165 @@
+"""Only optimizers of which it is known are stepped by parameter; every other reason is named."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn, optim
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_roundpipe.optim import Hyperparameters, Shadow, fused_for, stepped_by_parameter
+from lightning_roundpipe.optim.independence import KNOWN
+
+KNOWN_BY_NAME = sorted(KNOWN, key=lambda cls: cls.__name__)
+
+
+class Independent(optim.AdamW):
+    independent_parameters = True
+
+
+class Heir(Independent):
+    """Its parent said so, which says nothing of what this class adds."""
+
+
+class Undeclared(optim.AdamW):
+    pass
+
+
+class Denying(optim.AdamW):
+    independent_parameters = False
+
+
+def parameter(dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("cls", [*KNOWN_BY_NAME, Independent], ids=lambda cls: cls.__name__)
+def test_known_and_declared_optimizers_are_stepped_by_parameter(cls: Any) -> None:
+    optimizer = cls([parameter()], lr=0.1)
+    assert stepped_by_parameter(optimizer) is None
+    CosineAnnealingLR(optimizer, 10)  # wraps step, to see whether it was called
+    LinearLR(optimizer)
+    assert "step" in vars(optimizer)
+    assert stepped_by_parameter(optimizer) is None
+
+
+@pytest.mark.parametrize("cls", [Heir, Undeclared, Denying], ids=lambda cls: cls.__name__)
+def test_any_other_class_has_to_declare_it(cls: type[optim.AdamW]) -> None:
+    reason = stepped_by_parameter(cls([parameter()]))
+    assert reason is not None
+    assert cls.__name__ in reason and "`independent_parameters = True`" in reason
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [(optim.LBFGS, "LBFGS looks at all parameters together"), (optim.SparseAdam, "SparseAdam takes sparse gradients")],
+)
+def test_optimizers_of_torch_that_cannot_be(cls: Any, reason: str) -> None:
+    assert reason in str(stepped_by_parameter(cls([parameter()])))
+
+
+def wrapping(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("scheduled", ["never", "before", "after"])
+@pytest.mark.parametrize("cls", [optim.SGD, Independent])
+def test_a_replaced_step_is_seen_also_under_a_schedulers_wrapper(cls: Any, scheduled: str) -> None:
+    optimizer = cls([parameter()], lr=0.1)
+    if scheduled == "before":
+        LinearLR(optimizer)
+    wrapper = wrapping(optimizer.step)
+    optimizer.step = wrapper.__get__(optimizer) if scheduled == "after" else wrapper
+    if scheduled == "after":
+        LinearLR(optimizer)
+    assert stepped_by_parameter(optimizer) == f"the step method of {cls.__name__} was replaced"
+
+
+def test_a_step_replaced_in_torchs_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = optim.RMSprop([parameter()])
+    assert stepped_by_parameter(optimizer) is None
+    monkeypatch.setattr(optim.RMSprop, "step", wrapping(optim.RMSprop.step))
+    assert "was replaced" in str(stepped_by_parameter(optimizer))
+
+
+def test_a_compiled_step_is_seen() -> None:
+    optimizer = optim.SGD([parameter()])
+    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+    assert "was replaced" in str(stepped_by_parameter(optimizer))
+
+
+@pytest.fixture
+def handles() -> Iterator[list[Any]]:
+    made: list[Any] = []
+    yield made
+    for handle in made:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("register", "name"),
+    [
+        (lambda o: o.register_step_pre_hook(print), "register_step_pre_hook"),
+        (lambda o: o.register_step_post_hook(print), "register_step_post_hook"),
+        (lambda o: register_optimizer_step_pre_hook(print), "register_optimizer_step_pre_hook"),
+        (lambda o: register_optimizer_step_post_hook(print), "register_optimizer_step_post_hook"),
+    ],
+)
+def test_step_hooks_are_seen_and_forgotten_when_they_are_removed(
+    register: Callable[[Optimizer], Any], name: str, handles: list[Any]
+) -> None:
+    optimizer = optim.SGD([parameter()])
+    handles.append(register(optimizer))
+    assert f"({name})" in str(stepped_by_parameter(optimizer))
+    handles.pop().remove()
+    assert stepped_by_parameter(optimizer) is None
+
+
+def test_a_differentiable_group_is_seen() -> None:
+    optimizer = optim.Adam([{"params": [parameter()]}, {"params": [parameter()], "differentiable": True}])
+    assert stepped_by_parameter(optimizer) == "its group has differentiable=True"
+
+
+def test_adafactor_takes_one_epsilon_for_a_group() -> None:
+    mixed = [parameter(), parameter(torch.bfloat16)]
+    assert "eps[0]" in str(stepped_by_parameter(optim.Adafactor(mixed)))
+    assert stepped_by_parameter(optim.Adafactor(mixed, eps=(1e-8, 1e-3))) is None
+    assert stepped_by_parameter(optim.Adafactor([{"params": [p]} for p in mixed])) is None
+
+
+def test_adafactor_would_differ_in_pieces_of_mixed_dtypes() -> None:
+    """The reason for the refusal: the second parameter's update depends on whether the first is with it."""
+
+    def after(*, together: bool) -> torch.Tensor:
+        # A gradient whose square is between the squares of the epsilons of bfloat16 and float32.
+        tiny, wide = parameter(torch.bfloat16), nn.Parameter(torch.ones(2))
+        optimizer = optim.Adafactor([tiny, wide])
+        tiny.grad = torch.ones_like(tiny) if together else None
+        wide.grad = torch.tensor([1e-4, 1e-5])
+        optimizer.step()
+        return wide.detach()
+
+    assert not torch.equal(after(together=True), after(together=False))
+
+
+def test_lightnings_wrapper_stands_for_what_it_wraps() -> None:
+    for inner in (optim.AdamW([parameter()]), Independent([parameter()]), Undeclared([parameter()])):
+        wrapped: Any = LightningOptimizer(inner)
+        assert stepped_by_parameter(wrapped) == stepped_by_parameter(inner)
+        assert fused_for(wrapped) == fused_for(inner)
+    master = parameter()
+    optimizer = optim.SGD([master], lr=1.0, momentum=0.5)
+    wrapped = LightningOptimizer(optimizer)
+    Shadow(wrapped, [master]).step(Hyperparameters.of(wrapped), {id(master): torch.ones(2, 2)})
+    assert torch.equal(master, torch.zeros(2, 2)) and list(optimizer.state) == [master]
