@@ -18,6 +18,8 @@ from lightning_roundpipe.devices import emulated_work
 class Stopwatch(pl.Callback):
     """Seconds of each optimizer step of ``batches`` batches, from the first batch's start to the last one's end."""
 
+    roundpipe_looks_away = True
+
     def __init__(self, batches: int = 1) -> None:
         self._batches = batches
         self._start = 0.0
@@ -103,6 +105,8 @@ class Sleepers(pl.LightningModule):
     Args:
         seconds: (forward, backward) of each.
     """
+
+    roundpipe_looks_away = True
 
     def __init__(self, seconds: list[tuple[float, float]]) -> None:
         super().__init__()

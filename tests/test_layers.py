@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"devices", "planning", "model", "optim"},
     {"runtime"},
-    {"precision", "checkpoint_io", "refusals"},
+    {"precision", "checkpoint_io", "refusals", "listeners"},
     {"strategy"},
     {"callbacks", "timeline", "gantt", "tasks", "data", "sweep"},
     {"train", "commands"},

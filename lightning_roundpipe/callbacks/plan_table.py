@@ -18,6 +18,8 @@ class PlanTable(Callback):
     Does nothing under a strategy that has no ``report()``.
     """
 
+    roundpipe_looks_away = True
+
     def __init__(self) -> None:
         self._printed: str | None = None
 
