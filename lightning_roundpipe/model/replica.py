@@ -68,7 +68,7 @@ class Replica:
             self._fill(module, clone, own, memo)
         self.module = self.modules[0]
         self._base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in self.modules]
-        self._base_contents = [{k: frozen(v) for k, v in base.items() if k in _held(base)} for base in self._base]
+        self._base_contents = [{k: frozen(base[k]) for k in _held(base)} for base in self._base]
         self._applied: StateDiff | None = None
         self._held: Attributes | None = None
         """What the modules hold now; None: to be found out."""

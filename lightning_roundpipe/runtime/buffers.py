@@ -2,9 +2,14 @@
 
 A running mean must see each microbatch once, in order, and a recomputation must see what its forward saw, yet change
 nothing. Most buffers never change, so a copy is made only of those that the first batch saw changing.
+
+Meanwhile glue may write to them as well: hooks of the layer itself run there, for the next microbatch already. So what
+a call has changed is what differs from what was loaded for it, not from what the layer holds by now.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +17,16 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.weights import HostLayer
+
+
+class _Loaded(NamedTuple):
+    """The layer's buffer and its version, its value at that time, and what the copy was given."""
+
+    host: Tensor | None
+    version: int
+    given: Tensor | None
+    here: Tensor | None
+    here_version: int
 
 
 class Buffers:
@@ -25,7 +40,7 @@ class Buffers:
             for original, copy in zip(replica.originals, replica.modules, strict=True)
             for name in original._buffers
         ]
-        self._loaded: list[tuple[Tensor | None, int, Tensor | None, int] | None] = [None] * len(self.places)
+        self._loaded: list[_Loaded | None] = [None] * len(self.places)
 
     def load(self, saved: dict[int, Tensor] | None = None) -> None:
         """Bring the copy's buffers to what the layer's are now, or to ``saved`` where given."""
@@ -33,13 +48,14 @@ class Buffers:
             host = original._buffers.get(name)
             if saved is not None and index in saved:
                 host = saved[index]
-            known = self._loaded[index]
-            if known is not None and known[0] is host and known[1] == _version(host):
+            known, version = self._loaded[index], _version(host)
+            if known is not None and known.host is host and known.version == version:
                 continue
             with torch.inference_mode(False):
-                here = None if host is None else host.detach().to(self._replica.device, copy=True)
+                given = None if host is None else host.detach().clone()
+                here = None if given is None else given.to(self._replica.device, copy=True)
             copy._buffers[name] = here
-            self._loaded[index] = (host, _version(host), here, _version(here))
+            self._loaded[index] = _Loaded(host, version, given, here, _version(here))
 
     def snapshot(self, thorough: bool) -> dict[int, Tensor]:
         """Copies of the layer's buffers that a forward may change (all, if ``thorough``), for its recomputation."""
@@ -62,11 +78,11 @@ class Buffers:
         for index, (_, copy, name) in enumerate(self.places):
             loaded = self._loaded[index]
             now = copy._buffers.get(name)
-            if loaded is None or now is not loaded[2] or _version(now) != loaded[3]:
+            if loaded is None or now is not loaded.here or _version(now) != loaded.here_version:
                 found.append(index)
             elif now is not None and (thorough or index in self._layer.mutable_buffers):
-                assert loaded[0] is not None
-                if not torch.equal(now.cpu(), loaded[0]):
+                assert loaded.given is not None
+                if not torch.equal(now.cpu(), loaded.given):
                     found.append(index)
         return found
 

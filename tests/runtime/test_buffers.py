@@ -113,6 +113,20 @@ def test_a_buffer_that_a_forward_replaces_or_makes_arrives(device: Device) -> No
     assert made.module.later.tolist() == [1.0, 1.0]  # type: ignore[union-attr,operator]
 
 
+def test_what_glue_writes_meanwhile_stays(sides: Sides) -> None:
+    """Hooks of the layer itself are glue, and run for the next microbatch while this one is on a worker."""
+    snapshot = sides.buffers.snapshot(thorough=True)
+    sides.buffers.load()
+    with torch.no_grad():
+        sides.module.table.mul_(2)  # type: ignore[operator]
+        sides.copy(torch.ones(1))
+    sides.buffers.write_back(snapshot, thorough=True)
+    assert sides.module.table.tolist() == [0.0, 2.0, 4.0]  # type: ignore[operator]
+    assert float(sides.module.count) == 2.0  # type: ignore[arg-type]
+    sides.forward()
+    assert sides.copy.table.tolist() == [0.0, 2.0, 4.0]
+
+
 def test_running_statistics_move_though_their_versions_do_not(device: Device) -> None:
     made, plain = Sides(nn.BatchNorm1d(3, affine=False), device), nn.BatchNorm1d(3, affine=False)
     x = torch.randn(4, 3)
