@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-THREAD_GRACE_SECONDS = 5.0
+THREAD_GRACE_SECONDS = 60.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

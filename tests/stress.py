@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import turns
 from harness import Result, ours, run
 from ordering import Ordering
+from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.ledger import Ledger
@@ -30,7 +31,7 @@ from lightning_roundpipe.devices.ledger import Ledger
 CALLS = 6
 WIDTH, CLASSES = 8, 5
 LAYERS = ["Linear", "Block"]
-WATCHDOG = 15.0
+WATCHDOG = PATIENCE_S
 """Seconds: a hang is a failure that shows all stacks. Nothing here takes one."""
 GLUE_S = 0.0005
 """Seconds that each piece of glue takes."""

@@ -20,8 +20,6 @@ from mistakes.modules import Wandering, mlp, ordered
 
 from lightning_roundpipe.config import RoundPipeError
 
-pytestmark = pytest.mark.timeout(60)
-
 PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 
 

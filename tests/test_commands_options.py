@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from patience import PATIENCE_S
 from rich.table import Table
 
 from lightning_roundpipe.commands.options import as_json, option, parse, run, usage
@@ -148,5 +149,5 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     os.close(write)
     os.read(read, 10)
     os.close(read)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert errors == "" and process.returncode == 141

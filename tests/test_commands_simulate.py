@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 from rich.console import Console
 
 from lightning_roundpipe.commands import simulate
@@ -131,7 +132,7 @@ def test_it_needs_neither_torch_nor_matplotlib_to_print() -> None:
         f"sys.argv = ['roundpipe-simulate', {f'case={PAPER}'!r}, 'format=json']\n"
         "assert main() == 0 and not {'torch', 'matplotlib', 'lightning'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=PATIENCE_S)
 
 
 def test_commands_in_the_documents_are_right() -> None:

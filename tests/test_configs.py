@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
+from patience import PATIENCE_S
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -281,7 +282,7 @@ def test_the_folder_is_the_last_thing_said(working_folder: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
+        timeout=2 * PATIENCE_S,
         check=True,
     )
     assert Path(last_line(done.stdout)).parent == working_folder / "runs"
@@ -293,7 +294,7 @@ def test_the_example_trains_as_plain_lightning_does() -> None:
         [sys.executable, str(ROOT / "examples" / "plain_lightning.py")],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=2 * PATIENCE_S,
         check=True,
     )
     rows = re.findall(r"^ *\S+ +(\d\.\d+) +(\d\.\d+) +\S+$", done.stdout, re.MULTILINE)

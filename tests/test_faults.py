@@ -10,7 +10,7 @@ import copy
 import multiprocessing
 import os
 import re
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,11 +23,10 @@ from faulty import BATCHES, BLOCKS, CALLS, MODULE, PLANTED, SAMPLES, Boom, Fault
 from harness import ours, run
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, _utils
 from torch.utils.data._utils import signal_handling
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)
@@ -274,13 +273,15 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class Killing(FaultyModule):
-    """Kills the data loader's processes within a step."""
+    """Kills the data loader's processes within a step, which goes on when the main thread knows."""
+
+    known = threading.Event()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 1 and int(batch["samples"][0]) == 0:
             for process in multiprocessing.active_children():
                 process.kill()
-            time.sleep(0.5)
+            self.known.wait(PATIENCE_S)
         return super().training_step(batch, batch_idx)
 
 
@@ -290,6 +291,9 @@ def test_in_a_data_loader_process(kills: bool, monkeypatch: pytest.MonkeyPatch) 
     # It is set once in a process, and gone with the first Trainer, who puts back what was there.
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # or it may wait five seconds for the dead
+    real = signal_handling._error_if_any_worker_fails
+    monkeypatch.setattr(signal_handling, "_error_if_any_worker_fails", lambda: Killing.known.set() or real())
+    Killing.known.clear()
     module = Killing() if kills else copy.deepcopy(MODULE)
     data = DataLoader(Rows(-1 if kills else 2), batch_size=None, num_workers=1, prefetch_factor=1)
     with pytest.raises(RuntimeError if kills else Boom, match=r"worker.*killed" if kills else "planted") as caught:

@@ -28,7 +28,6 @@ from faulty import BATCHES, MODULE, PLANTED
 
 import lightning_roundpipe
 
-pytestmark = pytest.mark.timeout(120)
 PACKAGE = str(Path(lightning_roundpipe.__file__).parent)
 VALIDATION = harness.loader(BATCHES[:1])
 
@@ -70,7 +69,7 @@ class Interrupted:
             except SystemExit as error:
                 self.ended = True
                 assert error.code == 1
-                assert time.monotonic() - self.sent < faulty.WITHIN_S * faulty.BUSY
+                assert time.monotonic() - self.sent < faulty.WITHIN_S
                 assert trainer.interrupted, "Lightning was not the one who ended it"
             # Lightning ignores further interrupts while it shuts down; with some versions that is how it stays.
             assert signal.getsignal(signal.SIGINT) in (handler, signal.SIG_IGN)
@@ -116,7 +115,7 @@ def at_random_times(wanted: int, seed: int) -> None:
     ended = tries = 0
     while ended < wanted:
         tries += 1
-        assert tries <= 4 * wanted + 8, f"only {ended} of them came in time"
+        assert tries <= 20 * wanted, f"only {ended} of them came in time"
         run = Interrupted()
         start = time.monotonic()
         try:
@@ -214,17 +213,19 @@ def sites() -> dict[Site, int]:
 
 
 def at_lines(chosen: Sequence[Site], seed: int) -> None:
+    """A line that is passed while somebody waits is passed more or less often: then at an earlier time."""
     draw = random.Random(seed)
     sent = 0
     for number, site in enumerate(chosen):
-        at = (site, draw.randrange(sites()[site]))
-        run = Interrupted()
-        trainer = run.run(lambda run, at=at: Lines(run, at))  # type: ignore[misc]
-        assert run.ended or not run.sent, f"{site}: nothing ended"
+        passed, run = sites()[site], Interrupted()
+        while passed and not run.sent:
+            passed = draw.randrange(passed)
+            trainer = run.run(lambda run, at=(site, passed): Lines(run, at))  # type: ignore[misc]
+            assert run.ended or not run.sent, f"{site}: nothing ended"
         sent += bool(run.sent)
         if number % 8 == 0:
             trains_again(trainer)
-    assert sent > 0.8 * len(chosen), "waits are passed more or less often, but that is all"
+    assert sent > 0.8 * len(chosen), "there are lines that are not always passed, but not many"
     faulty.assert_trains()
 
 

@@ -22,7 +22,6 @@ from faulty import BATCHES, CUT, MODULE, PLANTED, fail, notes
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamError, emulated_link, emulated_streams
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 
-pytestmark = pytest.mark.timeout(120)
 REMEDY = (
     "Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget, so that stages get smaller"
 )

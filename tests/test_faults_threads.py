@@ -16,14 +16,12 @@ import pytest
 import torch
 from faulty import BATCHES, MODULE, FaultyModule
 from harness import ours
+from patience import PATIENCE_S, join, longer_each_try, until
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime import crew
 from lightning_roundpipe.runtime.threads import TaskThread
-
-pytestmark = pytest.mark.timeout(60)
-
 
 # ----------------------------------------------------------------------------------------------------------------- dead
 
@@ -66,11 +64,11 @@ def test_a_dead_thread_is_reported(which: str, batch: int, after_s: float) -> No
     ended = End(which, batch, after_s)
     trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[ended], num_sanity_val_steps=1)
     module = copy.deepcopy(MODULE)
-    # Long enough that a thread which dies a little later does so within the step.
-    batches = BATCHES * (30 if after_s else 1)
+    # So many that a thread which dies a little later does so while they are trained.
+    batches = BATCHES * (1000 if after_s else 1)
     with pytest.raises(RoundPipeError) as caught:
         trainer.fit(module, harness.loader(batches), harness.loader(BATCHES[:1]))
-    assert time.monotonic() - ended.at < 2 * faulty.WITHIN_S * faulty.BUSY
+    assert time.monotonic() - ended.at < faulty.WITHIN_S
     said = str(caught.value)
     assert re.match(rf"thread 'roundpipe-{which}\d' has died \(AttributeError", said), said
     for name in ("MainThread", "roundpipe-worker0"):
@@ -85,10 +83,14 @@ def test_a_dead_thread_is_reported(which: str, batch: int, after_s: float) -> No
 
 
 class Stuck:
-    """Where user code waits, once, for something that does not come."""
+    """Where user code waits, once, for something that does not come.
+
+    From then on the watchdog waits no longer than `LIMIT_S`; what is only slow before that is no reason to bark.
+    """
 
     def __init__(self) -> None:
         self.where = ""
+        self.crew: Any = None
         self.release = threading.Event()
         self.reached = threading.Event()
 
@@ -96,14 +98,17 @@ class Stuck:
         if where == self.where:
             self.where = ""
             self.reached.set()
+            assert self.crew._limit == PATIENCE_S, "the strategy's option"
+            self.crew._limit = LIMIT_S
             wait_for_nothing(self.release)
 
 
 def wait_for_nothing(release: threading.Event) -> None:
     """Shows in the stacks."""
-    release.wait(30)
+    release.wait(PATIENCE_S)
 
 
+LIMIT_S = 0.5
 STUCK = Stuck()
 
 
@@ -140,13 +145,16 @@ class StickAt(pl.Callback):
     def __init__(self, where: str) -> None:
         self.where = where
 
+    def _stick(self, trainer: Any, where: str) -> None:
+        STUCK.where, STUCK.crew, self.where = where, trainer.strategy._engine.crew, ""
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and self.where != "validation":
-            STUCK.where, self.where = self.where, ""
+            self._stick(trainer, self.where)
 
-    def on_validation_batch_start(self, *_: Any) -> None:
+    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
         if self.where == "validation":
-            STUCK.where, self.where = "layer", ""
+            self._stick(trainer, "layer")
 
 
 @pytest.fixture
@@ -157,15 +165,8 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     STUCK.reached.clear()
     yield STUCK
     STUCK.release.set()
-    deadline = time.monotonic() + 10
-    while harness.roundpipe_threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert harness.roundpipe_threads() == [], "does not end when it is let go"
-
-
-def stuck_trainer(where: str, **options: Any) -> pl.Trainer:
-    chosen = ours(**({"num_microbatches": 3, "layers": ["Linear", "StuckLayer"], "watchdog_timeout": 0.7} | options))
-    return harness.trainer_of(chosen, devices=2, callbacks=[StickAt(where)])
+    STUCK.crew = None
+    until(lambda: harness.roundpipe_threads() == [], "does not end when it is let go")
 
 
 class GoOn(pl.Callback):
@@ -184,40 +185,39 @@ class GoOn(pl.Callback):
 @pytest.mark.parametrize("where", ["layer", "glue", "validation"])
 def test_a_stuck_thread_is_reported(where: str, stuck: Stuck) -> None:
     go_on, module = GoOn(), StuckModule()
-    chosen = ours(num_microbatches=3, layers=["Linear", "StuckLayer"], watchdog_timeout=0.5)
+    chosen = ours(num_microbatches=3, layers=["Linear", "StuckLayer"], watchdog_timeout=PATIENCE_S)
     trainer = harness.trainer_of(chosen, devices=2, callbacks=[StickAt(where), go_on])
-    start = time.monotonic()
     with pytest.raises(TimeoutError) as caught:
         trainer.fit(module, harness.loader(BATCHES), harness.loader(BATCHES[:1]))
     assert stuck.reached.is_set()
-    assert time.monotonic() - start < 20
     said = str(caught.value)
     assert said.startswith("nothing happened for watchdog_timeout=0.5 seconds")
     assert "wait_for_nothing" in said, "no stack shows where it is stuck"
     assert "Thread 'MainThread'" in said and "Thread 'roundpipe-worker" in said
     assert len(go_on.refused) == 2 and all("never came back" in text for text in go_on.refused)
-    left = harness.roundpipe_threads()
-    assert all("worker" in name or "microbatch" in name for name in left) and len(left) <= 3, left
+    until(lambda: len(harness.roundpipe_threads()) <= 3, "more is left behind than one stuck thread explains")
+    assert all("worker" in name or "microbatch" in name for name in harness.roundpipe_threads())
     if where == "layer":
         stuck.release.set()  # a layer that is stuck has a core, and this machine may have only one
         trainer.fit(module, harness.loader(BATCHES))
 
 
-def test_what_is_slow_is_not_stuck() -> None:
+@longer_each_try
+def test_what_is_slow_is_not_stuck(times: float) -> None:
     """The watchdog counts from the last thing that happened, not from the start of the step."""
 
     class Slow(StuckLayer):
         def forward(self, x: Tensor) -> Tensor:
-            time.sleep(0.1)
+            time.sleep(0.1 * times)
             return super().forward(x)
 
     module = StuckModule()
     module.net = nn.Sequential(nn.Linear(8, 8), Slow(), Slow(), nn.Linear(8, 5))
-    chosen = ours(num_microbatches=3, layers=["Linear", "Slow"], watchdog_timeout=0.7)
+    chosen = ours(num_microbatches=3, layers=["Linear", "Slow"], watchdog_timeout=0.7 * times)
     trainer = harness.trainer_of(chosen, devices=1)
     start = time.monotonic()
     trainer.fit(module, harness.loader(BATCHES[:1]))
-    assert time.monotonic() - start > 0.7, "no step was longer than the watchdog's time"
+    assert time.monotonic() - start > 0.7 * times, "no step was longer than the watchdog's time"
 
 
 # ----------------------------------------------------------------------------------------------- not in the main thread
@@ -235,7 +235,7 @@ def test_a_trainer_in_another_thread() -> None:
 
     thread = threading.Thread(target=train)
     thread.start()
-    thread.join(60)
+    join([thread])
     [error] = caught
     assert type(error) is faulty.Boom, error
     assert isinstance(MODULE, FaultyModule)

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 import lightning_roundpipe
 from lightning_roundpipe import registration
@@ -40,7 +41,7 @@ def run(code: str, cwd: Path, **environment: str) -> str:
         env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **environment},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from harness import assert_same, halves, ours, run
+from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
@@ -133,7 +134,7 @@ class Traps:
         kind, error = self.refused[name]
         batches = zoo.make_batches("mlp", count=2)
         with pytest.raises(RoundPipeError, match=error):
-            run(strategy(kind, watchdog_timeout=30), self.build(kind), batches, devices=2)
+            run(strategy(kind, watchdog_timeout=PATIENCE_S), self.build(kind), batches, devices=2)
 
 
 def strategy(kind: type[Trap], **options: Any) -> Any:

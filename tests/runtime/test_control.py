@@ -9,31 +9,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from patience import join, start, until
 
 from lightning_roundpipe.runtime.control import Aborted, Control, UserLock, Waiter
-
-pytestmark = pytest.mark.timeout(30)
-
-
-def start(functions: list[Callable[[], None]]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=f, name="roundpipe-test", daemon=True) for f in functions]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def join(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join(10)
-    assert not any(t.is_alive() for t in threads), "a thread hangs"
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
 
 # ------------------------------------------------------------------------------------------------------------- failures
 
@@ -50,7 +28,7 @@ def test_a_failure_wakes_everybody() -> None:
         except Aborted as error:
             left.append(type(error))
 
-    threads = start([wait] * 5)
+    threads = start(*[wait] * 5)
     until(lambda: len(control._waiters) == 5)
     control.check()
     first = ValueError("first")
@@ -83,7 +61,7 @@ def test_a_failure_at_any_moment_leaves_nobody_behind(seed: int) -> None:
 
         return run
 
-    threads = start([wait(delay, number) for number, delay in enumerate(delays)])
+    threads = start(*(wait(delay, number) for number, delay in enumerate(delays)))
     time.sleep(0.002)
     control.fail(ValueError())
     join(threads)
@@ -140,7 +118,7 @@ def test_user_code_runs_lowest_first() -> None:
     wanted = [(3, 1), (1, 2), (3, 0), (1, 0), (-1, 4)]
     threads: list[threading.Thread] = []
     for count, priority in enumerate(wanted, 1):
-        threads += start([take(priority)])
+        threads += start(take(priority))
         until(lambda count=count: len(lock._queue) == count)  # type: ignore[misc]
     lock.release()
     join(threads)
@@ -164,7 +142,7 @@ def test_equal_priorities_are_served_in_order() -> None:
 
     threads: list[threading.Thread] = []
     for number in range(4):
-        threads += start([take(number)])
+        threads += start(take(number))
         until(lambda number=number: len(lock._queue) == number + 1)  # type: ignore[misc]
     lock.release()
     join(threads)
@@ -193,7 +171,7 @@ def test_one_at_a_time(seed: int) -> None:
 
         return run
 
-    join(start([work(number) for number in range(6)]))
+    join(start(*(work(number) for number in range(6))))
     assert most == [1] and done == [120]
 
 
@@ -209,7 +187,7 @@ def test_a_failure_wakes_those_who_wait_for_the_lock() -> None:
         except Aborted:
             left.append(True)
 
-    threads = start([take] * 3)
+    threads = start(*[take] * 3)
     until(lambda: len(control._waiters) == 3)
     control.fail(ValueError())
     join(threads)

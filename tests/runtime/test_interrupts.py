@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 from lightning_roundpipe.runtime.interrupts import allowed, held
-
-pytestmark = pytest.mark.timeout(30)
 
 
 def press() -> None:
@@ -212,13 +211,13 @@ def test_other_threads_have_nothing_to_do_with_it() -> None:
         try:
             with held(), allowed():
                 inside.set()
-                done.wait(10)
+                done.wait(PATIENCE_S)
         except BaseException as error:
             failed.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
-    inside.wait(10)
+    inside.wait(PATIENCE_S)
     with pytest.raises(KeyboardInterrupt):
         press()
     with pytest.raises(KeyboardInterrupt), held():

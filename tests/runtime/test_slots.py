@@ -12,32 +12,18 @@ import pytest
 import torch
 import zoo
 from harness import assert_same, ours, run
+from patience import PATIENCE_S, join, start
 from torch import Tensor, nn
 
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.control import Aborted, Control
 from lightning_roundpipe.runtime.slots import PlannedSlots, Slot
 
-pytestmark = pytest.mark.timeout(30)
-
 NO_LAYER: Any = None
 
 
 def make_slot(index: int, microbatches: list[int], phase: Any = "forward", predecessor: Slot | None = None) -> Slot:
     return Slot(index, 0, 0, phase, range(1), [], {}, microbatches, predecessor)
-
-
-def start(*functions: Callable[[], None]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=f, name="roundpipe-test", daemon=True) for f in functions]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def join(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join(20)
-    assert not any(t.is_alive() for t in threads), "a thread hangs"
 
 
 # ------------------------------------------------------------------------------------------------------------- one slot
@@ -351,5 +337,5 @@ def test_a_slot_may_be_left_by_all_before_it_is_open() -> None:
         batch["y"][2:4] = -100
     plain = run("auto", module, batches)
     plan = "forward 0-1; fused 2-2; backward 0-1; round 1"
-    strategy = ours(num_microbatches=3, plan=plan, layers=["Linear"], watchdog_timeout=2)
+    strategy = ours(num_microbatches=3, plan=plan, layers=["Linear"], watchdog_timeout=PATIENCE_S)
     assert_same(plain, run(strategy, module, batches, devices=3))
