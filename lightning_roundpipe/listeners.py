@@ -11,12 +11,17 @@ LightningDataModule or a learning-rate scheduler: these hooks neither read nor w
 state. Without it an ordinary logging callback costs speed, as the update has to be finished first. A class speaks for
 its own functions and those that it inherits, never for what a subclass overrides.
 
+A hook behind the step may also read ``.grad``: in plain training the step's gradients, clipped, stay there until the
+next backward. So waiting for an update includes that they are put there.
+
 Not seen, as Lightning does not call it as a hook: a data set or a ``collate_fn`` that runs the model in this process, a
-logger, a profiler, and the functions that a ``LambdaLR`` was given.
+logger, a profiler, and the functions that a ``LambdaLR`` was given. Nor are hooks on a parameter's ``AccumulateGrad``
+node, which Python cannot list.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
@@ -89,6 +94,7 @@ _READ: dict[type, str] = {getattr(callbacks, name): hooks for name, hooks in _NA
 """Lightning's own callbacks, each with those of its hooks that look neither at weights nor at optimizer state."""
 _READ[_LRCallback] = "on_train_batch_start on_train_batch_end"  # the learning-rate finder's
 
+_METHODS = (FunctionType, classmethod, staticmethod, property)
 _HARMLESS = frozenset(getattr(kind, hook, None) for kind, hooks in _READ.items() for hook in hooks.split())
 
 
@@ -208,7 +214,7 @@ def _schedulers(trainer: Trainer) -> Iterator[Any]:
 def _strange_scheduler(scheduler: Any) -> bool:
     """Whether it may look: there are some that read the optimizer's state. Torch's own set hyperparameters."""
     known = type(scheduler).__module__.startswith(("torch.optim.", "lightning.pytorch."))
-    return not known and not any(_vouches(kind, "step") for kind in (scheduler, *type(scheduler).__mro__))
+    return not known and not any(_vouches(kind, _SCHEDULER) for kind in (scheduler, *type(scheduler).__mro__))
 
 
 # -- one hook ----------------------------------------------------------------------------------------------------------
@@ -218,16 +224,16 @@ def _looks(listener: Any, hook: str, base: type) -> bool:
     """Whether ``listener`` has a ``hook`` of its own, beyond the one of ``base``, that is not known to look away."""
     if _owner(listener, hook, base) is None or _says_so(listener, hook, base):
         return False
-    return not (getattr(type(listener), hook) in _HARMLESS and hook not in vars(listener) and _as_read(listener))
+    return not (getattr(type(listener), hook, None) in _HARMLESS and hook not in vars(listener) and _as_read(listener))
 
 
 def _owner(listener: Any, hook: str, base: type) -> Any:
     """The listener itself or the class whose ``hook`` would be called; None if it is the one of ``base``."""
     if not hasattr(base, hook) or not callable(getattr(listener, hook)):
         return None  # nobody calls it
-    if hook not in vars(listener) and getattr(type(listener), hook) is getattr(base, hook):
+    if hook not in vars(listener) and getattr(type(listener), hook, None) is getattr(base, hook):
         return None
-    return next(holder for holder in _chain(listener) if hook in vars(holder))
+    return next((holder for holder in _chain(listener) if hook in vars(holder)), listener)
 
 
 def _says_so(listener: Any, hook: str, base: type) -> bool:
@@ -258,19 +264,8 @@ def _as_read(callback: Callback) -> bool:
 
 def _replaces(holder: Any, kind: type) -> bool:
     """Whether ``holder`` has methods in place of those of ``kind``; hooks aside, which are judged one by one."""
-    methods = (FunctionType, classmethod, staticmethod, property)
-    names = vars(holder) if not isinstance(holder, type) else [n for n, v in vars(holder).items() if _is(v, methods)]
-    return any(
-        not name.startswith("__") and name not in vars(Callback) and _is(_static(kind, name), methods) for name in names
-    )
-
-
-def _is(value: object, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds)
-
-
-def _static(kind: type, name: str) -> object:
-    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    names = [name for name in vars(holder) if not name.startswith("__") and name not in vars(Callback)]
+    return any(isinstance(inspect.getattr_static(kind, name, None), _METHODS) for name in names)
 
 
 def _chain(listener: Any) -> Iterable[Any]:
@@ -291,7 +286,8 @@ class Settle(Callback):
     it in ``on_train_end`` and ``teardown``, where nothing is pending any more.
 
     Args:
-        settle: returns when no update is pending. May raise what went wrong in one.
+        settle: returns when no update is pending and each ``.grad`` is what plain training leaves behind a step. May
+            raise what went wrong in an update. It is called often, and within itself if a signal's handler saves.
         hooks: of ``looks_at_weights``. Besides these it acts where evaluation, an epoch's end or a checkpoint begins.
     """
 

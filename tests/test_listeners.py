@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
@@ -326,6 +327,13 @@ def test_a_subclass_of_lightnings_own_is_judged_by_what_it_changes() -> None:
     assert set(looks(patched)) == {"on_train_epoch_end", "on_validation_end"}
 
 
+def test_what_only_looks_like_a_callback_looks() -> None:
+    trainer = connected(module := Plain())
+    trainer.callbacks = [MagicMock()]  # type: ignore[attr-defined]
+    assert looks_at_weights(trainer, module) == dict.fromkeys(HOOKS, "callback MagicMock")
+    assert needs_gradients(trainer, module, trainer.optimizers) == "callback MagicMock has on_before_backward"
+
+
 @pytest.mark.parametrize("away", [True, ("on_train_batch_end",), ["on_train_batch_end"], "on_train_batch_end"])
 def test_a_class_says_that_it_looks_away(away: Any) -> None:
     vouching = overriding(Callback, "on_train_batch_end", "on_train_start", away=away)
@@ -343,6 +351,9 @@ def test_a_class_speaks_for_itself_and_what_it_inherits() -> None:
 
 
 def test_an_instance_speaks_for_its_own_functions() -> None:
+    patched = overriding(Callback, "on_train_batch_end", away=True)
+    patched.on_train_batch_end = lambda *_: None
+    assert set(looks(patched)) == {"on_train_batch_end"}, "its class cannot know"
     given = callbacks.LambdaCallback(on_train_batch_end=lambda *_: None)
     given.roundpipe_looks_away = True  # type: ignore[attr-defined]
     assert looks(given) == {}
@@ -404,7 +415,7 @@ class Strange(LRScheduler):
 
 
 class Ordinary(Strange):
-    roundpipe_looks_away = True
+    roundpipe_looks_away = ("lr_scheduler_step",)
 
 
 @pytest.mark.parametrize(
@@ -453,6 +464,15 @@ def test_hooks_on_parameters_need_gradients(register: str) -> None:
     module = Plain()
     handle = getattr(module.layer.bias, register)(lambda _: None)
     assert needs(module=module) == "parameter 'layer.bias' has a hook"
+    handle.remove()
+    assert needs(module=module) is None
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_hooks_on_several_gradients_are_hooks_on_parameters(mode: Any) -> None:
+    module = Plain()
+    handle = torch.autograd.graph.register_multi_grad_hook([module.layer.weight], lambda *_: None, mode=mode)
+    assert needs(module=module) == "parameter 'layer.weight' has a hook"
     handle.remove()
     assert needs(module=module) is None
 
@@ -784,6 +804,13 @@ def test_it_is_installed_once_and_stale_ones_are_dropped() -> None:
     new.remove(trainer)
     assert trainer.callbacks == mine
     assert walked == [new, *mine], "somebody may be walking through the list"
+
+
+def test_it_does_not_listen_itself() -> None:
+    trainer = connected(module := Plain())
+    Settle(lambda: None, HOOKS).install(trainer)
+    assert looks_at_weights(trainer, module) == {}
+    assert needs_gradients(trainer, module, trainer.optimizers) is None
 
 
 def hooks_of(settle: Settle) -> Iterator[str]:
