@@ -165,9 +165,9 @@ class Options:
 
     def _refuse_unbuilt(self) -> None:
         if not _is_whole(self.staleness) or self.staleness not in (0, 1):
-            raise ValueError(f"staleness={self.staleness!r} must be 0 (exact training); 1 is not built yet.")
-        if self.staleness == 1:
-            raise ValueError("staleness=1 is not built yet: only staleness=0 (exact) works.")
+            raise ValueError(
+                f"staleness={self.staleness!r} must be 0 (exact training) or 1 (gradients one optimizer step late)."
+            )
         if self.microbatch_scope == "model":
             raise ValueError("microbatch_scope='model' is not built yet: only microbatch_scope='step' works.")
         if self.microbatch_scope != "step":

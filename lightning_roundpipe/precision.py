@@ -7,14 +7,17 @@ each layer call and entered again wherever the layer runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_roundpipe.config import PRECISIONS
+from lightning_roundpipe.optim.clipping import Clip
 
 _OF_THE_FLAG = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 """What Lightning makes of ``Trainer(precision=...)`` alone; anything else is a plugin with hooks of its own."""
@@ -39,6 +42,8 @@ class RoundPipePrecision(Precision):
                 f"precision={precision!r} is not supported by the roundpipe strategy; use {' or '.join(PRECISIONS)}."
             )
         self.precision: Any = precision
+        self.clipping: Callable[[Clip], None] | None = None
+        """Told how gradients are to be clipped, where they are not in ``.grad``; the strategy sets it."""
         self.device = "cpu"
         """The device type that layers run on; the strategy sets it."""
 
@@ -71,3 +76,15 @@ class RoundPipePrecision(Precision):
             for device in sorted({"cpu", self.device}):
                 stack.enter_context(torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False))
             yield
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if self.clipping is None:
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        elif clip_val > 0:
+            self.clipping(Clip(GradClipAlgorithmType(gradient_clip_algorithm).value, float(clip_val)))

@@ -8,7 +8,7 @@ and its message names the setting and what to write instead.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def refuse_layer_sync(layer_sync: object) -> None:
         )
 
 
-def refuse_foreign_parameters(optimizers: Iterable[Optimizer], mine: set[int]) -> None:
+def refuse_foreign_parameters(optimizers: Iterable[Optimizer], mine: Container[int]) -> None:
     """An optimizer's parameters must be the module's own; ``mine`` are the ids of those."""
     for optimizer in optimizers:
         if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):

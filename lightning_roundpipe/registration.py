@@ -29,6 +29,8 @@ from types import ModuleType
 from typing import Any
 
 NAME = "roundpipe"
+ASYNC = "roundpipe_async"
+"""The same with ``staleness=1``."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,12 +64,10 @@ def register(module: ModuleType) -> None:
     """Puts the name into the registry of ``module``, one of `FACTORIES`, unless it is there. Never raises."""
     try:
         registry = module.StrategyRegistry
-        if NAME not in registry:
-            registry.register(
-                NAME,
-                FACTORIES[module.__name__],
-                description="Round-robin offloaded pipeline stages on a pool of devices",
-            )
+        what = "Round-robin offloaded pipeline stages on a pool of devices"
+        for name, given in ((NAME, {}), (ASYNC, {"staleness": 1})):
+            if name not in registry:
+                registry.register(name, FACTORIES[module.__name__], description=what, **given)
     except Exception:
         _log.warning("strategy=%r could not be registered with %s", NAME, module.__name__, exc_info=True)
 

@@ -9,6 +9,7 @@ move something to a GPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -45,6 +46,7 @@ from lightning_roundpipe.refusals import (
 )
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.interrupts import held
+from lightning_roundpipe.stepping import Stepping
 
 _CPU = torch.device("cpu")
 
@@ -62,7 +64,8 @@ class RoundPipeStrategy(ParallelStrategy):
             microbatch, none.
         loss_weight: function of a part of the batch that says how much it weighs in the batch's mean loss. Default:
             a method ``loss_weight`` of the LightningModule; else the targets that the loss counted; else samples.
-        staleness: 0, exact training. (1 is not built yet.)
+        staleness: 0, exact training. 1: each step computes with the weights from before the last update, which is
+            applied meanwhile.
         memory_budget: device memory that a worker may use: bytes, ``"20GiB"``, or a fraction such as 0.9.
         pin_memory: ``"auto"``, ``"on"`` or ``"off"``: pinned host memory for fast copies.
         prefetch: stages that are uploaded ahead, 0 or 1.
@@ -120,6 +123,7 @@ class RoundPipeStrategy(ParallelStrategy):
         self._engine: Engine | None = None
         self._last_report: dict[str, Any] = {}
         self._seed = 0
+        self._stepping: Stepping | None = None
 
     def _check_plan(self, text: str) -> None:
         """What can be said of a plan before there is a trace."""
@@ -162,7 +166,8 @@ class RoundPipeStrategy(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else RoundPipePrecision()
+        self._precision_plugin = self._precision_plugin or RoundPipePrecision()  # the same one each time
+        return self._precision_plugin
 
     @precision_plugin.setter
     @override
@@ -206,7 +211,19 @@ class RoundPipeStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
+            assert self._engine is not None
+            self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
         self.setup_precision_plugin()
+
+    @override
+    def on_train_start(self) -> None:
+        if self._stepping is not None:
+            self._stepping.started()
+
+    @override
+    def on_train_end(self) -> None:
+        if self._stepping is not None:
+            self._stepping.ended()
 
     def _start_engine(self, module: LightningModule) -> None:
         if self._engine is not None:
@@ -246,6 +263,9 @@ class RoundPipeStrategy(ParallelStrategy):
 
     @held()
     def _stop_engine(self) -> None:
+        stepping, self._stepping = self._stepping, None
+        if stepping is not None:
+            stepping.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             try:
@@ -264,8 +284,12 @@ class RoundPipeStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, engine = self._running()
         batch, *rest = (*args, *kwargs.values())
+        assert self._stepping is not None
+        self._stepping.choose()
+        anew = self._stepping.begins_anew()
+        seed = (self._seed, _batch_number(module))
         with self.precision_plugin.train_step_context():
-            return engine.train_batch(module.training_step, batch, tuple(rest), (self._seed, _batch_number(module)))
+            return engine.train_batch(module.training_step, batch, tuple(rest), seed, anew=anew)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,8 +330,11 @@ class RoundPipeStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """As in the base class; callbacks may have replaced the optimizer or added groups to it."""
         if self._engine is not None:
-            refuse_foreign_parameters([optimizer], self._engine.master_ids)
-        return super().optimizer_step(optimizer, *args, **kwargs)
+            refuse_foreign_parameters([optimizer], self._engine.unit_of)
+        run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
+        if self._stepping is None:
+            return run()
+        return self._stepping.step(optimizer, cast(RoundPipePrecision, self.precision_plugin), run)
 
     # -- where things live --------------------------------------------------------------------------------------------
 

@@ -86,7 +86,22 @@ class MemoryLogger(Logger):
 
 
 class Watch(pl.Callback):
-    """Copies losses and gradients while training goes on."""
+    """Copies losses while training goes on."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kept = _copied(outputs)
+        self.result.outputs.append(kept)
+        self.result.losses.append(kept["loss"] if isinstance(kept, Mapping) else kept)
+        self.result.rng.append(torch.get_rng_state())
+
+
+class WatchGradients(pl.Callback):
+    """Copies gradients, as a user would; so the optimizer cannot be stepped apart."""
 
     def __init__(self, result: Result) -> None:
         self.result = result
@@ -94,11 +109,33 @@ class Watch(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self.result.grads.append(gradients(pl_module))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        kept = _copied(outputs)
-        self.result.outputs.append(kept)
-        self.result.losses.append(kept["loss"] if isinstance(kept, Mapping) else kept)
-        self.result.rng.append(torch.get_rng_state())
+
+@contextlib.contextmanager
+def overheard(result: Result, module: pl.LightningModule) -> Iterator[None]:
+    """Copies what the optimizer takes, on its thread if it has one, without anybody who waits for it."""
+    from lightning_roundpipe.precision import RoundPipePrecision
+    from lightning_roundpipe.runtime.updates import Updates
+
+    names = {id(p): name for name, p in module.named_parameters()}
+    real, real_after = Updates._gather, RoundPipePrecision._after_closure
+
+    def gather(self: Any, unit: Any, step: Any) -> Any:
+        taken = real(self, unit, step)
+        while len(result.grads) < step.number:
+            result.grads.append(dict.fromkeys(names.values()))
+        result.grads[step.number - 1].update({names[key]: grad.clone() for key, grad in taken.items() if key in names})
+        return taken
+
+    def after_closure(self: Any, *args: Any) -> None:
+        if self.clipping is None:  # else gradients are not in .grad
+            result.grads.append(gradients(module))
+        real_after(self, *args)
+
+    Updates._gather, RoundPipePrecision._after_closure = gather, after_closure  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Updates._gather, RoundPipePrecision._after_closure = real, real_after  # type: ignore[method-assign]
 
 
 def ours(**options: Any) -> Any:
@@ -138,6 +175,7 @@ def run(
     val_batches: Sequence[Any] | None = None,
     callbacks: Sequence[pl.Callback] = (),
     watch: bool = True,
+    blocking: bool = False,
     seed: int = 1,
     fit: Mapping[str, Any] | None = None,
     **options: Any,
@@ -150,7 +188,9 @@ def run(
         batches: a list of batches (one epoch of them), or one batch that is repeated ``steps`` times.
         steps: only for a single batch.
         devices: how many workers; plain Lightning always gets one device.
-        watch: ``False`` leaves out the callback that copies gradients, in case watching changes what happens.
+        watch: ``False`` leaves out the callback that copies losses, in case watching changes what happens.
+        blocking: gradients are looked at before each optimizer step, for which our strategy has to wait. Without it
+            they are taken from its optimizer's thread.
         fit: more arguments for ``Trainer.fit``.
         options: more arguments for the ``Trainer``.
     """
@@ -159,12 +199,14 @@ def run(
     result = Result(module=module)
     memory = MemoryLogger()
     options = {"logger": memory} | options
-    trainer = trainer_of(
-        strategy, devices=devices, callbacks=[*callbacks, *([Watch(result)] if watch else [])], **options
-    )
+    watching: list[pl.Callback] = [Watch(result)] if watch else []
+    if watch and (strategy == "auto" or blocking):
+        watching.append(WatchGradients(result))
+    trainer = trainer_of(strategy, devices=devices, callbacks=[*callbacks, *watching], **options)
     torch.manual_seed(seed)
     evaluation = {} if val_batches is None else {"val_dataloaders": loader(val_batches)}
-    with quiet():
+    listening = watch and strategy != "auto" and not blocking
+    with quiet(), overheard(result, module) if listening else contextlib.nullcontext():
         trainer.fit(module, loader(batches), **evaluation, **(fit or {}))
     result.trainer = trainer
     result.logged = memory.lines

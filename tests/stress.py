@@ -185,6 +185,8 @@ def parts_of(size: int, microbatches: int) -> tuple[Tensor, ...]:
 class Reports(pl.Callback):
     """The report of each step."""
 
+    roundpipe_looks_away = True
+
     def __init__(self) -> None:
         self.all: list[dict[str, Any]] = []
 

@@ -22,6 +22,7 @@ LAYERS: list[set[str]] = [
     {"devices", "planning", "model", "optim"},
     {"runtime"},
     {"precision", "checkpoint_io", "refusals", "listeners"},
+    {"stepping"},
     {"strategy"},
     {"callbacks", "timeline", "gantt", "tasks", "data", "sweep"},
     {"train", "commands"},

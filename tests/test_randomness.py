@@ -87,24 +87,25 @@ def test_recomputation_drops_what_the_forward_dropped(devices: int, cut: bool) -
 
 VARIANTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
+    (3, {"plan": harness.per_call(5, 3), "emulation": {"delay_seed": 1, "poison": True}}),
+    (4, {"plan": "forward 0 1-3; fused 4; backward 2-3 0-1; round 4"}),
     (2, {}),
     (4, {"round_microbatches": 1}),
     (2, {"plan": harness.per_call(5, 3)}),
     (3, {"plan": harness.single(5, 2)}),
-    (4, {"plan": "forward 0 1-3; fused 4; backward 2-3 0-1; round 4"}),
-    (2, {"emulation": {"delay_seed": 1, "poison": True}}),
 ]
 
 
-def test_twenty_steps_do_not_depend_on_workers_rounds_or_plan() -> None:
+@pytest.mark.parametrize(("steps", "count"), [(8, 3), pytest.param(20, 7, marks=pytest.mark.slow)])
+def test_many_steps_do_not_depend_on_workers_rounds_or_plan(steps: int, count: int) -> None:
     """Trained, so that one bit of one mask in any step would be in all that follow."""
-    batches = _wide(20)
+    batches = _wide(steps)
     reference: Result | None = None
-    for devices, options in VARIANTS:
+    for devices, options in VARIANTS[:count]:
         strategy = ours(num_microbatches=4, layers=DROPPING_LAYERS, **options)
         result = run(strategy, LEARNING, batches, devices=devices)
         reference = reference or result
-        assert len(result.losses) == 20
+        assert len(result.losses) == steps
         try:
             assert_identical(reference, result, rng=True)
         except AssertionError as error:
@@ -203,9 +204,8 @@ def test_dropout_of_a_real_model() -> None:
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.2
-    batches = zoo.make_batches("gpt2", 4)
-    one, two, four = (run(ours(num_microbatches=3), module, batches, devices=n) for n in (1, 2, 4))
-    assert_identical(one, two, rng=True)
+    batches = zoo.make_batches("gpt2")
+    one, four = (run(ours(num_microbatches=3), module, batches, devices=n) for n in (1, 4))
     assert_identical(one, four, rng=True)
     with pytest.raises(AssertionError):
         assert_same(run("auto", zoo.make_module("gpt2"), batches), one)

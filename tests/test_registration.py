@@ -24,6 +24,10 @@ PACKAGE = Path(lightning_roundpipe.__file__).parent
 
 # A strategy module that needs nothing of ours, so that these tests are about the name only.
 STUB_STRATEGY = """
+import os
+if "BROKEN" in os.environ:
+    raise RuntimeError("broken on purpose")
+
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 class RoundPipeStrategy(SingleDeviceStrategy):
@@ -47,10 +51,10 @@ def run(code: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def copy_of_the_package(place: Path, strategy: str) -> Path:
+def copy_of_the_package(place: Path) -> Path:
     """A copy of the package with another ``strategy.py``; with its parent first on the path it wins over ours."""
     shutil.copytree(PACKAGE, place / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__", "conf"))
-    (place / PACKAGE.name / "strategy.py").write_text(strategy)
+    (place / PACKAGE.name / "strategy.py").write_text(STUB_STRATEGY)
     return place
 
 
@@ -72,14 +76,23 @@ def test_trainer_knows_the_name_without_an_import_of_ours(tmp_path: Path) -> Non
 
 
 def test_name_resolves_lazily_and_the_other_flavour_is_refused(tmp_path: Path) -> None:
-    place = copy_of_the_package(tmp_path, STUB_STRATEGY)
+    """And a package that is broken breaks nothing but itself."""
+    place = copy_of_the_package(tmp_path)
     run(
         """
-        import sys, torch
+        import os, sys, torch
         assert not [name for name in sys.modules if name.split(".")[0] in ("lightning", "pytorch_lightning")]
         from lightning.pytorch import Trainer
         import lightning.pytorch.strategies as strategies
         assert "lightning_roundpipe.strategy" not in sys.modules
+        Trainer(strategy="auto", accelerator="cpu", logger=False)
+        try:
+            Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
+        except RuntimeError as error:
+            assert "broken on purpose" in str(error)
+        else:
+            raise AssertionError("the broken copy was not used")
+        del os.environ["BROKEN"]
         trainer = Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
         assert type(trainer.strategy).__name__ == "RoundPipeStrategy"
         assert type(strategies.__loader__).__name__ == type(strategies.__spec__.loader).__name__ == "SourceFileLoader"
@@ -95,38 +108,32 @@ def test_name_resolves_lazily_and_the_other_flavour_is_refused(tmp_path: Path) -
         """,
         place,
         PYTHONPATH=str(place),
-    )
-
-
-def test_a_broken_package_breaks_nothing_but_itself(tmp_path: Path) -> None:
-    place = copy_of_the_package(tmp_path, "raise RuntimeError('broken on purpose')")
-    run(
-        """
-        import torch
-        from lightning.pytorch import Trainer
-        Trainer(strategy="auto", accelerator="cpu", logger=False)
-        try:
-            Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
-        except RuntimeError as error:
-            assert "broken on purpose" in str(error)
-        else:
-            raise AssertionError("the broken copy was not used")
-        """,
-        place,
-        PYTHONPATH=str(place),
+        BROKEN="1",
     )
 
 
 def test_an_import_registers_where_torch_loads_no_entry_points(tmp_path: Path) -> None:
+    """With a Lightning that is nothing but the registry, which is imported much sooner."""
+    flavour = tmp_path / "lightning" / "pytorch" / "strategies"
+    flavour.mkdir(parents=True)
+    for folder in (flavour.parent.parent, flavour.parent):
+        (folder / "__init__.py").touch()
+    (flavour / "__init__.py").write_text(
+        """
+class Registry(dict):
+    def register(self, name, factory, description):
+        self[name] = factory
+StrategyRegistry = Registry()
+"""
+    )
     run(
         """
-        import torch, sys
-        assert "lightning_roundpipe" not in sys.modules
+        import sys
         import lightning_roundpipe, lightning.pytorch.strategies
         assert "roundpipe" in lightning.pytorch.strategies.StrategyRegistry
+        assert "torch" not in sys.modules, "which may not have loaded entry points"
         """,
         tmp_path,
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
 
 

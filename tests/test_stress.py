@@ -66,7 +66,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.timeout(300)
-@settings(stress, max_examples=10, derandomize=True, database=None)
+@settings(stress, max_examples=6, derandomize=True, database=None)
 @given(case=cases())
 def test_any_schedule(case: Case) -> None:
     check(case)
@@ -93,7 +93,7 @@ class Alive(pl.Callback):
         self.left.append(Counter(type(o).__name__ for o in ours))
 
 
-@pytest.mark.parametrize("empty", [None, (1, 1), (2, 0)])
+@pytest.mark.parametrize("empty", [None, (2, 0)])
 def test_a_step_leaves_nothing_behind(empty: tuple[int, int] | None) -> None:
     """What hangs in a circle lives on, graphs and boundary tensors too, until the garbage collector happens to run."""
     case = Case("forward 0 1; fused 2-5; backward 0-1; round 2", 2, 4, (8, 8, 8, 8), empty, emulation={})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import csv
 import math
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,7 @@ def with_optimizer(name: str, make: Any) -> zoo.ZooModule:
 # ----------------------------------------------------------------------------------- accumulation, clipping, optimizers
 
 
-@pytest.mark.parametrize("name", ["llama", "mlp"])
-@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize(("name", "accumulate"), [("llama", 2), ("mlp", 3)])
 def test_gradient_accumulation(name: str, accumulate: int) -> None:
     """Five batches: the last group is not full."""
     module, batches = zoo.make_module(name), zoo.make_batches(name, 5)
@@ -75,8 +75,10 @@ def test_gradient_accumulation_that_changes() -> None:
     assert_same(plain, result)
 
 
-@pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.05), ("value", 0.002), ("norm", 1e6)])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("algorithm", "value", "accumulate"),
+    [("norm", 0.05, 1), ("norm", 0.05, 2), ("value", 0.002, 2), ("norm", 1e6, 1)],
+)
 def test_gradient_clipping(algorithm: str, value: float, accumulate: int) -> None:
     batches = zoo.make_batches("llama", 4)
     clip = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": accumulate}
@@ -268,7 +270,9 @@ class Recorder(pl.Callback):
         self.seen: list[str] = []
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith(("on_", "setup", "teardown")) and not name.endswith("_checkpoint"):
+        caller = sys._getframe(1).f_code.co_filename  # others look what it has, and call nothing
+        hook = name.startswith(("on_", "setup", "teardown")) and not name.endswith("_checkpoint")
+        if hook and caller.endswith("trainer/call.py"):
             object.__getattribute__(self, "seen").append(name)
         return object.__getattribute__(self, name)
 
@@ -291,8 +295,7 @@ def test_hooks_come_once_a_batch_and_in_order() -> None:
 # ----------------------------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "bert", "mlp"])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("name", "devices"), [("llama", 2), ("t5", 2), ("bert", 2), ("mlp", 1)])
 def test_evaluation_without_training(name: str, devices: int) -> None:
     module, batches = zoo.make_module(name), zoo.make_batches(name)
     found = []
@@ -314,13 +317,12 @@ def test_evaluation_without_training(name: str, devices: int) -> None:
     harness.assert_tensors_same(plain_logits, logits, what="predict")
 
 
-@pytest.mark.parametrize("name", ["llama", "mlp"])
-def test_validation_between_training_steps(name: str) -> None:
+def test_validation_between_training_steps() -> None:
     """Twice an epoch: what validation uses must be the weights after the last step, and training goes on unharmed."""
     plain, result = both(
-        zoo.make_module(name),
-        zoo.make_batches(name, 4),
-        val_batches=zoo.make_batches(name, 2, seed=50),
+        LLAMA,
+        zoo.make_batches("llama", 4),
+        val_batches=zoo.make_batches("llama", 2, seed=50),
         val_check_interval=2,
         max_epochs=2,
         num_sanity_val_steps=1,
@@ -392,8 +394,7 @@ class Logging(zoo.PlainClassifier):
         return loss
 
 
-@pytest.mark.parametrize("samples", [6, 5])
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(("samples", "microbatches"), [(6, 3), (5, 3), (5, 1)])
 def test_logged_values_are_merged(samples: int, microbatches: int) -> None:
     """Means by the microbatches' sizes, sums and extremes over them, metric objects fed once with each."""
     batches = [*zoo.make_batches("mlp", 3, samples), *zoo.make_batches("mlp", 1, 3, seed=9)]
@@ -561,9 +562,8 @@ REPORT_KEYS = {
 }
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("devices", [1, 4])
 def test_report(devices: int) -> None:
-    strategy = ours(num_microbatches=4, round_microbatches=2)
     plan = run(ours(num_microbatches=1), LLAMA, zoo.make_batches("llama")).report["plan"]  # type: ignore[index]
     cut = harness.per_call(harness.call_count(plan), 2)
     strategy = ours(num_microbatches=4, plan=cut)

@@ -30,9 +30,21 @@ def _cases(names: Any) -> list[Any]:
     ]
 
 
-every_model = pytest.mark.parametrize(("name", "lora"), _cases(n for n, e in zoo.ENTRIES.items() if not e.other))
+EVERY = [name for name, entry in zoo.ENTRIES.items() if not entry.other]
+every_model = pytest.mark.parametrize(("name", "lora"), _cases(EVERY))
 other_models = pytest.mark.parametrize(("name", "lora"), _cases(n for n, e in zoo.ENTRIES.items() if e.other))
-some_models = pytest.mark.parametrize(("name", "lora"), _cases(["llama", "qwen3", "gpt2", "t5", "bert", "mlp"]))
+
+
+def _slow_but(wanted: set[tuple[str, bool]], names: Any) -> list[Any]:
+    """All of them, slow but for those ``wanted``."""
+    return [
+        case if case.values in wanted else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+        for case in _cases(names)
+    ]
+
+
+SOME = {("llama", False), ("qwen3", True), ("gpt2", False), ("t5", False)}
+"""A plain one, adapters, tied weights, two stacks with outputs that many layers take."""
 
 
 # ------------------------------------------------------------------------------------- can these comparisons be trusted
@@ -83,12 +95,18 @@ def test_a_difference_is_named() -> None:
 
 @every_model
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_equals_plain(name: str, lora: bool, devices: int, microbatches: int) -> None:
+def test_equals_plain(name: str, lora: bool, microbatches: int, devices: int = 2) -> None:
     result = trained(name, lora, devices, microbatches)
     assert_same(expected(name, lora, microbatches), result)
     assert result.report is not None
     assert result.report["microbatches"] == microbatches
+
+
+@pytest.mark.parametrize(("name", "lora"), _slow_but({("llama", False), ("t5", False)}, EVERY))
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_any_number_of_workers_equals_plain(name: str, lora: bool, devices: int, microbatches: int) -> None:
+    test_equals_plain(name, lora, microbatches, devices)
 
 
 @every_model
@@ -101,7 +119,7 @@ def test_cut_at_every_call_and_uneven(name: str, lora: bool) -> None:
     assert result.report["plan"].split("; round")[0] == plan.split("; round")[0]
 
 
-@every_model
+@pytest.mark.parametrize(("name", "lora"), _slow_but({*SOME, ("bert", False), ("mlp", False)}, EVERY))
 def test_by_name_with_default_options(name: str, lora: bool) -> None:
     """6 samples in 4 microbatches: 2, 2, 1 and 1."""
     if zoo.ENTRIES[name].layers is not None:
@@ -166,20 +184,21 @@ def test_blocks_become_layers(name: str) -> None:
     assert calls(name, False) >= zoo.BLOCKS
 
 
-@some_models
+@pytest.mark.parametrize(("name", "lora"), _slow_but(SOME, ["llama", "qwen3", "gpt2", "t5", "bert", "mlp"]))
 def test_everything_fused(name: str, lora: bool) -> None:
     assert_same(plain(name, lora), train(name, lora, 2, num_microbatches=3, plan=harness.single(calls(name, lora))))
 
 
-@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("qwen3", True), ("t5", False)])
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(("name", "lora", "devices"), [("llama", False, 1), ("qwen3", True, 3), ("t5", False, 3)])
 def test_cut_at_different_places_forward_and_backward(name: str, lora: bool, devices: int) -> None:
     plan = harness.halves(calls(name, lora))
     assert_same(plain(name, lora), train(name, lora, devices, num_microbatches=3, plan=plan))
 
 
-@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("qwen3", True), ("gpt2", False), ("t5", False)])
-@pytest.mark.parametrize("microbatches", [3, 4])
+@pytest.mark.parametrize(
+    ("name", "lora", "microbatches"),
+    [("llama", False, 4), ("llama", False, 3), ("qwen3", True, 3), ("gpt2", False, 3), ("t5", False, 3)],
+)
 def test_rounds(name: str, lora: bool, microbatches: int) -> None:
     """Two full rounds, and one and a half."""
     result = train(name, lora, 2, num_microbatches=microbatches, round_microbatches=2)
@@ -208,22 +227,33 @@ def test_the_plan_in_use_can_be_given_back() -> None:
 # ----------------------------------------------------------------------------------------------------- equal to the bit
 
 
-@pytest.mark.parametrize(("name", "lora"), [("llama", False), ("qwen3", True), ("t5", False)])
-def test_workers_rounds_and_plans_do_not_change_a_bit(name: str, lora: bool) -> None:
-    """Given the number of microbatches, nothing else decides an order of summation."""
+def variants(name: str, lora: bool) -> list[tuple[int, dict[str, Any]]]:
+    """How else the same can be computed. The first four differ from each other in everything."""
     n = calls(name, lora)
-    reference = train(name, lora, 1, num_microbatches=4)
-    variants: list[tuple[int, dict[str, Any]]] = [
-        (1, {}),
-        (2, {}),
+    return [
         (4, {}),
-        (2, {"round_microbatches": 2}),
         (3, {"round_microbatches": 3}),
         (2, {"plan": harness.per_call(n)}),
-        (1, {"plan": harness.single(n)}),
         (2, {"plan": harness.halves(n, 2)}),
+        (1, {}),
+        (2, {}),
+        (2, {"round_microbatches": 2}),
+        (1, {"plan": harness.single(n)}),
     ]
-    for devices, options in variants:
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "count"),
+    [
+        ("qwen3", True, 4),
+        ("t5", False, 4),
+        *(pytest.param(n, lora, 8, marks=pytest.mark.slow) for n, lora in sorted(SOME)),
+    ],
+)
+def test_workers_rounds_and_plans_do_not_change_a_bit(name: str, lora: bool, count: int) -> None:
+    """Given the number of microbatches, nothing else decides an order of summation."""
+    reference = train(name, lora, 1, num_microbatches=4)
+    for devices, options in variants(name, lora)[:count]:
         result = train(name, lora, devices, num_microbatches=4, **options)
         try:
             assert_identical(reference, result, rng=True)

@@ -52,6 +52,6 @@ def trained(name: str, lora: bool, devices: int, microbatches: int) -> Result:
 @functools.cache
 def calls(name: str, lora: bool) -> int:
     """How many calls the trace has."""
-    report = trained(name, lora, 1, 3).report
+    report = trained(name, lora, 2, 3).report
     assert report is not None
     return harness.call_count(report["plan"])

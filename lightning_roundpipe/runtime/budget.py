@@ -13,7 +13,8 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import ARENAS, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
+from lightning_roundpipe.runtime.sums import HostGradients
+from lightning_roundpipe.runtime.weights import HostLayer
 
 _SHARE = 0.9
 """Of a device's memory, where ``memory_budget`` is not set."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import resource
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.layers import find_layers
+from lightning_roundpipe.model.layers import find_layers, parameters_outside
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import partition_within
 from lightning_roundpipe.planning.schedule import Plan
@@ -21,15 +21,20 @@ from lightning_roundpipe.runtime.budget import check_layers_fit, check_plan_fits
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.crew import Crew
 from lightning_roundpipe.runtime.evaluation import Evaluation
-from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, Recorder, bubble_percent
+from lightning_roundpipe.runtime.events import Recorder
+from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, intercepted, without_caches
 from lightning_roundpipe.runtime.interrupts import allowed, held
+from lightning_roundpipe.runtime.report import report_of
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.samples import batch_size
 from lightning_roundpipe.runtime.step import Step
+from lightning_roundpipe.runtime.sums import GradientBuffers, HostGradients
 from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
-from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
+from lightning_roundpipe.runtime.units import units_of
+from lightning_roundpipe.runtime.updates import Updates
+from lightning_roundpipe.runtime.weights import HostLayer
 
 
 class Engine:
@@ -48,13 +53,16 @@ class Engine:
         self.module = module
         self.devices = devices
         self.options = options
-        owned: set[int] = set()
+        owned: dict[int, Any] = {}
         with allowed():  # copies all weights, and there is no thread yet
             self.layers = [
-                HostLayer(i, name, layer, devices[0], owned)
+                HostLayer(i, name, layer, devices[0], owned, apart=bool(options.staleness))
                 for i, (name, layer) in enumerate(find_layers(module, options.layers).items())
             ]
-        self.master_ids = {id(p) for p in module.parameters()}
+        self.units = units_of(self.layers, module.parameters(), apart=bool(options.staleness))
+        self.unit_of = {id(p): unit for unit in self.units for p in unit.masters}
+        self.updates: Updates | None = None
+        """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
         types = {d.torch_device.type for d in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)
@@ -74,12 +82,16 @@ class Engine:
         self.walked: set[tuple[int, int]] = set()
         """Calls, by layer and use, whose graph was seen to stay inside the layer."""
         self.weights_uploaded = 0
+        self._given: StepGradients | None = None
+        """What the last batch's loss hands out."""
+        self._looked_at = False
+        """Whether somebody may have seen weights, or written to them, since the last batch."""
         self._interceptors = [Interceptor(layer) for layer in self.layers]
-        self._sums: dict[tuple[int, int], HostGradients] = {}
+        self._buffers: dict[tuple[int, int], GradientBuffers] = {}
         self._slot_count = 0
         self._trainable = self._trainable_now()
         self.belongings = Belongings(module, self.layers)
-        self._in_glue = self._glue_parameters()
+        self._in_glue = parameters_outside(module, [x.module for x in self.layers])
         self.hints = Hints(module, inform)
         self._report: Callable[[], dict[str, Any]] | None = None
         check_layers_fit(self.layers, options, devices[0])
@@ -96,7 +108,13 @@ class Engine:
 
     @held()
     def train_batch(
-        self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]
+        self,
+        function: Callable[..., Any],
+        batch: Any,
+        rest: tuple[Any, ...],
+        seed: tuple[int, ...],
+        *,
+        anew: bool = True,
     ) -> Any:
         """Run ``function`` (training_step) on the microbatches of ``batch``, and their backward.
 
@@ -105,10 +123,18 @@ class Engine:
             batch: what the dataloader gave.
             rest: the other arguments of training_step, given to every microbatch.
             seed: numbers that identify the batch; all random states of the step derive from them.
+            anew: whether gradients of earlier batches that no optimizer step has used are to be dropped.
 
         Returns:
-            The merged output; the backward of its loss gives the masters their gradients.
+            The merged output; the backward of its loss gives the masters their gradients, or has `updates` take them.
         """
+        if self.updates is not None:
+            if self._given is not None:
+                self._given.arrive()  # should this step fail, the devices stop, and the update would be cut short
+            self.updates.begin(anew=anew)
+        elif self._given is not None and self._given.scale is None:
+            self._given.let_go()  # nobody asked for them
+        self._given = None
         self._begin()
         sizes = self._sizes(batch)
         parts = microbatch.split(batch, sizes)
@@ -117,31 +143,67 @@ class Engine:
         args = [(part, *rest) for part in parts]
         started = time.perf_counter()
         random_state = GlobalRandomState(self.devices)
-        with intercepted(self._interceptors, step.control.fail), without_caches(self.module) as switched_off:
-            random_state.park()
-            try:
-                self._run(step, function, args)
-            except BaseException:
-                self._sums.clear()  # half a step is in them, or will never arrive
-                step.let_go()
-                raise
-            finally:
-                random_state.restore()
-        output = step.finish()
-        self.hints.after_step(self.layers, switched_off, len(sizes))
-        self._finish_report(step, time.perf_counter() - started)
-        if self.plans and step.has_loss:
-            self._make_plan(step)
-        elif len(sizes) == 1:
-            self.recent = step.runs[0].trace
-        step.let_go()
+        try:
+            with (
+                self._failing_with_updates(step),
+                intercepted(self._interceptors, step.control.fail),
+                without_caches(self.module) as switched_off,
+            ):
+                random_state.park()
+                try:
+                    self._run(step, function, args)
+                finally:
+                    random_state.restore()
+            output = step.finish()
+            self.hints.after_step(self.layers, switched_off, len(sizes))
+            self.weights_uploaded += sum(self.recorder.nbytes(("upload_weights",), len(self.workers)))
+            self._report = report_of(step, time.perf_counter() - started)
+            if self.plans and step.has_loss:
+                self._make_plan(step)
+            elif len(sizes) == 1:
+                self.recent = step.runs[0].trace
+            self._given = step.gradients
+            if self.updates is not None and step.gradients is not None:
+                self.updates.offer(step.gradients)
+        finally:
+            step.let_go()
         return output
+
+    @contextlib.contextmanager
+    def _failing_with_updates(self, step: Step) -> Iterator[None]:
+        """An update that fails while the step runs fails the step; a step that fails leaves whole updates behind."""
+        updates = self.updates
+        if updates is not None:
+            updates.control = step.control
+        try:
+            yield
+        except BaseException:
+            self._buffers.clear()  # half a step is in them, or will never arrive
+            if updates is not None:
+                updates.drop()
+            raise
+        finally:
+            if updates is not None:
+                updates.control = None
+
+    def step_apart(self) -> None:
+        """From now on gradients are not handed to ``.grad``: `updates` applies them when it is told to."""
+        if self.updates is None:
+            self.updates = Updates(self.units, self.options.staleness)
+
+    def settle(self) -> None:
+        """Before anybody looks at weights or at the optimizer's state, or writes to them: nothing is on its way."""
+        self._looked_at = True
+        if self.updates is not None:
+            self.updates.settle()
 
     @held()
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
         self._refuse_broken()
-        self._adopt()
+        if self.updates is not None:
+            self.updates.settle()
+        self._adopt(newest=True)
         recorder, self.recorder = self.recorder, Recorder()
         for worker in self.workers:
             worker.recorder = self.recorder
@@ -149,7 +211,7 @@ class Engine:
             with intercepted(self._interceptors):
                 return Evaluation(self).run(function, args, kwargs)
         except BaseException:
-            self._sums.clear()  # what was on its way to them will not arrive
+            self._buffers.clear()  # what was on its way to them will not arrive
             raise
         finally:
             self.weights_uploaded += sum(self.recorder.nbytes(("upload_weights",), len(self.workers)))
@@ -165,7 +227,7 @@ class Engine:
 
     def _begin(self) -> None:
         self._refuse_broken()
-        if self._glue_parameters() != self._in_glue:
+        if parameters_outside(self.module, [x.module for x in self.layers]) != self._in_glue:
             raise RoundPipeError(
                 "the module has other parameters outside its layers than at the start of training (one was added, "
                 "removed or replaced), and a new one would get no gradient. Change the model before fit(), or write "
@@ -173,9 +235,9 @@ class Engine:
             )
         if (now := self._trainable_now()) != self._trainable:
             self._trainable = now
+            self.settle()
             self._forget_plan()
-        self._adopt()
-        self._used: dict[int, HostGradients] = {}
+        self._adopt(newest=False)
         self.recorder = Recorder()
         for worker in self.workers:
             worker.recorder = self.recorder
@@ -188,21 +250,24 @@ class Engine:
                 "again, or better start a new process, because the thread may still hold what others need."
             )
 
-    def _adopt(self) -> None:
+    def _adopt(self, *, newest: bool) -> None:
+        """What user code has done to weights since the last batch is what travels.
+
+        Args:
+            newest: whether all updates are to be seen, whatever the staleness. They are settled, then.
+        """
         for layer in self.layers:
             layer.adopt()
+        updates = self.updates
+        if updates is None:
+            for unit in self.units if self.options.staleness else ():
+                unit.refresh()
+        elif self._looked_at or (newest and updates.wanted != updates.submitted):
+            updates.settle()
+            updates.publish_all()
+        self._looked_at = False
         for layer in self.layers:
             layer.remember()
-
-    def _glue_parameters(self) -> list[int]:
-        """Ids of the parameters that belong to no layer."""
-        inside = {id(layer.module) for layer in self.layers}
-        found, left = [], [self.module]
-        while left:
-            module = left.pop()
-            found += [id(p) for p in module._parameters.values() if p is not None]
-            left += [m for m in module._modules.values() if m is not None and id(m) not in inside]
-        return found
 
     def _trainable_now(self) -> list[bool]:
         return [p.requires_grad for layer in self.layers for p in layer.masters]
@@ -215,7 +280,9 @@ class Engine:
         self.walked.clear()
         self.belongings = Belongings(self.module, self.layers)
         self.randomness = Randomness()
-        self._sums.clear()
+        for layer in self.layers if self.options.staleness else ():
+            layer.set_apart()
+        self._buffers.clear()
         for worker in self.workers:
             worker.forget()
         self._reserve()
@@ -277,8 +344,7 @@ class Engine:
             loaded = [c for c in calls if stage.phase != "backward" or c.taped]
             weights = max(weights, sum(layer.nbytes for layer in distinct_layers(loaded)))
             if stage.phase != "forward":
-                totals = [self.sums_of(c) for c in calls if c.taped]
-                gradients = max(gradients, sum(t.layout.nbytes for t in totals if t is not None))
+                gradients = max(gradients, sum(HostGradients.bytes_of(c.layer) for c in calls if c.taped))
         for worker in self.workers:
             worker.reserve(weights, gradients)
 
@@ -295,23 +361,18 @@ class Engine:
         self._slot_count += 1
         return self._slot_count - 1
 
-    def sums_of(self, call: TracedCall) -> HostGradients | None:
-        """Where the gradients of a call are summed; made when first needed, begun anew in each step."""
+    def buffers_of(self, call: TracedCall) -> GradientBuffers:
+        """The host memory for the gradients of a call; made when first needed."""
         key = (call.layer.index, call.use)
-        known = self._sums.get(key)
+        known = self._buffers.get(key)
         if known is None:
-            known = self._sums[key] = HostGradients(call.layer, self.devices[0])
-        if not known.layout.nbytes:
-            return None
-        order = key[0] * 1_000_000 + key[1]
-        if order not in self._used:
-            self._used[order] = known
-            known.restart()
+            known = self._buffers[key] = GradientBuffers(call.layer, self.devices[0])
         return known
 
-    def used_sums(self) -> list[HostGradients]:
-        """The sums of this step, in an order that no plan changes."""
-        return [self._used[order] for order in sorted(self._used)]
+    @property
+    def version(self) -> int:
+        """The number of the last update that the next step has to see."""
+        return self.updates.wanted if self.updates is not None else 0
 
     def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:
         """The device that ``tensor`` lives on; None is the host. ``newest`` is where its microbatch ran last."""
@@ -322,50 +383,15 @@ class Engine:
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
-    def _finish_report(self, step: Step, seconds: float) -> None:
-        recorder, plan, workers, costs = self.recorder, self.plan, len(self.workers), self.costs
-        peaks = [d.peak_bytes() for d in self.devices]
-        # Only rows are kept: the step itself holds every boundary tensor.
-        slots = [
-            {
-                "slot": s.index,
-                "worker": s.worker,
-                "round": s.round,
-                "phase": s.phase,
-                "layers": [x.name for x in s.layers],
-            }
-            for s in step.slots
-        ]
-        microbatches = len(step.sizes)
-        self.weights_uploaded += sum(recorder.nbytes(("upload_weights",), workers))
-        total = self.weights_uploaded
-        text = str(plan) if plan is not None else str(Plan.per_call(len(step.runs[0].trace.calls) or 1))
-
-        def report() -> dict[str, Any]:
-            rows = recorder.rows()
-            return {
-                "plan": text,
-                "profiled": plan is None,
-                "workers": workers,
-                "microbatches": microbatches,
-                "slots": slots,
-                "bytes_uploaded": recorder.nbytes(UPLOADS, workers),
-                "bytes_downloaded": recorder.nbytes(DOWNLOADS, workers),
-                "weights_bytes_uploaded_total": total,
-                "peak_device_bytes": peaks,
-                "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                "bubble_pct": bubble_percent(rows, workers),
-                "step_time_s": seconds,
-                "costs": costs.to_dict() if costs is not None else None,
-                "events": rows,
-            }
-
-        self._report = report
-
     def report(self) -> dict[str, Any]:
         """See ``RoundPipeStrategy.report``."""
         return self._report() if self._report is not None else {}
 
     def close(self) -> None:
-        """Stop all threads and give everything on the devices back."""
-        self.crew.close()
+        """Stop all threads and give everything on the devices back. What was submitted is applied."""
+        updates, self.updates = self.updates, None
+        try:
+            if updates is not None:
+                updates.close()
+        finally:
+            self.crew.close()

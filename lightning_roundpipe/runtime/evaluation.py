@@ -51,7 +51,7 @@ class Evaluation:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` with its layer calls on the workers."""
-        follow = GlueMode(set(), train=False, accelerator=self._engine.accelerator)
+        follow = GlueMode((), lambda master: master, train=False, accelerator=self._engine.accelerator)
         # Where host and device are the same there is nothing to follow, and user code keeps its speed.
         mode = follow if self._engine.accelerator else contextlib.nullcontext()
         output: Any = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_roundpipe.runtime.slots import Slots
+from lightning_roundpipe.runtime.sums import HostGradients
 from lightning_roundpipe.runtime.tape import Entry
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
-from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
+from lightning_roundpipe.runtime.weights import HostLayer
 
 
 class Foresight:

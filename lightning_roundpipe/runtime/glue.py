@@ -11,7 +11,7 @@ Every torch function that glue calls passes through `GlueMode`. It does three th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -24,13 +24,16 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 
 _LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+_VALUES = {Tensor.data.__get__, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
+"""Attributes of a tensor that share its memory."""
 _COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 
 
 class Proxies:
     """The stand-ins of one microbatch for masters that glue reads, by id of the master."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[nn.Parameter], Tensor]) -> None:
+        self._read = read
         self._known: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._moved: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -38,7 +41,10 @@ class Proxies:
         known = self._known.get(id(master))
         if known is None:
             with torch.inference_mode(False):
-                known = self._known[id(master)] = (master, master.detach().requires_grad_(master.requires_grad))
+                known = self._known[id(master)] = (
+                    master,
+                    self._read(master).detach().requires_grad_(master.requires_grad),
+                )
         return known[1]
 
     def on(self, proxy: Tensor, device: torch.device) -> Tensor:
@@ -59,13 +65,22 @@ class GlueMode(TorchFunctionMode):
 
     Args:
         masters: ids of all the user's parameters.
+        read: gives the values of one of them that is trained, when its last update is there.
         train: whether masters are replaced and losses counted; evaluation only follows devices.
         accelerator: the device type that host tensors move to; None where host and device are the same.
     """
 
-    def __init__(self, masters: set[int], *, train: bool, accelerator: str | None) -> None:
+    def __init__(
+        self,
+        masters: Container[int],
+        read: Callable[[nn.Parameter], Tensor],
+        *,
+        train: bool,
+        accelerator: str | None,
+    ) -> None:
         super().__init__()
-        self.proxies = Proxies()
+        self.proxies = Proxies(read)
+        self._read = read
         self.counts: list[float] = []
         self.summed = ""
         self._masters = masters
@@ -78,6 +93,8 @@ class GlueMode(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__", "requires_grad_"):
+            if name == "__get__" and self._is_master(args[0]) and func in _VALUES:
+                return func(self._read(args[0]), *args[1:])
             return func(*args, **kwargs)
         if self._train and name in ("register_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
@@ -102,9 +119,10 @@ class GlueMode(TorchFunctionMode):
 
     def stand_in(self, value: Any) -> Any:
         """This microbatch's stand-in if ``value`` is a master that is trained, else ``value``."""
-        if isinstance(value, nn.Parameter) and value.requires_grad and id(value) in self._masters:
-            return self.proxies.of(value)
-        return value
+        return self.proxies.of(value) if self._is_master(value) else value
+
+    def _is_master(self, value: Any) -> bool:
+        return isinstance(value, nn.Parameter) and value.requires_grad and id(value) in self._masters
 
     def _proxied(self, value: Any) -> Any:
         if type(value) in (list, tuple) and any(isinstance(v, nn.Parameter) for v in value):

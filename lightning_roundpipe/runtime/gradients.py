@@ -1,9 +1,12 @@
-"""From the sums of a step to ``.grad``: the loss that training_step returns.
+"""From the sums of a batch to whoever uses them up: the loss that training_step returns.
 
-Lightning divides the loss, may scale it, calls ``zero_grad`` and only then ``backward``. So the gradients, which are
-complete when ``training_step`` returns, wait in host buffers, and the returned loss is a node of which every master is
-an input: its backward multiplies the sums by what arrives and hands them to autograd. Accumulation over batches,
-parameter hooks and overridden ``backward`` hooks then work as in plain training.
+Lightning divides the loss, may scale it, calls ``zero_grad`` and only then ``backward``. So gradients wait in host
+buffers, and the returned loss is a node of which every master is an input. What its backward is given says by how much
+they are to be scaled. Then there are two ways:
+
+* they are handed to autograd, and with it to ``.grad``: hooks, overridden parts of the step and any optimizer work as
+  in plain training, and everything waits for that;
+* nothing is handed on, and `updates` takes them from the buffers, layer by layer.
 """
 
 from __future__ import annotations
@@ -15,34 +18,40 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.weights import HostGradients
+from lightning_roundpipe.runtime.sums import HostGradients
+from lightning_roundpipe.runtime.units import Unit
 
 
 class StepGradients:
-    """The gradients of one step, before its loss is differentiated.
+    """The gradients of one batch, before its loss is differentiated.
 
     Args:
         sums: per call, in trace order.
         glue: what glue's stand-ins gathered, in microbatch order.
         factor: corrects the provisional total of the loss weights.
+        by_unit: whether they are taken unit by unit, and ``.grad`` stays as it is.
+
+    Attributes:
+        scale: what they are multiplied by; None until the loss was differentiated.
+        masters: those that have a gradient.
     """
 
     def __init__(
-        self, sums: Iterable[HostGradients], glue: Iterable[tuple[nn.Parameter, Tensor]], factor: float
+        self,
+        sums: Iterable[HostGradients],
+        glue: Iterable[tuple[nn.Parameter, Tensor]],
+        factor: float,
+        *,
+        by_unit: bool = False,
     ) -> None:
         self._sums = list(sums)
         self._glue = list(glue)
         self._factor = factor
-        self.masters = self._with_gradient()
-
-    def _with_gradient(self) -> list[nn.Parameter]:
-        found: dict[int, nn.Parameter] = {}
-        for total in self._sums:
-            for position, present in zip(total.layout.positions, total.present, strict=True):
-                if present:
-                    found[id(total.layer.masters[position])] = total.layer.masters[position]
+        self._by_unit = by_unit
+        self.scale: float | None = None
+        found = {id(master): master for total in self._sums for master in total.got()}
         found.update({id(master): master for master, _ in self._glue})
-        return list(found.values())
+        self.masters = list(found.values())
 
     def loss(self, value: Tensor, *, differentiable: bool) -> Tensor:
         """``value`` with a backward that hands the gradients out.
@@ -57,24 +66,53 @@ class StepGradients:
             loss: Tensor = _StepLoss.apply(self if differentiable else None, value, *anchors)  # type: ignore[no-untyped-call]
         return loss
 
-    def take(self, scale: float) -> list[Tensor]:
-        """The gradients of ``masters`` times ``scale``. Once only: they are scaled where they lie."""
+    def differentiated(self, scale: float) -> list[Tensor]:
+        """Backward has reached the loss. The gradients of ``masters``; nothing, if they are taken unit by unit."""
         if not self.masters:
             return []
-        if not self._sums and not self._glue:
+        if self.scale is not None:
             raise RoundPipeError(
                 "backward was called twice on the loss of one training_step: its gradients have been handed out."
             )
-        scale *= self._factor
-        totals: dict[int, Tensor] = {}
+        self.scale = scale * self._factor
+        if self._by_unit:
+            return []
         for total in self._sums:
-            for key, grad in total.take(scale).items():
+            total.handed_out = True
+        taken = self._taken(self._sums, self._glue)
+        self.let_go()
+        return [taken.pop(id(master)) for master in self.masters]
+
+    def take(self, unit: Unit) -> dict[int, Tensor]:
+        """The gradients of a unit's masters by their ids, scaled where they lie. Once, and then `let_go`."""
+        mine = {id(master) for master in unit.masters}
+        return self._taken(self._of(unit), [pair for pair in self._glue if id(pair[0]) in mine])
+
+    def arrive(self) -> None:
+        """Wait until all of them are on the host."""
+        for total in self._sums:
+            total.wait()
+
+    def let_go(self, unit: Unit | None = None) -> None:
+        """Nobody needs the gradients of ``unit``, or any of them, any more: their memory may be written to."""
+        for total in self._sums if unit is None else self._of(unit):
+            total.consumed.wake()
+        if unit is None:
+            self._sums, self._glue = [], []
+
+    def _of(self, unit: Unit) -> list[HostGradients]:
+        return [total for total in self._sums if total.layer.unit is unit]
+
+    def _taken(self, sums: list[HostGradients], glue: list[tuple[nn.Parameter, Tensor]]) -> dict[int, Tensor]:
+        assert self.scale is not None
+        totals: dict[int, Tensor] = {}
+        for total in sums:
+            for key, grad in total.take(self.scale).items():
                 totals[key] = totals[key].add_(grad) if key in totals else grad
-        for master, grad in self._glue:
-            grad = grad * scale
+        for master, grad in glue:
+            grad = grad * self.scale
             totals[id(master)] = totals[id(master)].add_(grad) if id(master) in totals else grad
-        self._sums, self._glue = [], []
-        return [totals.pop(id(master)) for master in self.masters]
+        return totals
 
 
 class _StepLoss(torch.autograd.Function):
@@ -92,5 +130,5 @@ class _StepLoss(torch.autograd.Function):
                 "torch.no_grad(), or depends on no parameter that is trained. Return the loss as it was computed, or "
                 "None to skip the batch."
             )
-        taken = ctx.gradients.take(float(grad))
+        taken = ctx.gradients.differentiated(float(grad))
         return None, None, *(taken or [None] * ctx.anchors)

@@ -63,14 +63,14 @@ class MicrobatchRun:
     def __init__(self, step: Step, index: int, trace: Trace | None, slots: Slots, recent: Trace | None = None) -> None:
         self.index = index
         self.logs = LogRecorder()
-        self.mode = GlueMode(step.engine.master_ids, train=True, accelerator=step.engine.accelerator)
+        self.mode = GlueMode(step.engine.unit_of, step.read, train=True, accelerator=step.engine.accelerator)
         self.started = Waiter()
         self.output: Any = None
         self.weight = 0.0
         self.differentiable = False
         self.learning = trace is None
         self.trace = trace or Trace()
-        self._foresight = Foresight(slots, step.engine.sums_of, recent)
+        self._foresight = Foresight(slots, step.sums_of, recent)
         self._step = step
         self._control: Control = step.control
         self._lock: UserLock = step.user_lock
@@ -273,7 +273,7 @@ class MicrobatchRun:
         if self.learning or traced.mutates:
             self._boundaries.settle()
         if held:
-            slot = self._slots.hold(self.index, call.index, call.layer, self._step.engine.sums_of(traced))
+            slot = self._slots.hold(self.index, call.index, call.layer, self._step.sums_of(traced))
         else:
             slot = self._slots.forward(self.index, call.index, call.layer)
         self._foresight.after_forward(self.index, call.index, self._tape, self.trace)
@@ -353,7 +353,7 @@ class MicrobatchRun:
                     entry.run_hooks(self._boundaries.transfer)
             if not self._slots.holds(entry.call):
                 entry.graph = None
-            slot = self._slots.backward(self.index, entry.call, entry.layer, engine.sums_of(traced))
+            slot = self._slots.backward(self.index, entry.call, entry.layer, self._step.sums_of(traced))
             self._foresight.backward(self.index, self._tape, self.trace)
             worker, runner = engine.workers[slot.worker], engine.runners[slot.worker]
             task = functools.partial(runner.backward, slot, entry, self._boundaries)

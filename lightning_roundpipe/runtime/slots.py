@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from lightning_roundpipe.devices import Event
     from lightning_roundpipe.planning.costs import Phase
     from lightning_roundpipe.planning.schedule import Plan
-    from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
+    from lightning_roundpipe.runtime.sums import HostGradients
+    from lightning_roundpipe.runtime.weights import HostLayer
 
 
 class Slot:
@@ -39,6 +40,11 @@ class Slot:
         predecessor: the same stage of the round before, if any.
         sums: host gradients of the calls whose backward runs here, by call.
         arena: which of the worker's arenas holds it, once uploaded.
+        control: of the step that it belongs to, once uploads have begun.
+        version: the number of the update that its weights must have seen.
+        uploaded: when each layer's weights are in the arena, once the upload has been enqueued.
+        awaited: woken when that is so, for layers whose version was not there yet.
+        cancelled: whether it will not come, so that nothing more is uploaded for it.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class Slot:
         sums: dict[int, HostGradients],
         microbatches: Sequence[int],
         predecessor: Slot | None = None,
+        version: int = 0,
     ) -> None:
         self.index = index
         self.worker = worker
@@ -62,8 +69,13 @@ class Slot:
         self.sums = sums
         self.microbatches = microbatches
         self.predecessor = predecessor
+        self.version = version
         self.arena: int | None = None
+        self.control: Control | None = None
         self.uploaded: dict[int, Event] = {}
+        self.awaited: dict[int, Waiter] = {}
+        self.cancelled = False
+        self.uploading = threading.Lock()
         self.opened = False
         self.closed = False
         self._successor: Waiter | None = None

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.schedule import Plan, Stage
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from lightning_roundpipe.planning.costs import Phase
     from lightning_roundpipe.runtime.engine import Engine
     from lightning_roundpipe.runtime.interception import CallContext
-    from lightning_roundpipe.runtime.weights import HostGradients, HostLayer
+    from lightning_roundpipe.runtime.sums import HostGradients
+    from lightning_roundpipe.runtime.weights import HostLayer
 
 
 class Step:
@@ -55,7 +56,10 @@ class Step:
         self.belongings = engine.belongings if len(sizes) > 1 and not engine.in_order else None
         self.control = Control(engine.crew.abort)
         self.user_lock = UserLock(self.control)
+        self.version = engine.version
+        """Of the weights that the step computes with."""
         self.slots: list[Slot] = []
+        self._sums: dict[tuple[int, int], HostGradients] = {}
         self._given = weights
         self._provisional: float | None = sum(weights) if weights else None
         self._plan: Plan | None = None
@@ -64,6 +68,8 @@ class Step:
         self._unclosed_lock = threading.Lock()
         self._all_closed = Waiter()
         self.runs: list[MicrobatchRun] = []
+        self.gradients: StepGradients | None = None
+        """What its loss hands out, once it is there."""
         self.has_loss = False
         """Whether there is a loss to differentiate; training_step may also skip a batch."""
 
@@ -127,6 +133,12 @@ class Step:
             )
         return context.logs
 
+    def read(self, master: nn.Parameter) -> Tensor:
+        """What glue reads, where it reads a master itself: the weights that the step computes with."""
+        unit = self.engine.unit_of[id(master)]
+        unit.wait(self.version, self.control)
+        return unit.read(master)
+
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def is_to_be_probed(self, call: TracedCall) -> bool:
@@ -168,11 +180,14 @@ class Step:
         sums = {}
         if stage.phase != "forward":
             for c in calls:
-                if trace.calls[c].taped and (total := self.engine.sums_of(trace.calls[c])) is not None:
+                if trace.calls[c].taped and (total := self.sums_of(trace.calls[c])) is not None:
                     sums[c] = total
         index = self.engine.next_slot()
         worker = index % len(self.engine.workers)
-        slot = Slot(index, worker, number, stage.phase, calls, distinct_layers(loaded), sums, microbatches, predecessor)
+        slot = Slot(
+            index, worker, number, stage.phase, calls, distinct_layers(loaded), sums, microbatches, predecessor,
+            self.version,
+        )  # fmt: skip
         self._order[worker].append(slot)
         self.slots.append(slot)
         return slot
@@ -210,11 +225,12 @@ class Step:
         index = self.engine.next_slot()
         totals = {call: sums} if sums is not None else {}
         worker = index % len(self.engine.workers)
-        return Slot(index, worker, 0, phase, range(call, call + 1), [layer], totals, [microbatch])
+        calls = range(call, call + 1)
+        return Slot(index, worker, 0, phase, calls, [layer], totals, [microbatch], None, self.version)
 
     def _prepare(self, slot: Slot) -> None:
         worker = self.engine.workers[slot.worker]
-        worker.post(lambda: worker.prepare(slot), self.control)
+        worker.post(lambda: worker.prepare(slot, self.control), self.control)
 
     def _cancel(self, slot: Slot) -> None:
         worker = self.engine.workers[slot.worker]
@@ -224,6 +240,14 @@ class Step:
         self.slots.append(slot)
         worker = self.engine.workers[slot.worker]
         worker.run(lambda: worker.open(slot, None, self.control), self.control)
+
+    def sums_of(self, call: TracedCall) -> HostGradients | None:
+        """Where the gradients of a call are summed."""
+        key = (call.layer.index, call.use)
+        known = self._sums.get(key)
+        if known is None:
+            known = self._sums[key] = self.engine.buffers_of(call).begin()
+        return known if known.layout.nbytes else None
 
     # -- weights of the microbatches ----------------------------------------------------------------------------------
 
@@ -270,20 +294,29 @@ class Step:
             return merged
         self.has_loss = True
         differentiable = any(run.differentiable for run in self.runs)
-        loss = self._gradients().loss(weighted_mean(losses, weights), differentiable=differentiable)
+        gradients = self._gradients()
+        loss = gradients.loss(weighted_mean(losses, weights), differentiable=differentiable)
+        self.gradients = gradients
         if isinstance(merged, Mapping):
             return {**merged, "loss": loss}
         return loss
 
     def let_go(self) -> None:
-        """Part from the microbatches, which know the step: in a circle, all of them would live on until a gc run."""
+        """Part from the microbatches, which know the step: in a circle, all of them would live on until a gc run.
+
+        And from sums that nobody is going to ask for.
+        """
         self.runs = []
+        if self.gradients is None:
+            for sums in self._sums.values():
+                sums.consumed.wake()
 
     def _gradients(self) -> StepGradients:
         total = sum(run.weight for run in self.runs)
         factor = (self._provisional or total) / total if total else 1.0
         glue = [pair for run in self.runs for pair in run.mode.proxies.gradients()]
-        return StepGradients(self.engine.used_sums(), glue, factor)
+        sums = [self._sums[key] for key in sorted(self._sums)]  # in an order that no plan changes
+        return StepGradients(sums, glue, factor, by_unit=self.engine.updates is not None)
 
 
 def _loss(output: Any) -> Any:

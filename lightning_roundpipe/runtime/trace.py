@@ -17,7 +17,8 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.sides import Key
-from lightning_roundpipe.runtime.weights import GradientLayout, HostLayer
+from lightning_roundpipe.runtime.sums import GradientLayout
+from lightning_roundpipe.runtime.weights import HostLayer
 
 
 @dataclass

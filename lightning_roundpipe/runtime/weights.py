@@ -1,11 +1,10 @@
-"""A layer's parameters in host memory, and their way to a worker and back as gradients.
+"""A layer's parameters in host memory, and their way to a worker.
 
 Masters are moved once into flat host buffers, so that a whole layer goes up in one copy instead of one per parameter.
 The user's ``nn.Parameter`` objects stay who they are; only their ``.data`` moves. With fp32 masters and staleness 0 the
-master is the copy that uploads read.
-
-Gradients are kept per call, not per layer: a layer that is used twice adds up in the same order whatever the plan is,
-and so do rounds, because a later round's device buffer starts from the sum so far.
+master is the copy that uploads read. With staleness 1 the optimizer writes to masters while they are uploaded, so what
+is trained has a working copy beside it, which is brought up to date between the last upload of a step and the first one
+of the next.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device, Event, Stream
+from lightning_roundpipe.devices import Device, Stream
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
+from lightning_roundpipe.runtime.units import Unit
 
 ALIGNMENT = 256
 
@@ -44,7 +44,7 @@ class Segment:
         return typed.as_strided(self.shape, self.stride, typed.storage_offset())
 
 
-def _segment(tensor: Tensor, offset: int) -> Segment:
+def segment_of(tensor: Tensor, offset: int) -> Segment:
     dense = torch._debug_has_internal_overlap(tensor) == 0 and _is_dense(tensor)
     stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
     return Segment(offset, tensor.numel() * tensor.element_size(), tensor.shape, tuple(stride), tensor.dtype)
@@ -66,19 +66,43 @@ def _with_own_storage(segment: Segment, flat: Tensor) -> Tensor:
 
 
 class _Flat:
-    """One flat host buffer and the masters that are views into it."""
+    """One flat host buffer and the masters that are views into it.
 
-    def __init__(self, masters: list[nn.Parameter], device: Device) -> None:
+    Attributes:
+        source: what uploads read: the buffer, or the working copy beside it.
+    """
+
+    def __init__(self, masters: list[nn.Parameter], device: Device, *, apart: bool) -> None:
         self.masters = masters
+        self._device = device
         self.segments: list[Segment] = []
         offset = 0
         for master in masters:
-            self.segments.append(_segment(master, offset))
+            self.segments.append(segment_of(master, offset))
             offset += aligned(self.segments[-1].nbytes)
         self.nbytes = offset
-        self.buffer = device.host_buffer(offset)
+        # Only what uploads read has to be memory that copies quickly.
+        self.buffer = torch.empty(offset, dtype=torch.uint8) if apart else device.host_buffer(offset)
         self.views = [_with_own_storage(s, self.buffer) for s in self.segments]
+        self.source = self.buffer
         self.adopt()
+        if apart:
+            self.set_apart()
+
+    def set_apart(self) -> None:
+        """Make a working copy, unless there is one."""
+        if self.source is self.buffer:
+            self.source = self._device.host_buffer(self.nbytes)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Bring the working copy up to date."""
+        if self.source is not self.buffer:
+            self.source.copy_(self.buffer)
+
+    def read(self, index: int) -> Tensor:
+        """What uploads read of one master."""
+        return self.segments[index].view(self.source)
 
     def adopt(self) -> None:
         """Make every master a view into the buffer again, keeping the values it has now.
@@ -106,10 +130,20 @@ class HostLayer:
         name: qualified name in the LightningModule.
         module: the user's module.
         device: any device; gives host memory that copies asynchronously.
-        owned: ids of parameters that an earlier layer holds already (tied ones); updated.
+        owned: where earlier layers hold their parameters, by id (this one may be tied to them); updated.
+        apart: whether the optimizer writes to masters while they are uploaded.
     """
 
-    def __init__(self, index: int, name: str, module: nn.Module, device: Device, owned: set[int]) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        device: Device,
+        owned: dict[int, tuple[_Flat, int]],
+        *,
+        apart: bool = False,
+    ) -> None:
         self.index = index
         self.name = name
         self.module = module
@@ -121,6 +155,7 @@ class HostLayer:
         """Positions of masters whose copies the forward writes to without changing them, as far as it has been seen."""
         self._seen_states: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
+        self.unit: Unit  # what is updated together; given by `units_of` when all layers are known
         for inner, key, parameter in parameter_places(module):
             if parameter.is_meta:
                 raise RoundPipeError(
@@ -128,11 +163,14 @@ class HostLayer:
                     "values (load weights or initialise) in configure_model() or setup()."
                 )
         mine = [p for p in self.masters if id(p) not in owned]
-        owned.update(map(id, mine))
-        self.flats = [_Flat(group, device) for group in _by_trainable(mine) if group]
-        self._place_in_arena(mine)
+        trained, frozen = _by_trainable(mine)
+        self.flats = [_Flat(trained, device, apart=apart)] if trained else []
+        self.flats += [_Flat(frozen, device, apart=False)] if frozen else []
+        owned.update({id(p): (flat, i) for flat in self.flats for i, p in enumerate(flat.masters)})
+        self._held = {id(p): owned[id(p)] for p in self.masters}
+        self._place_in_arena()
 
-    def _place_in_arena(self, mine: list[nn.Parameter]) -> None:
+    def _place_in_arena(self) -> None:
         base, places = 0, {}
         for flat in self.flats:
             for master, segment in zip(flat.masters, flat.segments, strict=True):
@@ -140,7 +178,7 @@ class HostLayer:
             base += flat.nbytes
         self.tied = [p for p in self.masters if id(p) not in places]
         for master in self.tied:
-            places[id(master)] = _segment(master, base)
+            places[id(master)] = segment_of(master, base)
             base += aligned(places[id(master)].nbytes)
         self.places = [places[id(p)] for p in self.masters]
         self.nbytes = base
@@ -166,6 +204,12 @@ class HostLayer:
             )
         for flat in self.flats:
             flat.adopt()
+
+    def set_apart(self) -> None:
+        """Working copies for what has begun to be trained."""
+        for flat in self.flats:
+            if any(p.requires_grad for p in flat.masters):
+                flat.set_apart()
 
     def remember(self) -> None:
         """What :meth:`check` compares with, when all layers have adopted their masters."""
@@ -206,127 +250,24 @@ class HostLayer:
         """Enqueue the copy of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena."""
         base = 0
         for flat in self.flats:
-            stream.copy(segment[base : base + flat.nbytes], flat.buffer)
+            stream.copy(segment[base : base + flat.nbytes], flat.source)
             base += flat.nbytes
         for master, place in zip(self.tied, self._tied_places, strict=True):
-            stream.copy(place.view(segment), master.data)
+            stream.copy(place.view(segment), self.read(master))
+
+    def read(self, master: nn.Parameter) -> Tensor:
+        """What uploads read of one of the masters."""
+        flat, index = self._held[id(master)]
+        return flat.read(index)
 
     def views(self, segment: Tensor) -> list[Tensor]:
         """The parameters' views into ``segment`` of an arena, in the order of ``masters``."""
         return [place.view(segment) for place in self.places]
 
 
-def _by_trainable(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    return [[p for p in parameters if p.requires_grad], [p for p in parameters if not p.requires_grad]]
+def _by_trainable(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    return [p for p in parameters if p.requires_grad], [p for p in parameters if not p.requires_grad]
 
 
 def _moved(segment: Segment, base: int) -> Segment:
     return Segment(base + segment.offset, segment.nbytes, segment.shape, segment.stride, segment.dtype)
-
-
-class GradientLayout:
-    """Where the gradients of one layer's trainable parameters lie in a flat buffer."""
-
-    def __init__(self, layer: HostLayer) -> None:
-        self.positions = [i for i, p in enumerate(layer.masters) if p.requires_grad]
-        self.segments: list[Segment] = []
-        offset = 0
-        for position in self.positions:
-            self.segments.append(_segment(layer.masters[position], offset))
-            offset += aligned(self.segments[-1].nbytes)
-        self.nbytes = offset
-
-
-class HostGradients:
-    """The gradients of one call's layer, summed over microbatches, in host memory.
-
-    ``present`` says per trainable parameter whether it got a gradient at all: one that did not must keep ``None``, or
-    AdamW would decay it.
-    """
-
-    def __init__(self, layer: HostLayer, device: Device) -> None:
-        self.layer = layer
-        self.layout = GradientLayout(layer)
-        self._device = device
-        self.flat = device.host_buffer(self.layout.nbytes) if self.layout.nbytes else torch.empty(0, dtype=torch.uint8)
-        self.present = [False] * len(self.layout.segments)
-        self.arrived: Event | None = None
-        """The download that must have finished before anybody reads or overwrites the sum."""
-
-    @staticmethod
-    def bytes_of(layer: HostLayer) -> int:
-        """What the gradients of ``layer`` take now."""
-        return GradientLayout(layer).nbytes
-
-    def restart(self) -> None:
-        """Begin a new sum, in a new buffer if a master's ``.grad`` still lies in this one."""
-        self.wait()
-        self.present = [False] * len(self.layout.segments)
-        start = self.flat.data_ptr()
-        for position in self.layout.positions:
-            grad = self.layer.masters[position].grad
-            if grad is not None and start <= grad.data_ptr() < start + self.layout.nbytes:
-                self.flat = self._device.host_buffer(self.layout.nbytes)
-                return
-
-    def wait(self) -> None:
-        if self.arrived is not None:
-            self.arrived.wait()
-            self.arrived = None
-
-    def take(self, factor: float) -> dict[int, Tensor]:
-        """The gradients by id of the master, times ``factor``; views into the buffer."""
-        self.wait()
-        taken = {}
-        for segment, position, present in zip(self.layout.segments, self.layout.positions, self.present, strict=True):
-            if present:
-                view = segment.view(self.flat)
-                taken[id(self.layer.masters[position])] = view if factor == 1.0 else view.mul_(factor)
-        return taken
-
-
-class DeviceGradients:
-    """The same sum while its slot runs on a worker.
-
-    Autograd accumulates into ``.grad`` of the copy's parameters. A parameter's first gradient is moved into the arena,
-    and later ones are added to it there, so that at most one parameter's gradient lives outside.
-    """
-
-    def __init__(self, host: HostGradients, segment: Tensor) -> None:
-        self.host = host
-        self.segment = segment
-        self.views = [s.view(segment) for s in host.layout.segments]
-        self.present = list(host.present)
-
-    def upload(self, stream: Stream) -> None:
-        """Enqueue the sum of earlier rounds, which this round goes on adding to."""
-        stream.copy(self.segment[: self.host.layout.nbytes], self.host.flat)
-
-    def attach(self, parameters: list[nn.Parameter]) -> None:
-        for view, position, present in zip(self.views, self.host.layout.positions, self.present, strict=True):
-            if parameters[position].grad is not None:
-                raise RoundPipeError(
-                    f"a gradient entered layer {self.host.layer.name!r} past its outputs: a tensor computed inside was "
-                    "kept by a hook, a list or an object that the strategy does not see. Return it from the layer."
-                )
-            parameters[position].grad = view if present else None
-
-    def detach(self, parameters: list[nn.Parameter]) -> None:
-        for index, position in enumerate(self.host.layout.positions):
-            grad = parameters[position].grad
-            parameters[position].grad = None
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                raise RoundPipeError(
-                    f"layer {self.host.layer.name!r} produced a sparse gradient; build its embedding with sparse=False."
-                )
-            if grad is not self.views[index]:
-                self.views[index].copy_(grad)
-            self.present[index] = True
-
-    def download(self, stream: Stream) -> None:
-        """Enqueue the copy to the host and publish what is present."""
-        stream.copy(self.host.flat, self.segment[: self.host.layout.nbytes])
-        self.host.arrived = stream.record()
-        self.host.present = self.present

@@ -10,6 +10,7 @@ What may be asked for when is decided by turns (`slots`).
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -22,8 +23,9 @@ from lightning_roundpipe.runtime.buffers import Buffers
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.events import Recorder, Where
 from lightning_roundpipe.runtime.slots import Slot
+from lightning_roundpipe.runtime.sums import DeviceGradients
 from lightning_roundpipe.runtime.threads import TaskThread
-from lightning_roundpipe.runtime.weights import DeviceGradients, HostLayer
+from lightning_roundpipe.runtime.weights import HostLayer
 
 T = TypeVar("T")
 
@@ -138,8 +140,13 @@ class Worker:
             if gradients:
                 arena.ensure(gradients)
 
-    def prepare(self, slot: Slot) -> None:
-        """Enqueue the uploads of a slot's weights into the arena that is free [2]."""
+    def prepare(self, slot: Slot, control: Control) -> None:
+        """Enqueue the uploads of a slot's weights into the arena that is free [2].
+
+        A layer that is still being updated is uploaded by whoever publishes it: this thread has other things to do
+        until then, on which that update may depend.
+        """
+        slot.control = control
         slot.arena = self._turn
         self._turn = 1 - self._turn
         arena = self.weights[slot.arena]
@@ -147,16 +154,38 @@ class Worker:
         if arena.free is not None:
             stream.wait(arena.free)
         for layer, segment in zip(slot.layers, arena.cut(layer.nbytes for layer in slot.layers), strict=True):
-            start = stream.record(timed=True)
-            layer.upload(stream, segment)
-            end = stream.record(timed=True)
-            slot.uploaded[layer.index] = end
-            where = Where(slot.index, slot.phase, -1, layer.name)
-            self.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
+            waiter = Waiter()
+            later = functools.partial(self._upload_later, slot, layer, segment, waiter, control)
+            if layer.unit.when(slot.version, later):
+                slot.awaited[layer.index] = waiter
+            else:
+                self._upload(slot, layer, segment)
+
+    def _upload(self, slot: Slot, layer: HostLayer, segment: Tensor) -> None:
+        stream = self.device.weights_up
+        start = stream.record(timed=True)
+        layer.upload(stream, segment)
+        end = stream.record(timed=True)
+        slot.uploaded[layer.index] = end
+        where = Where(slot.index, slot.phase, -1, layer.name)
+        self.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
+
+    def _upload_later(self, slot: Slot, layer: HostLayer, segment: Tensor, waiter: Waiter, control: Control) -> None:
+        """On the optimizer's thread."""
+        try:
+            with slot.uploading:
+                if not slot.cancelled and not control.failed:
+                    with self.device.activate():
+                        self._upload(slot, layer, segment)
+        except BaseException as error:
+            control.fail(error)
+        waiter.wake()
 
     def cancel(self, slot: Slot) -> None:
         """Take back `prepare`: the slot will not come. The next upload is in the same stream, so behind this one's."""
         assert slot.arena == 1 - self._turn, "only what was prepared last can be taken back"
+        with slot.uploading:
+            slot.cancelled = True
         self._turn = slot.arena
         slot.arena = None
 
@@ -167,7 +196,7 @@ class Worker:
             Whether nobody is going to run in it, so that it is to be closed again.
         """
         if slot.arena is None:
-            self.prepare(slot)
+            self.prepare(slot, control)
         assert slot.arena is not None
         arena = self.weights[slot.arena]
         cuts = arena.cut(layer.nbytes for layer in slot.layers)
@@ -177,7 +206,7 @@ class Worker:
         slot.wait_for_predecessor(control)
         self._open_gradients(slot)
         if following is not None and following.arena is None:
-            self.prepare(following)
+            self.prepare(following, control)
         return slot.open()
 
     def _open_gradients(self, slot: Slot) -> None:
@@ -204,8 +233,8 @@ class Worker:
 
     def close_slot(self, slot: Slot) -> None:
         """Send the gradients down [4] and let the arena go [5]."""
-        for uploaded in slot.uploaded.values():  # those of layers that were not called, too
-            self.device.compute.wait(uploaded)
+        for layer in slot.layers:  # those that were not called, too
+            self.device.compute.wait(self._upload_of(slot, layer))
         done = self.device.compute.record()
         if self._device_gradients:
             self._send_gradients(slot, done)
@@ -219,11 +248,13 @@ class Worker:
         slot.close()
 
     def _send_gradients(self, slot: Slot, done: Event) -> None:
+        assert slot.control is not None
         stream = self.device.gradients_down
         stream.wait(done)
         for call, gradients in self._device_gradients.items():
             if not any(gradients.present):
                 continue
+            gradients.host.make_room(slot.control)
             start = stream.record(timed=True)
             gradients.download(stream)
             end = stream.record(timed=True)
@@ -258,7 +289,14 @@ class Worker:
 
     def ready(self, slot: Slot, layer: HostLayer) -> None:
         """Order the compute stream after the upload of ``layer`` [3]."""
-        self.device.compute.wait(slot.uploaded[layer.index])
+        self.device.compute.wait(self._upload_of(slot, layer))
+
+    def _upload_of(self, slot: Slot, layer: HostLayer) -> Event:
+        """Where a stream can wait for an upload, once that has been enqueued."""
+        if (waiter := slot.awaited.get(layer.index)) is not None:
+            assert slot.control is not None
+            slot.control.wait(waiter)
+        return slot.uploaded[layer.index]
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in an arena and must be copied before it may outlive its slot."""

@@ -9,6 +9,12 @@ from lightning.pytorch.plugins.precision import DoublePrecision
 
 from mistakes.user import Mistake, User, options, trainer
 
+
+class LooksAtGradients(zoo.PlainClassifier):
+    def on_after_backward(self) -> None:
+        float(self.model.head.weight.grad.norm())
+
+
 SECTION = "Microbatches"
 MICROBATCHES = [
     Mistake(
@@ -282,16 +288,16 @@ SECTION = "Other options"
 OTHERS = [
     Mistake(
         SECTION,
-        "`staleness` that is not built yet",
-        "staleness=1 is not built yet",
-        "only staleness=0 (exact) works",
-        (options(staleness=1),),
+        "`staleness=1`, and a hook needs gradients, or the optimizer steps all parameters together",
+        "staleness=1 applies updates while the next step runs, which is not possible",
+        "Set staleness=0, or change that",
+        (lambda user: user.fit(LooksAtGradients(zoo.make_module("mlp").model), staleness=1),),
     ),
     Mistake(
         SECTION,
-        "any other `staleness`",
+        "`staleness` is neither 0 nor 1",
         "staleness=… must be",
-        "0 (exact training)",
+        "0 (exact training) or 1",
         tuple(options(staleness=given) for given in (2, -1, "0", 0.5)),
     ),
     Mistake(

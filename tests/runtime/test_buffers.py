@@ -33,7 +33,7 @@ class Sides:
 
     def __init__(self, module: nn.Module, device: Device) -> None:
         self.module = module
-        self.layer = HostLayer(0, "layer", module, device, set())
+        self.layer = HostLayer(0, "layer", module, device, {})
         self.replica = Replica(module, torch.device("cpu"))
         self.buffers = Buffers(self.layer, self.replica)
         self.copy: Any = self.replica.module

@@ -14,7 +14,7 @@ from lightning_roundpipe.runtime.glue import GlueMode, check_counts
 
 
 def mode(*masters: nn.Parameter, accelerator: str | None = None) -> GlueMode:
-    return GlueMode({id(p) for p in masters}, train=True, accelerator=accelerator)
+    return GlueMode({id(p) for p in masters}, lambda master: master, train=True, accelerator=accelerator)
 
 
 def test_gradients_of_masters_go_to_stand_ins() -> None:

@@ -29,6 +29,7 @@ from without import take_out, waits
 from lightning_roundpipe.devices import Device, emulated
 from lightning_roundpipe.devices.emulated_link import Delays
 from lightning_roundpipe.runtime.run import MicrobatchRun
+from lightning_roundpipe.runtime.updates import Updates
 from lightning_roundpipe.runtime.worker import Worker
 
 CUT = Case(harness.per_call(CALLS, 2), 2, 4, (6, 6))
@@ -41,6 +42,8 @@ NOBODY = replace(WIDE, empty=(1, 0))
 """The first microbatch of the planned step has no backward: slots that nobody enters."""
 TAIL = Case("forward 0-4; fused 5; backward 3-4 1-2 0; round 1", 1, 3, (6, 6), empty=(1, 2))
 """So has the last one: slots that come after all microbatches are done."""
+SUMMED = Case(harness.per_call(CALLS, 4), 2, 4, (6, 6, 6, 6), accumulate=2)
+"""Sums of two batches are added: nothing else holds the second one's back."""
 ARRIVAL = Case(None, 2, 1, (6, 6, 6))
 
 
@@ -71,12 +74,16 @@ WAITS = [
     Wait("runtime.worker:Worker.prepare", "stream.wait(arena.free)", "order"),
     Wait(
         "runtime.worker:Worker.ready",
-        "self.device.compute.wait(slot.uploaded[layer.index])",
+        "self.device.compute.wait(self._upload_of(slot, layer))",
         "numbers",
         CUT,
         "weights_up",
     ),
-    Wait("runtime.worker:Worker.close_slot", "self.device.compute.wait(uploaded)", "order", NOBODY),
+    Wait("runtime.worker:Worker.close_slot", "self.device.compute.wait(self._upload_of(slot, layer))", "order", NOBODY),
+    # Versions: an upload that waits for an update, glue that reads a weight itself, a sum that is to be accumulated.
+    Wait("runtime.worker:Worker._upload_of", "slot.control.wait(waiter)", "numbers", CUT, "updating"),
+    Wait("runtime.units:Unit.wait", "control.wait(waiter)", "numbers", CUT, "updating"),
+    Wait("runtime.sums:HostGradients.make_room", "control.wait(before.consumed)", "numbers", SUMMED, "adding"),
     Wait("runtime.worker:Arena.release", "self.free.wait()", "numbers", FUSED, "gradients_down"),
     # Memory of the gradients: an arena is used again, a sum is continued, a sum is read.
     Wait(
@@ -91,8 +98,8 @@ WAITS = [
     Wait("runtime.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
     Wait("runtime.worker:Worker._open_gradients", "self.device.compute.wait(end)", "numbers", WIDE, "weights_up"),
     Wait("runtime.worker:Worker._send_gradients", "stream.wait(done)", "order"),
-    Wait("runtime.weights:HostGradients.wait", "self.arrived.wait()", "numbers", CUT, "gradients_down"),
-    Wait("runtime.weights:HostGradients.take", "self.wait()", "numbers", CUT, "gradients_down"),
+    Wait("runtime.sums:HostGradients.wait", "self.arrived.wait()", "numbers", CUT, "gradients_down"),
+    Wait("runtime.sums:HostGradients.take", "self.wait()", "numbers", CUT, "gradients_down"),
     # Boundaries: from a worker to the host, from the host to a worker; and glue or a layer that writes to what is on
     # its way, which it can only where the next call is on the same worker: else that call has waited for the copy.
     Wait("runtime.boundary:Boundaries._download", "stream.wait(device.compute.record())", "order"),
@@ -125,7 +132,17 @@ WAITS = [
 ELSEWHERE = {
     ("runtime.crew:Crew.rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
     ("runtime.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
-    ("runtime.weights:HostGradients.restart", "self.wait()"),  # test_a_sum_that_nobody_took
+    ("runtime.sums:HostGradients.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
+    ("runtime.step:Step.read", "unit.wait(self.version, self.control)"),  # Unit.wait, above
+    ("runtime.gradients:StepGradients.arrive", "total.wait()"),  # test_a_step_that_fails_leaves_whole_updates
+    ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates
+    (
+        "runtime.engine:Engine.evaluate",
+        "self.updates.settle()",
+    ),  # test_evaluation_sees_whole_updates
+    ("runtime.engine:Engine._adopt", "updates.settle()"),  # settled already: nobody submits in between
+    ("runtime.engine:Engine._begin", "self.settle()"),  # test_what_is_trained_may_change
+    ("runtime.updates:Updates._rest", "while not waiter.wait_for(LOOK):"),  # is what all of these wait with
     ("runtime.worker:Worker.retire", "self._in_flight.popleft()[0].wait()"),  # test_the_host_does_not_run_far_ahead
 }
 """Tested below, in a way of its own, or where it says."""
@@ -179,6 +196,15 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
             return 0.02 * times if self.late else super().next() / 10
 
     real_run, real_close = MicrobatchRun.run, Worker.close_slot
+    real_apply, real_add = Updates._apply, Updates._add
+
+    def apply(self: Updates, *args: Any) -> None:
+        time.sleep(0.02 * times)
+        real_apply(self, *args)
+
+    def add(self: Updates, *args: Any) -> None:
+        time.sleep(0.02 * times)
+        real_add(self, *args)
 
     def run(self: MicrobatchRun, *args: Any) -> None:
         time.sleep((0.03 - 0.01 * self.index) * times)
@@ -193,6 +219,10 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
             patch.setattr(MicrobatchRun, "run", run)
         elif slow == "closing":
             patch.setattr(Worker, "close_slot", close_slot)
+        elif slow == "updating":
+            patch.setattr(Updates, "_apply", apply)
+        elif slow == "adding":
+            patch.setattr(Updates, "_add", add)
         elif slow == "glue":
             patch.setattr(stress, "GLUE_S", 0.01 * times)
         elif slow:
@@ -236,6 +266,8 @@ def test_a_wait_that_is_missing_is_noticed(wait: Wait) -> None:
         pytest.param(FUSED, "starting", id="fused"),
         pytest.param(TAIL, "closing", id="tail"),
         pytest.param(ARRIVAL, "closing", id="arrival"),
+        pytest.param(CUT, "updating", id="updates"),
+        pytest.param(SUMMED, "adding", id="summed"),
     ],
 )
 def test_nothing_is_noticed_while_all_are_there(case: Case, slow: str, times: float) -> None:
@@ -287,7 +319,7 @@ def test_a_sum_that_nobody_took(missing: bool) -> None:
     strategy = ours(num_microbatches=4, layers=LAYERS, plan=WIDE.plan, emulation={"delay_seed": 0})
     with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
         if missing:
-            take_out(patch, "runtime.weights:HostGradients.restart", "self.wait()")
+            take_out(patch, "runtime.sums:HostGradients.make_room", "before.wait()")
         harness.run(strategy, Careless(), stress.batches(replace(WIDE, sizes=(6, 6, 6))), devices=3, watch=False)
     assert bool(ordering.faults) is missing, ordering.faults
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
-from lightning_roundpipe.runtime.weights import DeviceGradients, HostGradients, HostLayer
+from lightning_roundpipe.runtime.sums import DeviceGradients, GradientBuffers
+from lightning_roundpipe.runtime.weights import HostLayer
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def device() -> Iterator[Device]:
 def test_masters_stay_who_they_are(device: Device) -> None:
     module = nn.Sequential(nn.Linear(3, 5), nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last))
     before = {n: (id(p), p.detach().clone(), p.stride()) for n, p in module.named_parameters()}
-    layer = HostLayer(0, "layer", module, device, set())
+    layer = HostLayer(0, "layer", module, device, {})
     for name, parameter in module.named_parameters():
         assert (id(parameter), parameter.stride()) == (before[name][0], before[name][2])
         assert torch.equal(parameter, before[name][1])
@@ -37,7 +39,7 @@ def test_masters_stay_who_they_are(device: Device) -> None:
 
 def test_what_user_code_puts_in_place_of_a_master_is_what_travels(device: Device) -> None:
     module = nn.Linear(3, 3)
-    layer = HostLayer(0, "layer", module, device, set())
+    layer = HostLayer(0, "layer", module, device, {})
     module.weight.data = torch.full((3, 3), 7.0)
     layer.adopt()
     segment = torch.zeros(layer.nbytes, dtype=torch.uint8)
@@ -52,7 +54,7 @@ def test_what_user_code_puts_in_place_of_a_master_is_what_travels(device: Device
 def test_a_tied_weight_has_one_master_and_travels_with_each_holder(device: Device) -> None:
     first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     second.weight = first.weight
-    owned: set[int] = set()
+    owned: dict[int, Any] = {}
     layers = [HostLayer(i, str(i), m, device, owned) for i, m in enumerate((first, second))]
     assert [len(layer.tied) for layer in layers] == [0, 1]
     segment = torch.zeros(layers[1].nbytes, dtype=torch.uint8)
@@ -63,14 +65,14 @@ def test_a_tied_weight_has_one_master_and_travels_with_each_holder(device: Devic
 
 def test_meta_parameters_are_refused(device: Device) -> None:
     with pytest.raises(RoundPipeError, match="configure_model"):
-        HostLayer(0, "layer", nn.Linear(2, 2, device="meta"), device, set())
+        HostLayer(0, "layer", nn.Linear(2, 2, device="meta"), device, {})
 
 
 def test_a_parameter_without_gradient_keeps_none(device: Device) -> None:
     """Zeros instead would be decayed by AdamW."""
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    layer = HostLayer(0, "layer", module, device, set())
-    host = HostGradients(layer, device)
+    layer = HostLayer(0, "layer", module, device, {})
+    host = GradientBuffers(layer, device).begin()
     copies = [nn.Parameter(p.detach().clone()) for p in layer.masters]
     gradients = DeviceGradients(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
     for _ in range(2):
@@ -85,10 +87,30 @@ def test_a_parameter_without_gradient_keeps_none(device: Device) -> None:
 def test_a_new_sum_leaves_the_gradient_in_use_alone(device: Device) -> None:
     """Accumulation over batches: ``.grad`` lies in the buffer of the batch before."""
     module = nn.Linear(2, 2, bias=False)
-    host = HostGradients(HostLayer(0, "layer", module, device, set()), device)
+    buffers = GradientBuffers(HostLayer(0, "layer", module, device, {}), device)
+    host = buffers.begin()
+    host.handed_out = True
     view = host.layout.segments[0].view(host.flat)
     view.fill_(1.0)
     module.weight.grad = view
-    host.restart()
-    host.flat.fill_(0)
+    buffers.begin().flat.fill_(0)
     assert module.weight.grad.unique().tolist() == [1.0]
+
+
+def test_two_buffers_take_turns(device: Device) -> None:
+    """``zero_grad`` comes after the next sum has begun; two are enough then, and memory is not asked for again."""
+    module = nn.Linear(2, 2, bias=False)
+    buffers = GradientBuffers(HostLayer(0, "layer", module, device, {}), device)
+    seen: list[int] = []
+    for _ in range(6):
+        host = buffers.begin()
+        host.handed_out = True
+        module.weight.grad = None
+        module.weight.grad = host.layout.segments[0].view(host.flat)
+        seen.append(host.flat.data_ptr())
+    assert seen[0] != seen[1] and seen == seen[:2] * 3
+
+
+def test_what_is_not_handed_out_stays_in_one_buffer(device: Device) -> None:
+    buffers = GradientBuffers(HostLayer(0, "layer", nn.Linear(2, 2), device, {}), device)
+    assert len({buffers.begin().flat.data_ptr() for _ in range(4)}) == 1

@@ -1,0 +1,59 @@
+"""What a finished step really did, for ``RoundPipeStrategy.report``."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, bubble_percent
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.step import Step
+
+
+def report_of(step: Step, seconds: float) -> Callable[[], dict[str, Any]]:
+    """A function that makes the report when it is asked for, as most steps' is not.
+
+    Args:
+        step: a finished one.
+        seconds: how long it took.
+    """
+    engine = step.engine
+    recorder, plan, workers, costs = engine.recorder, engine.plan, len(engine.workers), engine.costs
+    peaks = [d.peak_bytes() for d in engine.devices]
+    # Only rows are kept: the step itself holds every boundary tensor.
+    slots = [
+        {
+            "slot": s.index,
+            "worker": s.worker,
+            "round": s.round,
+            "phase": s.phase,
+            "layers": [x.name for x in s.layers],
+        }
+        for s in step.slots
+    ]
+    microbatches, total = len(step.sizes), engine.weights_uploaded
+    text = str(plan) if plan is not None else str(Plan.per_call(len(step.runs[0].trace.calls) or 1))
+
+    def report() -> dict[str, Any]:
+        rows = recorder.rows()
+        return {
+            "plan": text,
+            "profiled": plan is None,
+            "workers": workers,
+            "microbatches": microbatches,
+            "slots": slots,
+            "bytes_uploaded": recorder.nbytes(UPLOADS, workers),
+            "bytes_downloaded": recorder.nbytes(DOWNLOADS, workers),
+            "weights_bytes_uploaded_total": total,
+            "peak_device_bytes": peaks,
+            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "bubble_pct": bubble_percent(rows, workers),
+            "step_time_s": seconds,
+            "costs": costs.to_dict() if costs is not None else None,
+            "events": rows,
+        }
+
+    return report

@@ -1,0 +1,185 @@
+"""Gradients: from a worker, where they are summed over a round's microbatches, to the host, and on to who uses them up.
+
+They are kept per call, not per layer: a layer that is used twice adds up in the same order whatever the plan is, and so
+do rounds, because a later round's device buffer starts from the sum so far.
+
+    worker: attach ── backward of the round's microbatches ── detach ── [1]
+    download into the call's host buffer ── once the batch before has been used up ── [2]
+    arrived ── taken: stepped from there, or handed to .grad ── consumed ── [3]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device, Event, Stream
+from lightning_roundpipe.runtime.control import Control, Waiter
+from lightning_roundpipe.runtime.weights import HostLayer, Segment, aligned, segment_of
+
+
+class GradientLayout:
+    """Where the gradients of one layer's trainable parameters lie in a flat buffer."""
+
+    def __init__(self, layer: HostLayer) -> None:
+        self.positions = [i for i, p in enumerate(layer.masters) if p.requires_grad]
+        self.segments: list[Segment] = []
+        offset = 0
+        for position in self.positions:
+            self.segments.append(segment_of(layer.masters[position], offset))
+            offset += aligned(self.segments[-1].nbytes)
+        self.nbytes = offset
+
+
+class GradientBuffers:
+    """The host memory for the gradients of one call's layer: one buffer, used again by every batch.
+
+    What a batch leaves may be looked at for longer where it was handed to ``.grad``; then the next batch gets another
+    one, and the two take turns.
+    """
+
+    def __init__(self, layer: HostLayer, device: Device) -> None:
+        self.layer = layer
+        self.layout = GradientLayout(layer)
+        self._device = device
+        self._flats: list[tuple[Tensor, int]] = []
+        """Buffers, and how many hold their memory when there is nobody else."""
+        self._last: HostGradients | None = None
+
+    def begin(self) -> HostGradients:
+        """The sum of a new batch."""
+        before = self._last
+        while before is not None and before.unused:
+            before = before.before
+        flat = before.flat if before is not None and not before.handed_out else self._unused()
+        self._last = HostGradients(self.layer, self.layout, flat, before)
+        return self._last
+
+    def _unused(self) -> Tensor:
+        for flat, alone in self._flats:
+            if _holders(flat) == alone:
+                return flat
+        flat = self._device.host_buffer(self.layout.nbytes)
+        self._flats = [*self._flats[-1:], (flat, _holders(flat))]
+        return flat
+
+
+def _holders(flat: Tensor) -> int:
+    """How many hold ``flat``'s memory: views of it count, such as somebody's ``.grad``."""
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
+
+
+class HostGradients:
+    """The gradients of one call's layer, summed over one batch's microbatches, in host memory.
+
+    ``present`` says per trainable parameter whether it got a gradient at all: one that did not must keep ``None``, or
+    AdamW would decay it.
+
+    Args:
+        layer: whose gradients.
+        layout: where they lie in ``flat`` (uint8, 1-D).
+        flat: the call's buffer.
+        before: the last batch's, in the same buffer.
+    """
+
+    def __init__(self, layer: HostLayer, layout: GradientLayout, flat: Tensor, before: HostGradients | None) -> None:
+        self.layer = layer
+        self.layout = layout
+        self.flat = flat
+        self.present = [False] * len(layout.segments)
+        self.arrived: Event | None = None
+        """The download that must have finished before anybody reads or overwrites the sum."""
+        self.handed_out = False
+        """Whether views of the buffer were given to somebody who may keep them."""
+        self.consumed = Waiter()
+        """Woken when nobody needs what is in the buffer any more."""
+        self.before = before
+        """Whose remains are in the buffer until `make_room`."""
+
+    @property
+    def unused(self) -> bool:
+        """Whether nothing was ever sent to it, so that the buffer holds what it held before."""
+        return self.arrived is None and self.before is not None
+
+    @staticmethod
+    def bytes_of(layer: HostLayer) -> int:
+        """What the gradients of ``layer`` take now."""
+        return GradientLayout(layer).nbytes
+
+    def make_room(self, control: Control) -> None:
+        """Before the batch's first download: wait until what the batch before left is used up [2]."""
+        before, self.before = self.before, None
+        if before is not None:
+            control.wait(before.consumed)
+            # Nobody may have taken it, so that it is on its way still.
+            before.wait()
+
+    def wait(self) -> None:
+        """Wait for the download. Several threads may."""
+        if self.arrived is not None:
+            self.arrived.wait()
+
+    def take(self, factor: float) -> dict[int, Tensor]:
+        """The gradients by id of the master, times ``factor``; views into the buffer."""
+        self.wait()
+        taken = {}
+        for segment, position, present in zip(self.layout.segments, self.layout.positions, self.present, strict=True):
+            if present:
+                view = segment.view(self.flat)
+                taken[id(self.layer.masters[position])] = view if factor == 1.0 else view.mul_(factor)
+        return taken
+
+    def got(self) -> list[nn.Parameter]:
+        """The masters that have a gradient in it."""
+        positions = zip(self.layout.positions, self.present, strict=True)
+        return [self.layer.masters[position] for position, present in positions if present]
+
+
+class DeviceGradients:
+    """The same sum while its slot runs on a worker.
+
+    Autograd accumulates into ``.grad`` of the copy's parameters. A parameter's first gradient is moved into the arena,
+    and later ones are added to it there, so that at most one parameter's gradient lives outside.
+    """
+
+    def __init__(self, host: HostGradients, segment: Tensor) -> None:
+        self.host = host
+        self.segment = segment
+        self.views = [s.view(segment) for s in host.layout.segments]
+        self.present = list(host.present)
+
+    def upload(self, stream: Stream) -> None:
+        """Enqueue the sum of earlier rounds, which this round goes on adding to."""
+        stream.copy(self.segment[: self.host.layout.nbytes], self.host.flat)
+
+    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
+        for view, position, present in zip(self.views, self.host.layout.positions, self.present, strict=True):
+            if parameters[position].grad is not None:
+                raise RoundPipeError(
+                    f"a gradient entered layer {self.host.layer.name!r} past its outputs: a tensor computed inside was "
+                    "kept by a hook, a list or an object that the strategy does not see. Return it from the layer."
+                )
+            parameters[position].grad = view if present else None
+
+    def detach(self, parameters: Sequence[nn.Parameter]) -> None:
+        for index, position in enumerate(self.host.layout.positions):
+            grad = parameters[position].grad
+            parameters[position].grad = None
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                raise RoundPipeError(
+                    f"layer {self.host.layer.name!r} produced a sparse gradient; build its embedding with sparse=False."
+                )
+            if grad is not self.views[index]:
+                self.views[index].copy_(grad)
+            self.present[index] = True
+
+    def download(self, stream: Stream) -> None:
+        """Enqueue the copy to the host, where there is room, and publish what is present."""
+        stream.copy(self.host.flat, self.segment[: self.host.layout.nbytes])
+        self.host.arrived = stream.record()
+        self.host.present = self.present

@@ -1,0 +1,140 @@
+"""How the user's optimizer is stepped under Lightning: apart, on a thread of its own, or as in plain training.
+
+    first batch ── who needs gradients? ── [1]         somebody: the step blocks, and says so
+    optimizer_step: closure, hooks, optimizer.step() with no .grad anywhere ── [2]
+                    ── submitted to the thread ── [3]
+    a hook, a checkpoint, an evaluation that looks ── settled first ── [4]
+
+With [2] everything that counts or profiles steps sees one; what really steps is [3].
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from lightning_roundpipe.listeners import Settle, looks_at_weights, needs_gradients, slowed_by
+from lightning_roundpipe.optim.clipping import Clip
+from lightning_roundpipe.optim.shadow import fused_for, stepped_by_parameter
+from lightning_roundpipe.precision import RoundPipePrecision
+from lightning_roundpipe.runtime.engine import Engine
+
+
+class Stepping:
+    """Of one fit.
+
+    Args:
+        trainer: whose callbacks are watched.
+        module: its module.
+        optimizers: those that were configured.
+        engine: that trains.
+        inform: called with what the user should know once.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        engine: Engine,
+        inform: Callable[[str], None],
+    ) -> None:
+        self._trainer, self._module, self._optimizers = trainer, module, list(optimizers)
+        self._engine = engine
+        self._inform = inform
+        self._chosen = False
+        self._looks: dict[str, str] = {}
+        self._settle = Settle(engine.settle)
+        self._hooks = contextlib.ExitStack()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Whoever looks at weights or the optimizer's state finds them as they are after the last step [4]."""
+        self._settle.install(self._trainer)
+        settle = self._engine.settle
+        # Functions, and not bound methods: who copies the module must not copy the engine.
+        hooks: list[Any] = [self._module.register_state_dict_pre_hook(lambda *_: settle())]  # type: ignore[no-untyped-call]
+        hooks += [optimizer.register_state_dict_pre_hook(lambda *_: settle()) for optimizer in self._optimizers]
+        for hook in hooks:
+            self._hooks.callback(hook.remove)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the optimizer is stepped on a thread of its own."""
+        return self._engine.updates is not None
+
+    def started(self) -> None:
+        """All callbacks are known, those that came meanwhile too: they stand behind the one that settles."""
+        self._looks = looks_at_weights(self._trainer, self._module)
+        self._settle = Settle(self._engine.settle, self._looks)
+        self._settle.install(self._trainer)
+
+    def ended(self) -> None:
+        """Training is over: nothing is pending from here on."""
+        self._engine.settle()
+        self._settle.remove(self._trainer)
+
+    def close(self) -> None:
+        """Leave no trace on the trainer, the module and its optimizers."""
+        self._settle.remove(self._trainer)
+        self._hooks.close()
+
+    def choose(self) -> None:
+        """At the first batch, when everybody who wants to see gradients has said so [1].
+
+        Raises:
+            MisconfigurationException: if ``staleness=1`` was asked for, which is not possible without a thread.
+        """
+        if self._chosen:
+            return
+        self._chosen = True
+        reason = needs_gradients(self._trainer, self._module, self._optimizers)
+        for optimizer in self._optimizers:
+            reason = reason or stepped_by_parameter(optimizer)
+        if reason is None and (looking := slowed_by(self._looks)) is not None:
+            reason = (
+                f"{looking} may look at weights or gradients after each batch; what does not can say so with a class "
+                "attribute, roundpipe_looks_away = True"
+            )
+        if reason is None:
+            self._engine.step_apart()
+            self._say_how()
+        elif staleness := self._engine.options.staleness:
+            raise MisconfigurationException(
+                f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "
+                "Set staleness=0, or change that."
+            )
+        else:
+            self._inform(
+                f"roundpipe: the optimizer steps when all gradients are there, and training waits for it: {reason}."
+            )
+
+    def _say_how(self) -> None:
+        if any(fused_for(optimizer) for optimizer in self._optimizers):
+            self._inform(
+                "roundpipe: the optimizer steps with torch's fused kernel for the CPU, which rounds differently from "
+                "the loop that it uses by itself. Set fused=False on it to have the loop."
+            )
+
+    def step(self, optimizer: Optimizer, plugin: RoundPipePrecision, run: Callable[[], Any]) -> Any:
+        """One optimizer step; ``run`` is Lightning's part of it [2]."""
+        self.choose()
+        clips: list[Clip] = []
+        plugin.clipping = clips.append if self.apart else None
+        try:
+            result = run()
+        finally:
+            plugin.clipping = None
+        updates = self._engine.updates
+        if updates is not None:
+            updates.submit(optimizer, clips[-1] if clips else None)  # [3]
+        return result
+
+    def begins_anew(self) -> bool:
+        """Whether Lightning drops the gradients that were accumulated, before this batch's."""
+        return self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches == 0

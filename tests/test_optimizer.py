@@ -1,0 +1,474 @@
+"""Optimizers on a thread of their own: the numbers of plain training, or of one whose gradients come one step late.
+
+`delayed` is the second opinion on staleness 1: a plain loop, in which each gradient is that of the weights before the
+last update.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import Result, loader, ours, run, trainer_of
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer
+
+from lightning_roundpipe.runtime.updates import Updates
+
+LAYERS = ["Linear", "ResidualBlock"]
+BATCHES = zoo.make_batches("mlp", 6)
+STEPS = 50
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class Trained(zoo.PlainClassifier):
+    """The zoo's MLP with an optimizer of one's choice; two groups, of different rates."""
+
+    def __init__(self, make: Make, schedule: bool = False) -> None:
+        super().__init__(copy.deepcopy(zoo.make_module("mlp").model))
+        self.make, self.schedule = make, schedule
+
+    def configure_optimizers(self) -> Any:
+        head = [id(p) for p in self.model.head.parameters()]
+        optimizer = self.make([p for p in self.parameters() if id(p) not in head])
+        optimizer.add_param_group({"params": list(self.model.head.parameters()), "lr": 0.5 * optimizer.defaults["lr"]})
+        if not self.schedule:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.2 * step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "momentum": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
+    "adafactor": lambda p: Adafactor(p, lr=0.02),
+}
+
+
+def many(steps: int) -> list[Any]:
+    return list(itertools.islice(itertools.cycle(BATCHES), steps))
+
+
+def assert_losses_close(plain: Result, other: Result, tolerance: float = 1e-4) -> None:
+    assert len(plain.losses) == len(other.losses)
+    for step, (a, b) in enumerate(zip(plain.losses, other.losses, strict=True)):
+        gap = float((a - b).abs() / a.abs())
+        assert gap <= tolerance, f"step {step}: loss {float(b):.7g} instead of {float(a):.7g}, off by {gap:.2g}"
+
+
+def is_apart(strategy: Any) -> bool:
+    return bool(strategy._stepping.apart)
+
+
+class Apart(pl.Callback):
+    """Whether the optimizer was stepped on its own thread, and never waited for at the end of a batch."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self) -> None:
+        self.seen: set[bool] = set()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.add(is_apart(trainer.strategy))
+
+
+# ------------------------------------------------------------------------------------------------------- staleness 0
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "norm": {"gradient_clip_val": 0.3},
+    "value": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "both": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("adamw", "alone"), ("momentum", "norm"), ("adafactor", "value"), ("momentum", "both")]
+)
+def test_as_in_plain_training(name: str, way: str) -> None:
+    as_in_plain_training(name, WAYS[way], 16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_as_in_plain_training_for_long(name: str, way: str) -> None:
+    as_in_plain_training(name, WAYS[way], STEPS)
+
+
+def as_in_plain_training(name: str, options: dict[str, Any], steps: int) -> None:
+    """A scheduler, two groups, microbatches on three workers."""
+    module = Trained(OPTIMIZERS[name], schedule=True)
+    apart = Apart()
+    plain = run("auto", module, many(steps), **options)
+    strategy = ours(num_microbatches=4, layers=LAYERS, plan=harness.halves(6, 2))
+    result = run(strategy, module, many(steps), devices=3, callbacks=[apart], **options)
+    assert apart.seen == {True}
+    assert_losses_close(plain, result)
+    assert plain.trainer.global_step == result.trainer.global_step  # type: ignore[union-attr]
+    groups = [r.trainer.optimizers[0].param_groups for r in (plain, result)]  # type: ignore[union-attr]
+    rates = [[group["lr"] for group in each] for each in groups]
+    assert rates[0] == rates[1]
+    assert "fused" not in groups[1][0] or groups[1][0]["fused"] is None, "the user's groups were written to"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_same_bits_on_any_number_of_workers_and_under_any_plan(staleness: int) -> None:
+    module = Trained(OPTIMIZERS["adamw"], schedule=True)
+    results = [
+        run(
+            ours(num_microbatches=4, layers=LAYERS, plan=plan, staleness=staleness, emulation={"delay_seed": 3}),
+            module,
+            many(8),
+            devices=devices,
+            gradient_clip_val=0.5,
+        )
+        for devices, plan in ((1, harness.single(6, 4)), (2, harness.halves(6, 2)), (4, harness.per_call(6)))
+    ]
+    for other in results[1:]:
+        harness.assert_identical(results[0], other)
+
+
+def test_without_a_plan() -> None:
+    module = Trained(OPTIMIZERS["adamw"])
+    plain = run("auto", module, many(12), gradient_clip_val=0.3)
+    result = run(ours(num_microbatches=1, layers=LAYERS), module, many(12), devices=2, gradient_clip_val=0.3)
+    assert_losses_close(plain, result)
+
+
+class Skipping(Trained):
+    """Every third batch has no loss; the last layer gets no gradient in every second one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 3 == 2:
+            return None
+        h = self.model.stem(batch["x"])
+        for block in self.model.blocks:
+            h = block(h)
+        logits = self.model.head(h)
+        return nn.functional.cross_entropy(logits, batch["y"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_without_a_loss(accumulate: int) -> None:
+    module = Skipping(OPTIMIZERS["adamw"])
+    plain, result = (
+        run(strategy, module, many(9), devices=devices, watch=False, accumulate_grad_batches=accumulate)
+        for strategy, devices in (("auto", 1), (ours(num_microbatches=2, layers=LAYERS), 2))
+    )
+    harness.assert_tensors_same(plain.state, result.state, rtol=1e-3, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------- staleness 1
+
+
+def delayed(module: Trained, batches: list[Any], *, clip: float | None = None, accumulate: int = 1) -> list[Tensor]:
+    """The losses of a plain loop in which step k computes with the weights before update k - 1."""
+    newest = copy.deepcopy(module)
+    newest.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    configured = newest.configure_optimizers()
+    optimizer, schedule = configured, None
+    if isinstance(configured, dict):
+        optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    before = copy.deepcopy(newest)
+    losses = []
+    for start in range(0, len(batches), accumulate):
+        old = copy.deepcopy(before)
+        old.log = newest.log  # type: ignore[method-assign]
+        for batch in batches[start : start + accumulate]:
+            loss = old.training_step(batch, 0)
+            losses.append(loss.detach() / accumulate)  # as callbacks are given it
+            (loss / accumulate).backward()
+        before = copy.deepcopy(newest)  # what the next step computes with
+        for mine, theirs in zip(newest.parameters(), old.parameters(), strict=True):
+            mine.grad = theirs.grad
+        if clip is not None:
+            nn.utils.clip_grad_norm_(newest.parameters(), clip)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "clip", "accumulate", "microbatches"),
+    [("momentum", None, 1, 4), ("adamw", 0.3, 1, 4), ("adamw", None, 3, 4), ("adamw", None, 1, 1)],
+)
+def test_exactly_one_step_late(name: str, clip: float | None, accumulate: int, microbatches: int) -> None:
+    module = Trained(OPTIMIZERS[name], schedule=True)
+    expected = Result(losses=delayed(module, many(18), clip=clip, accumulate=accumulate))
+    strategy = ours(num_microbatches=microbatches, layers=LAYERS, staleness=1, emulation={"delay_seed": 1})
+    options = {} if clip is None else {"gradient_clip_val": clip}
+    result = run(strategy, module, many(18), devices=2, accumulate_grad_batches=accumulate, **options)
+    assert_losses_close(expected, result)
+    exact = run("auto", module, many(18), accumulate_grad_batches=accumulate, **options)
+    assert float((exact.losses[-1] - result.losses[-1]).abs()) > 1e-3, "nothing was late"
+
+
+class GlueWeights(Trained):
+    """Reads weights outside of layers: one of its own, and a layer's."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__(make)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch["x"]) * self.scale + 0.1 * self.model.head.weight.sum(1)
+        loss = nn.functional.cross_entropy(logits, batch["y"])
+        self.log("norm", self.model.head.weight.data.norm())
+        return loss
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_weights_that_glue_reads(staleness: int) -> None:
+    module = GlueWeights(OPTIMIZERS["adamw"])
+    strategy = ours(num_microbatches=3, layers=LAYERS, staleness=staleness, emulation={"delay_seed": 2})
+    with late_updates(0.01):
+        result = run(strategy, module, many(12), devices=2)
+    if staleness:
+        assert_losses_close(Result(losses=delayed(module, many(12))), result)
+    else:
+        harness.assert_same(run("auto", module, many(12)), result, rtol=1e-3, atol=1e-4)
+
+
+def test_by_name() -> None:
+    trainer = trainer_of("roundpipe_async", devices=2)
+    trainer.fit(Trained(OPTIMIZERS["adamw"]), loader(many(3)))
+    assert trainer.strategy.options.staleness == 1  # type: ignore[attr-defined]
+
+
+# -------------------------------------------------------------------------------------------------- who looks, and when
+
+
+class late_updates:
+    """Each unit's update takes ``seconds`` longer."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __enter__(self) -> None:
+        self.real = Updates._apply
+
+        def apply(updates: Updates, *args: Any) -> None:
+            time.sleep(self.seconds)
+            self.real(updates, *args)
+
+        Updates._apply = apply  # type: ignore[method-assign]
+
+    def __exit__(self, *_: Any) -> None:
+        Updates._apply = self.real  # type: ignore[method-assign]
+
+
+class Norms(pl.Callback):
+    """Looks at the optimizer's state, and then at weights, at the end of each batch."""
+
+    roundpipe_looks_away = True  # not quite: it asks for state dicts, which wait by themselves
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, int]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        states = len(trainer.optimizers[0].state_dict()["state"])
+        self.seen.append((float(sum(p.detach().norm() for p in pl_module.parameters())), states))
+
+
+class AtTheEnd(pl.Callback):
+    """Looks when an epoch has ended, which waits as well."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, int]] = []
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        norm = float(sum(p.detach().norm() for p in pl_module.parameters()))
+        self.seen.append((norm, len(trainer.optimizers[0].state)))
+
+
+@pytest.mark.parametrize("kind", [Norms, AtTheEnd])
+def test_who_looks_sees_whole_updates(kind: Any) -> None:
+    module, seen = Trained(OPTIMIZERS["adamw"]), []
+    for strategy, devices in (("auto", 1), (ours(num_microbatches=2, layers=LAYERS), 2)):
+        looking, apart = kind(), Apart()
+        callbacks = [looking, *([apart] if devices > 1 else [])]
+        with late_updates(0.02):
+            run(strategy, module, many(4), devices=devices, callbacks=callbacks, watch=False)
+        assert devices == 1 or apart.seen == {True}
+        seen.append(looking.seen)
+    assert [n for _, n in seen[0]] == [n for _, n in seen[1]]
+    assert [v for v, _ in seen[0]] == pytest.approx([v for v, _ in seen[1]], rel=1e-5)
+
+
+class Grads(pl.Callback):
+    """Looks at gradients when a batch has ended; plain training leaves them until the next backward."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.seen.append(float(sum(p.grad.norm() for p in pl_module.parameters())))
+
+
+def test_who_may_look_after_each_batch_is_waited_for(said: list[str]) -> None:
+    module, seen = Trained(OPTIMIZERS["adamw"]), []
+    for strategy, devices in (("auto", 1), (ours(num_microbatches=2, layers=LAYERS), 2)):
+        grads = Grads()
+        run(strategy, module, many(4), devices=devices, callbacks=[grads])
+        seen.append(grads.seen)
+    assert seen[0] == pytest.approx(seen[1], rel=1e-4)
+    assert sum("callback Grads (on_train_batch_end) may look" in text for text in said) == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_evaluation_sees_whole_updates(staleness: int) -> None:
+    """And the newest weights, whatever the staleness."""
+    module = Trained(OPTIMIZERS["momentum"])
+    strategy = ours(num_microbatches=2, layers=LAYERS, staleness=staleness)
+    with late_updates(0.02):
+        result = run(strategy, module, many(2), devices=2, val_batches=BATCHES[:1], val_check_interval=1)
+        alone = trainer_of("auto").validate(copy.deepcopy(result.module), loader(BATCHES[:1]), verbose=False)[0]
+    assert float(result.metrics["val/loss"]) == pytest.approx(alone["val/loss"], rel=1e-5)
+
+
+class Unfreezing(pl.Callback):
+    """Freezes a block after the second batch, and trains it again after the fourth."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        if batch_idx in (1, 3):
+            pl_module.model.blocks[1].requires_grad_(batch_idx == 3)
+
+
+@pytest.mark.parametrize("looks_away", [False, True])
+def test_what_is_trained_may_change(looks_away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unfreezing, "roundpipe_looks_away", looks_away, raising=False)
+    module = Trained(OPTIMIZERS["adamw"])
+    plain = run("auto", module, many(7), callbacks=[Unfreezing()])
+    with late_updates(0.02):
+        result = run(ours(num_microbatches=2, layers=LAYERS), module, many(7), devices=2, callbacks=[Unfreezing()])
+    assert_losses_close(plain, result)
+
+
+def test_an_update_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is raised, with what it means, and leaves no thread."""
+    real, calls = Updates._apply, itertools.count()
+
+    def apply(updates: Updates, *args: Any) -> None:
+        if next(calls) == 12:
+            raise ZeroDivisionError("planted")
+        real(updates, *args)
+
+    monkeypatch.setattr(Updates, "_apply", apply)
+    with pytest.raises(ZeroDivisionError, match="planted") as error:
+        run(ours(num_microbatches=2, layers=LAYERS), Trained(OPTIMIZERS["adamw"]), many(6), devices=2)
+    assert "go on from a checkpoint" in "".join(error.value.__notes__)
+    assert harness.roundpipe_threads() == []
+
+
+class Exploding(Trained):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            raise ZeroDivisionError("planted")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.03])
+def test_a_step_that_fails_leaves_whole_updates(latency: float) -> None:
+    """Gradients may be on their way still when the next step fails, which stops the devices."""
+    module, states = Exploding(OPTIMIZERS["adamw"]), []
+    plan, emulation = harness.per_call(6, 2), {"latency": latency}
+    for strategy, devices in (
+        ("auto", 1),
+        (ours(num_microbatches=2, layers=LAYERS, plan=plan, emulation=emulation), 2),
+    ):
+        copied = copy.deepcopy(module)
+        with late_updates(0.05), pytest.raises(ZeroDivisionError), harness.quiet():
+            trainer_of(strategy, devices=devices).fit(copied, loader(many(6)))
+        states.append({name: p.detach().clone() for name, p in copied.named_parameters()})
+    harness.assert_tensors_same(*states, rtol=1e-3, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- what blocks
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    from lightning_roundpipe import strategy
+
+    messages: list[str] = []
+    monkeypatch.setattr(strategy, "rank_zero_info", messages.append)
+    yield messages
+
+
+def test_other_optimizers_block_and_say_so(said: list[str]) -> None:
+    class Mine(SGD):
+        pass
+
+    module = Trained(lambda p: Mine(p, lr=0.05))
+    plain = run("auto", module, many(5))
+    result = run(ours(num_microbatches=2, layers=LAYERS), module, many(5), devices=2)
+    harness.assert_same(plain, result)
+    assert sum("training waits for it: Mine" in text for text in said) == 1
+
+
+def test_gradient_hooks_block_and_say_so(said: list[str]) -> None:
+    module = Trained(OPTIMIZERS["adamw"])
+    plain = run("auto", module, many(5))
+    result = run(ours(num_microbatches=2, layers=LAYERS), module, many(5), devices=2, blocking=True)
+    harness.assert_same(plain, result)
+    assert sum("training waits for it: callback WatchGradients" in text for text in said) == 1
+
+
+def test_lbfgs_is_refused_or_right() -> None:
+    """It calls the closure several times, which plain Lightning allows."""
+    make: Make = lambda p: LBFGS(p, lr=0.1, max_iter=2)  # noqa: E731
+
+    class Single(Trained):
+        def configure_optimizers(self) -> Any:
+            return make(list(self.parameters()))
+
+    plain = run("auto", Single(make), many(3))
+    result = run(ours(num_microbatches=2, layers=LAYERS), Single(make), many(3), devices=2)
+    harness.assert_tensors_same(plain.state, result.state, rtol=1e-3, atol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"blocking": True}])
+def test_buffers_are_reused(staleness: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host buffer is asked for after the second step."""
+    if staleness and "blocking" in options:
+        pytest.skip("refused")
+    from lightning_roundpipe.devices.emulated import EmulatedDevice
+
+    real, asked = EmulatedDevice.host_buffer, []
+
+    class Count(pl.Callback):
+        roundpipe_looks_away = True
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            marks.append(len(asked))
+
+    def host_buffer(self: Any, nbytes: int) -> Tensor:
+        asked.append(nbytes)
+        return real(self, nbytes)
+
+    marks: list[int] = []
+    monkeypatch.setattr(EmulatedDevice, "host_buffer", host_buffer)
+    strategy = ours(num_microbatches=2, layers=LAYERS, plan=harness.single(6, 2), staleness=staleness)
+    run(strategy, Trained(OPTIMIZERS["adamw"]), many(10), devices=1, callbacks=[Count()], **options)
+    # Boundaries that are saved on the host are counted too, and there are none under this plan.
+    assert marks[-1] - marks[3] == 0, marks
