@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import harness
 import lightning.pytorch as pl
+import patience
 import pytest
 import torch
 import zoo
@@ -21,6 +23,7 @@ from harness import Result, loader, ours, run, trainer_of
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer
 
+from lightning_roundpipe.runtime.units import Unit
 from lightning_roundpipe.runtime.updates import Updates
 
 LAYERS = ["Linear", "ResidualBlock"]
@@ -206,7 +209,12 @@ def delayed(module: Trained, batches: list[Any], *, clip: float | None = None, a
     ("name", "clip", "accumulate", "microbatches"),
     [("momentum", None, 1, 4), ("adamw", 0.3, 1, 4), ("adamw", None, 3, 4), ("adamw", None, 1, 1)],
 )
-def test_exactly_one_step_late(name: str, clip: float | None, accumulate: int, microbatches: int) -> None:
+def test_exactly_one_step_late(
+    name: str, clip: float | None, accumulate: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Working copies take their time, so that an upload that does not wait for its version finds the one before."""
+    refresh = Unit.refresh
+    monkeypatch.setattr(Unit, "refresh", lambda unit: (time.sleep(0.01), refresh(unit)))
     module = Trained(OPTIMIZERS[name], schedule=True)
     expected = Result(losses=delayed(module, many(18), clip=clip, accumulate=accumulate))
     strategy = ours(num_microbatches=microbatches, layers=LAYERS, staleness=1, emulation={"delay_seed": 1})
@@ -376,6 +384,30 @@ def test_an_update_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert harness.roundpipe_threads() == []
 
 
+def test_an_update_that_fails_just_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the step is made, after the last look at errors: nobody would publish what the step waits for."""
+    real_begin, real_apply, failing = Updates.begin, Updates._apply, threading.Event()
+
+    def apply(updates: Updates, unit: Any, step: Any, *args: Any) -> None:
+        if step.number == 3:
+            failing.wait(60)
+            raise ZeroDivisionError("planted")
+        real_apply(updates, unit, step, *args)
+
+    def begin(updates: Updates, **given: Any) -> None:
+        real_begin(updates, **given)
+        if updates.submitted == 3:
+            failing.set()
+            patience.until(lambda: updates._error is not None)
+
+    monkeypatch.setattr(Updates, "_apply", apply)
+    monkeypatch.setattr(Updates, "begin", begin)
+    strategy = ours(num_microbatches=2, layers=LAYERS, watchdog_timeout=20)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        run(strategy, Trained(OPTIMIZERS["adamw"]), many(6), devices=2)
+    assert harness.roundpipe_threads() == []
+
+
 class Exploding(Trained):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 3:
@@ -451,7 +483,7 @@ def test_lbfgs_is_refused_or_right() -> None:
 def test_buffers_are_reused(staleness: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """No host buffer is asked for after the second step."""
     if staleness and "blocking" in options:
-        pytest.skip("refused")
+        pytest.skip("staleness=1 is refused where gradients are looked at")
     from lightning_roundpipe.devices.emulated import EmulatedDevice
 
     real, asked = EmulatedDevice.host_buffer, []

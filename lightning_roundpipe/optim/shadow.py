@@ -59,12 +59,11 @@ class Shadow:
             return
         aliases = [self._alias(master) for master in stepped]
         everyones = self._optimizer.state
-        state: State = defaultdict(dict)
+        pairs = zip(stepped, aliases, strict=True)
+        state: State = defaultdict(dict, {a: everyones[m] for m, a in pairs if m in everyones})  # [2]
         try:
             for master, alias in zip(stepped, aliases, strict=True):
                 alias.grad = gradients[id(master)]
-                if master in everyones:
-                    state[alias] = everyones[master]  # [2]
             groups = self._groups(hyperparameters, stepped, aliases, state)
             self._run(groups, state)
         finally:

@@ -174,7 +174,7 @@ class Engine:
         """An update that fails while the step runs fails the step; a step that fails leaves whole updates behind."""
         updates = self.updates
         if updates is not None:
-            updates.control = step.control
+            updates.accompany(step.control)
         try:
             yield
         except BaseException:
@@ -184,7 +184,7 @@ class Engine:
             raise
         finally:
             if updates is not None:
-                updates.control = None
+                updates.accompany(None)
 
     def step_apart(self) -> None:
         """From now on gradients are not handed to ``.grad``: `updates` applies them when it is told to."""

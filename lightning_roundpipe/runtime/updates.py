@@ -41,19 +41,17 @@ class _Step:
     Attributes:
         number: of the version that it makes.
         batch: the last batch's gradients; None if it has none.
-        order: ids of the optimizer's parameters, in its order.
     """
 
     number: int
     batch: StepGradients | None
-    order: list[int]
     hyperparameters: Hyperparameters
     clip: Clip | None
     shadows: dict[Unit, Shadow]
 
     def held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Of ``gradients``, those of the optimizer's parameters, which alone are clipped."""
-        return {key: gradients[key] for key in self.order if key in gradients}
+        """Of ``gradients``, those of the optimizer's parameters, in its order: they alone are clipped."""
+        return {key: gradients[key] for key in self.hyperparameters.group_of if key in gradients}
 
 
 class _Accumulated:
@@ -93,14 +91,13 @@ class Updates:
 
     Attributes:
         submitted: how many optimizer steps there were.
-        control: of the running step, which fails when an update does.
     """
 
     def __init__(self, units: Sequence[Unit], staleness: int = 0) -> None:
         self.units = list(units)
         self.staleness = staleness
         self.submitted = 0
-        self.control: Control | None = None
+        self._control: Control | None = None
         self._thread = TaskThread("roundpipe-optimizer")
         self._error: BaseException | None = None
         self._batch: StepGradients | None = None
@@ -120,6 +117,13 @@ class Updates:
         if anew:
             self._post(self._forget)
 
+    def accompany(self, control: Control | None) -> None:
+        """A step runs, which fails when an update does, for it would wait for a version that never comes; or none."""
+        self._control = control
+        # It may have failed since `begin` looked. Whoever of the two threads writes last sees what the other one wrote.
+        if control is not None and (error := self._error) is not None:
+            control.fail(error)
+
     def offer(self, gradients: StepGradients) -> None:
         """What the batch gave. Its loss may be differentiated later, or not at all."""
         self._batch = gradients
@@ -131,9 +135,7 @@ class Updates:
             batch.let_go()
             batch = None
         self.submitted += 1
-        order = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        shadows = self._shadows_of(optimizer)
-        step = _Step(self.submitted, batch, order, Hyperparameters.of(optimizer), clip, shadows)
+        step = _Step(self.submitted, batch, Hyperparameters.of(optimizer), clip, self._shadows_of(optimizer))
         if self.staleness:
             self._post(lambda: self._publish_last(step))
         self._post(lambda: self._run(step))
@@ -219,7 +221,7 @@ class Updates:
                 work()
             except BaseException as error:
                 self._error = error
-                if (control := self.control) is not None:
+                if (control := self._control) is not None:
                     control.fail(error)
 
         self._thread.submit(guarded)

@@ -30,11 +30,11 @@ class ZooModule(pl.LightningModule):
         self.make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
 
     def loss_and_logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of model says what it is
 
     def targets(self, batch: Batch) -> int:
         """How many targets the mean of the loss is over: what a microbatch weighs."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of model says what it is
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, logits = self.loss_and_logits(batch)
