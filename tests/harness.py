@@ -116,11 +116,12 @@ def overheard(result: Result, module: pl.LightningModule) -> Iterator[None]:
     from lightning_roundpipe.precision import RoundPipePrecision
     from lightning_roundpipe.runtime.updates import Updates
 
-    names = {id(p): name for name, p in module.named_parameters()}
     real, real_after = Updates._gather, RoundPipePrecision._after_closure
 
     def gather(self: Any, unit: Any, step: Any) -> Any:
         taken = real(self, unit, step)
+        # Asked for here, as configure_model may still have changed the parameters.
+        names = {id(p): name for name, p in module.named_parameters()}
         while len(result.grads) < step.number:
             result.grads.append(dict.fromkeys(names.values()))
         result.grads[step.number - 1].update({names[key]: grad.clone() for key, grad in taken.items() if key in names})
