@@ -13,7 +13,7 @@ They are not used where more than rounding would differ:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ def fused_for(optimizer: Optimizer) -> bool:
     """Whether fused kernels are used for some parameter where the user's own ``step()`` uses none."""
     optimizer = unwrapped(optimizer)
     return any(
-        is_open(type(optimizer), group) and any(fits([p]) for p in group["params"]) for group in optimizer.param_groups
+        is_open(type(optimizer), group) and any(fits(p, None, {}) for p in group["params"])
+        for group in optimizer.param_groups
     )
 
 
@@ -48,18 +49,22 @@ def is_open(cls: type[Optimizer], group: Mapping[str, Any]) -> bool:
     )
 
 
-def fits(tensors: Iterable[Tensor]) -> bool:
-    """Whether a fused kernel may walk through a parameter, its gradient and its state side by side."""
-    first, *others = tensors
-    return (
-        first.device.type == "cpu"
-        and first.dtype in _DTYPES
-        and first.is_contiguous()
-        and all(
-            t.dtype == first.dtype and t.shape == first.shape and t.is_contiguous() and t.device == first.device
-            for t in others
-        )
-    )
+def fits(parameter: Tensor, gradient: Tensor | None, state: Mapping[str, Any]) -> bool:
+    """Whether a fused kernel may walk through a parameter, its gradient and its state side by side.
+
+    A gradient has its parameter's dtype, shape and device; torch sees to that. A state may come from any file.
+    """
+    dtype, shape = parameter.dtype, parameter.shape
+    if dtype not in _DTYPES or not parameter.is_cpu or not parameter.is_contiguous():
+        return False
+    if gradient is not None and not gradient.is_contiguous():
+        return False
+    for value in state.values():
+        if not isinstance(value, Tensor) or not value.dim():
+            continue
+        if value.dtype is not dtype or value.shape != shape or not value.is_cpu or not value.is_contiguous():
+            return False
+    return True
 
 
 def _is_plain(value: Any) -> bool:

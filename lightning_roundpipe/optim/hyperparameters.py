@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_roundpipe.optim.fused import is_open
 from lightning_roundpipe.optim.independence import unwrapped
 
 OF_PARAMETERS = frozenset({"params", "param_names"})
@@ -28,16 +29,19 @@ class Hyperparameters:
         groups: all of them, without what they say of single parameters.
         group_of: by id of the parameter, which group it is in.
         names: by id of the parameter, if it was given with a name.
+        fused: for each group, whether we take a fused kernel where the parameter allows it.
     """
 
     groups: tuple[Mapping[str, Any], ...]
     group_of: Mapping[int, int]
     names: Mapping[int, str]
+    fused: tuple[bool, ...]
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Hyperparameters:
         """What ``optimizer.step()`` would use now."""
-        groups = unwrapped(optimizer).param_groups
+        optimizer = unwrapped(optimizer)
+        groups = optimizer.param_groups
         return cls(
             tuple({k: _copied(v) for k, v in group.items() if k not in OF_PARAMETERS} for group in groups),
             {id(p): number for number, group in enumerate(groups) for p in group["params"]},
@@ -47,6 +51,7 @@ class Hyperparameters:
                 if "param_names" in group
                 for p, name in zip(group["params"], group["param_names"], strict=True)
             },
+            tuple(is_open(type(optimizer), group) for group in groups),
         )
 
 

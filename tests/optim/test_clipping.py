@@ -42,7 +42,7 @@ def same_bits(ours: list[Tensor], plain: list[nn.Parameter]) -> bool:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("value", [1, 0.37, 1e-4, 1e6])
+@pytest.mark.parametrize("value", [1, 0.37, 200.0, 1e-4, 1e6])
 @pytest.mark.parametrize("dtypes", [[torch.float32] * 7, [torch.bfloat16] * 7, MIXED], ids=["fp32", "bf16", "mixed"])
 def test_norms_in_pieces_have_the_bits_of_torch(dtypes: list[torch.dtype], value: float, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -52,6 +52,19 @@ def test_norms_in_pieces_have_the_bits_of_torch(dtypes: list[torch.dtype], value
     in_pieces(grads, Clip("norm", value), [3, 0, 5, 1, 4, 2])
     assert (value < total) == any(not torch.equal(a, b) for a, b in zip(grads, raw(dtypes), strict=True))
     assert same_bits(grads, plain)
+
+
+def test_norms_of_several_dtypes_are_summed_in_the_order_of_torch() -> None:
+    """Bits depend on the order, though not in every sum: so there are many."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(50):
+        grads = [torch.rand(3, generator=generator) for _ in range(40)]
+        grads = [g.bfloat16() if number % 3 else g for number, g in enumerate(grads)]
+        plain = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+        for parameter, grad in zip(plain, grads, strict=True):
+            parameter.grad = grad.clone()
+        total = clip_grad_norm_(plain, 0.5)
+        assert torch.equal(coefficient(norms(grads), Clip("norm", 0.5)), 0.5 / (total + 1e-6))
 
 
 def raw(dtypes: list[torch.dtype]) -> list[Tensor]:
