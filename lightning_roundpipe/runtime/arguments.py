@@ -27,17 +27,18 @@ class Given:
 
 @dataclasses.dataclass
 class Flat:
-    """A value taken apart."""
+    """A value taken apart; ``objects`` if the structure has some that hold tensors."""
 
     leaves: list[Any]
     spec: TreeSpec
+    objects: bool = False
 
     @classmethod
     def of(cls, value: Any, given: dict[int, Tensor]) -> Flat:
         """``value`` with the tensors of ``given`` (by position) replaced by `Given`."""
-        leaves, spec = flatten(value)
+        leaves, spec, objects = _flatten(value)
         known = {id(t): i for i, t in given.items()}
-        return cls([Given(known[id(x)]) if id(x) in known else x for x in leaves], spec)
+        return cls([Given(known[id(x)]) if id(x) in known else x for x in leaves], spec, objects)
 
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
@@ -81,11 +82,18 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     Key-value caches stay whole: they are refused where they would be filled twice. So do shapes, which torch puts
     together again as ordinary tuples.
     """
+    return _flatten(value)[:2]
+
+
+def _flatten(value: Any) -> tuple[list[Any], TreeSpec, bool]:
+    """The same, and whether objects were opened, which the structure then holds with all that is in them."""
     leaves, spec = _flatten_flat(value) or tree_flatten(value, is_leaf=_is_leaf)
+    objects = False
     while any(map(_holds_tensors, leaves)):
+        objects = True
         opened = [_Opened(x, _contents(x)) if _holds_tensors(x) else x for x in leaves]
         leaves, spec = tree_flatten(unflatten(opened, spec), is_leaf=_is_leaf)
-    return leaves, spec
+    return leaves, spec, objects
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
@@ -122,20 +130,24 @@ def _flatten_flat(value: Any) -> tuple[list[Any], TreeSpec] | None:
 
 @dataclasses.dataclass(frozen=True)
 class CallSpec:
-    """The structure of a call: of its arguments, which have ``count`` leaves, and of the attributes that it carries."""
+    """The structure of a call: of its arguments, which have ``count`` leaves, and of the attributes that it carries.
+
+    ``objects`` says if it has some that hold tensors.
+    """
 
     arguments: TreeSpec
     count: int
     carried: TreeSpec | None
+    objects: bool = False
 
 
 def flatten_call(args: Any, kwargs: Any, carried: dict[Any, Any]) -> tuple[list[Any], CallSpec]:
     """Leaves and structure of a call; ``carried`` is most often empty."""
-    leaves, spec = flatten((args, kwargs))
+    leaves, spec, objects = _flatten((args, kwargs))
     if not carried:
-        return leaves, CallSpec(spec, len(leaves), None)
+        return leaves, CallSpec(spec, len(leaves), None, objects)
     more, carried_spec = flatten(carried)
-    return leaves + more, CallSpec(spec, len(leaves), carried_spec)
+    return leaves + more, CallSpec(spec, len(leaves), carried_spec, objects)
 
 
 def unflatten_call(leaves: list[Any], spec: CallSpec) -> tuple[tuple[Any, ...], dict[str, Any], dict[Any, Any]]:

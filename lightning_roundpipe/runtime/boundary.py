@@ -90,8 +90,12 @@ class Boundaries:
         self.move_to(device)
         known = self._here.get(id(copy))
         if known is None:
-            known = self._here[id(copy)] = (copy, upload(device, copy, self._recorder, self._microbatch))
+            known = self._here[id(copy)] = (copy, self.fresh(device, copy))
         return known[1]
+
+    def fresh(self, device: Device, copy: HostCopy) -> Tensor:
+        """``copy`` on ``device``, brought there once more."""
+        return upload(device, copy, self._recorder, self._microbatch)
 
     def move_to(self, device: Device | None) -> None:
         """The microbatch goes on elsewhere: what it had on the last worker is dropped."""

@@ -99,9 +99,9 @@ class Buffers:
             _assign(original, name, copy._buffers.get(name))
             self._loaded[index] = None
 
-    def discard(self) -> None:
-        """Forget what a recomputation changed."""
-        for index in {*self.changed(thorough=False), *self._layer.mutable_buffers}:
+    def discard(self, *, thorough: bool = False) -> None:
+        """Forget what a recomputation changed, or a forward that does not count."""
+        for index in {*self.changed(thorough), *self._layer.mutable_buffers}:
             self._loaded[index] = None
 
 

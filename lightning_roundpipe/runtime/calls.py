@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_roundpipe.runtime.interception import Inside, calling
 from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import overlapping
+from lightning_roundpipe.runtime.precedent import Manner, Precedent, attempt, bits
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sides import Doors, Key, Sides, named, refuse_new_gradients
 from lightning_roundpipe.runtime.slots import Slot
@@ -41,16 +43,18 @@ class Call:
         seed: of its random numbers; None draws from the caller's state.
         leaves: flattened arguments and carried attributes; a tensor stands as itself if it is on the worker already,
             else as its `HostCopy`.
-        originals: the same as glue gave them.
+        originals: the same as glue gave them; ``saved``: and as they lie on the host, where they were saved.
         requires_grad: per leaf.
         trainable: per parameter of the layer, whether it required grad when it was called.
-        graph: whether to run with grad: to keep the graph (fused), to learn what requires grad (first batch), or
-            because the layer computes other bits without.
+        graph: whether to run with grad: to keep the graph (fused), to learn what requires grad (first batch, or without
+            a precedent), or because the layer computes other bits without.
         probe: whether to find out if it does.
         walk: whether to look if the graph leads out of the layer.
         kept: whether the graph is kept for the backward.
         recomputed: whether the layer may be run again for its backward, so that its inputs have to be saved.
-        learning: whether this is the first batch.
+        learning: whether there is no plan yet, or none at all.
+        measure: whether to find out how much memory it takes.
+        precedent: what the last step's call in the same manner gave.
         may_mutate: positions of inputs that the layer is known to write to; None while learning.
     """
 
@@ -66,13 +70,21 @@ class Call:
     seed: int | None
     context: contextvars.Context
     originals: list[Any] = field(default_factory=list)
+    saved: dict[int, HostCopy] = field(default_factory=dict)
     graph: bool = False
     probe: bool = False
     walk: bool = False
     kept: bool = False
     recomputed: bool = False
     learning: bool = False
+    measure: bool = False
+    precedent: Precedent | None = None
     may_mutate: frozenset[int] | None = None
+
+    @functools.cached_property
+    def manner(self) -> Manner | None:
+        """What a precedent has to have in common with it."""
+        return Manner.of(self.spec, self.originals, self.requires_grad, self.trainable, self.ambient, self.state)
 
 
 @dataclass
@@ -81,6 +93,7 @@ class Forward:
 
     Attributes:
         mutated: inputs that the layer wrote to, by position.
+        foretold: whether the call ran without grad and did what its precedent had done.
         overlapping: which tensors of the output share memory with others or with inputs, and positions of such inputs.
     """
 
@@ -92,6 +105,7 @@ class Forward:
     activation_bytes: int = 0
     differs_without_grad: bool = False
     overlapping: tuple[list[int], list[int]] = ([], [])
+    foretold: bool = False
 
     def tensors(self) -> list[Tensor]:
         """Of the output, and then the mutated inputs."""
@@ -148,14 +162,15 @@ class Runner:
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
         snapshot = buffers.snapshot(thorough) if call.recomputed else None
         buffers.load()
-        before = device.resident_bytes() if call.learning else 0
-        if call.learning:
+        before = device.resident_bytes() if call.measure else 0
+        if call.measure:
             device.reset_peak()
         with device.hold([t for t in leaves if isinstance(t, Tensor)], "inputs of the running call"):
-            ran = self._run(slot, call, leaves, "forward")
+            foretold = self._foretold(slot, call, leaves, boundaries)
+            ran = foretold or self._run(slot, call, leaves, "forward")
             refuse_hidden(ran.output.leaves, call.layer.name)
             with device.hold(ran.tensors(), "outputs of the running call"):
-                activation = device.peak_bytes() - before if call.learning else 0
+                activation = device.peak_bytes() - before if call.measure else 0
         if call.walk and ran.inlet is not None:
             refuse_foreign_graph(ran.tensors(), ran.inlet, replica.parameters, call.layer.name)
         mutated = self._mutated(call, ran.given)
@@ -165,10 +180,38 @@ class Runner:
             flat.leaves = self._safe(flat.leaves)
         shared = overlapping(ran.output.tensors(), ran.given)
         result = Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs, shared)
+        result.foretold = foretold is not None
         if call.graph and not (call.kept or call.learning):
             result.drop_graph()
         worker.retire(leaves, ran.tensors())
         return result
+
+    def _foretold(self, slot: Slot, call: Call, leaves: list[Any], boundaries: Boundaries) -> _Ran | None:
+        """Run the layer without grad, as its precedent allows; None if it did anything else, which is then undone."""
+        precedent = call.precedent
+        if precedent is None or call.graph:
+            return None
+        ran = attempt(
+            lambda: self._run(slot, call, leaves, "forward"),
+            lambda ran: precedent.holds(ran.output) and not (ran.sides or self._mutated(call, ran.given)),
+            lambda: self._undo(call, leaves, boundaries),
+        )
+        if ran is None:
+            call.precedent, call.graph = None, True
+        return ran
+
+    def _undo(self, call: Call, leaves: list[Any], boundaries: Boundaries) -> None:
+        """Bring the layer's copy and the inputs to what they were before the call."""
+        self._worker.replica(call.layer).drop_written()
+        buffers = self._worker.buffers(call.layer)
+        buffers.discard(thorough=True)
+        buffers.load()
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                before = boundaries.fresh(self._device, call.saved[i])
+                if not torch.equal(bits(leaf), bits(before)):
+                    leaf.data.copy_(before)
+                self._worker.retire(before)
 
     def _run(self, slot: Slot, call: Call, leaves: list[Any], kind: str) -> _Ran:
         """The layer's own code, in everything that was around it when glue called it."""
@@ -296,6 +339,7 @@ class Runner:
         entry.grads = []
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         sums = worker.gradients_of(entry.call)
+        entry.found = tuple(o.requires_grad for o in outputs)
         replica = worker.replica(entry.layer)
         parameters = replica.parameters
         replica.train(entry.trainable)  # a later call may have been one with other parameters frozen

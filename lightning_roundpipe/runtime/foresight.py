@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lightning_roundpipe.runtime.calls import Call
+from lightning_roundpipe.runtime.precedent import Precedent
 from lightning_roundpipe.runtime.slots import Slots
 from lightning_roundpipe.runtime.sums import HostGradients
 from lightning_roundpipe.runtime.tape import Entry
@@ -35,6 +37,13 @@ class Foresight:
     def is_last(self, index: int) -> bool:
         """Whether there is probably no call after ``index``."""
         return self._recent is not None and self._recent.ends_with(index)
+
+    def precedent(self, call: Call) -> Precedent | None:
+        """What ``call`` gave in the last step, if it was made in the same manner there."""
+        if self._recent is None:
+            return None
+        known = self._recent.calls[call.index].precedent
+        return known if known is not None and known.manner == call.manner else None
 
     def after_forward(self, microbatch: int, index: int, tape: Sequence[Entry], trace: Trace) -> None:
         """Let the weights of what comes after call ``index`` travel meanwhile."""

@@ -12,6 +12,7 @@ from lightning_roundpipe.runtime.boundary import HostCopy
 from lightning_roundpipe.runtime.calls import Call, Forward
 from lightning_roundpipe.runtime.collector import hand_over
 from lightning_roundpipe.runtime.overlaps import Watched
+from lightning_roundpipe.runtime.precedent import Precedent
 from lightning_roundpipe.runtime.sides import Key, put, refuse_new_gradients
 from lightning_roundpipe.runtime.tape import Entry, boundary
 from lightning_roundpipe.runtime.trace import TracedCall
@@ -19,13 +20,19 @@ from lightning_roundpipe.runtime.trace import TracedCall
 
 def learn(call: Call, traced: TracedCall, forward: Forward, *, taped: bool) -> None:
     """Note what the first batch shows of a call."""
-    traced.flags = tuple(t.requires_grad for t in forward.tensors())
+    foretold = call.precedent if forward.foretold else None
+    traced.flags = foretold.flags if foretold else tuple(t.requires_grad for t in forward.tensors())
     sides = {key: tuple(t.requires_grad for t in flat.tensors()) for key, flat in forward.sides.items()}
     traced.sides = {key: flags for key, flags in sides.items() if any(flags)}
     traced.taped = taped and (any(traced.flags) or bool(traced.sides))
     traced.mutates = frozenset(forward.mutated)
     traced.needs_grad_mode = forward.differs_without_grad
     traced.activation_bytes = max(traced.activation_bytes, forward.activation_bytes)
+    traced.precedent = foretold
+    if foretold is None and traced.taped and not (forward.sides or forward.mutated):
+        known = call.precedent.alike if call.precedent else None
+        alike = not forward.differs_without_grad if call.probe else known
+        traced.precedent = Precedent.of(call.manner, forward.output, alike)
     traced.boundary_bytes = sum(leaf.nbytes for leaf in call.leaves if isinstance(leaf, (Tensor, HostCopy)))
 
 

@@ -41,7 +41,7 @@ from lightning_roundpipe.runtime.overlaps import Watched
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.slots import Slot, Slots
 from lightning_roundpipe.runtime.surroundings import Surroundings
-from lightning_roundpipe.runtime.tape import Entry, Sink, driven_backward, refuse_hooked_module, source_of
+from lightning_roundpipe.runtime.tape import Entry, driven_backward, refuse_hooked_module
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -250,11 +250,7 @@ class MicrobatchRun:
             call.index, call.layer, self.index, call.spec, [], call.requires_grad, call.ambient, call.state, call.seed,
             call.context, input_home=self._device, mutates=traced.mutates, trainable=call.trainable,
         )  # fmt: skip
-        tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-        entry.tensor_flags = [t.requires_grad for t in tensors]
-        entry.targets = [source_of(t) if t.requires_grad else None for t in tensors]
-        pushed = [t for t, target in zip(tensors, entry.targets, strict=True) if t.requires_grad and target is None]
-        entry.sink = Sink(pushed) if pushed else None
+        entry.connect([leaf for leaf in call.leaves if isinstance(leaf, Tensor)])
         return entry
 
     def _run_forward(self, call: Call, entry: Entry | None, traced: TracedCall) -> tuple[Forward, Slot]:
@@ -263,11 +259,15 @@ class MicrobatchRun:
         held = entry is not None and self._foresight.is_last(call.index)
         call.kept = entry is not None and (fused or held)
         call.recomputed = entry is not None and not fused
-        call.graph = entry is not None and (fused or self.learning or traced.needs_grad_mode)
-        call.probe = entry is not None and self._step.is_to_be_probed(traced)
+        call.measure = self.learning and self._step.engine.plans
+        if call.recomputed and self.learning and not (held or self._step.engine.plans):
+            call.precedent = self._foresight.precedent(call)
+        alike = call.precedent.alike if call.precedent else False
+        call.graph = entry is not None and (fused or traced.needs_grad_mode or (self.learning and not alike))
+        call.probe = entry is not None and (self._step.is_to_be_probed(traced) or alike is None)
         call.walk = entry is not None and self.learning and self._step.is_to_be_walked(traced)
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
-        saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
+        saved = call.saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
         if entry is not None and call.recomputed:
             entry.leaves = [saved.get(i, leaf) for i, leaf in enumerate(call.leaves)]
         if self.learning or traced.mutates:
@@ -278,9 +278,8 @@ class MicrobatchRun:
             slot = self._slots.forward(self.index, call.index, call.layer)
         self._foresight.after_forward(self.index, call.index, self._tape, self.trace)
         worker = self._step.engine.workers[slot.worker]
-        for i, t in tensors.items():
-            if self._locate(t) is not worker.device:
-                call.leaves[i] = saved.get(i) or self._save(t)
+        elsewhere = [i for i, t in tensors.items() if self._locate(t) is not worker.device]
+        call.leaves = [(saved.get(i) or self._save(x)) if i in elsewhere else x for i, x in enumerate(call.leaves)]
         if entry is not None:
             entry.home = worker.device
             self._watch_inputs(call, entry, traced, tensors)
@@ -293,7 +292,7 @@ class MicrobatchRun:
 
         Those that it was seen to write to in the first batch are given to the layer as copies.
         """
-        if call.recomputed and not self.learning:
+        if call.recomputed and not (call.kept or self._step.engine.plans):
             return  # what is recomputed from was saved before the call
         for i, tensor in tensors.items():
             if isinstance(call.leaves[i], HostCopy) and not self.learning:
@@ -362,6 +361,8 @@ class MicrobatchRun:
                 grads = worker.run(task, self._control)
             self._slot, self._last = slot, f"layer {entry.layer.name!r}"
             self._boundaries.settle()
+            if self.learning and entry.found != traced.flags:
+                traced.precedent = None
             self._hand_on(entry, grads, worker.device)
             self._slots.after(self.index, slot, entry.call)
 

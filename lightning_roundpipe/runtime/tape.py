@@ -85,6 +85,7 @@ class Entry:
         hooks: by output, what user code wants to be called with its gradient.
         arrivals: how often glue has brought gradients.
         done: whether its gradients have been handed on.
+        found: per output, whether its recomputation found that it requires grad.
     """
 
     call: int
@@ -112,6 +113,14 @@ class Entry:
     hooks: dict[int, dict[int, Callable[[Tensor], Tensor | None]]] = field(default_factory=dict)
     arrivals: int = 0
     done: bool = False
+    found: tuple[bool, ...] = ()
+
+    def connect(self, tensors: list[Tensor]) -> None:
+        """Remember where the gradients of the call's inputs go."""
+        self.tensor_flags = [t.requires_grad for t in tensors]
+        self.targets = [source_of(t) if t.requires_grad else None for t in tensors]
+        pushed = [t for t, target in zip(tensors, self.targets, strict=True) if t.requires_grad and target is None]
+        self.sink = Sink(pushed) if pushed else None
 
     def add_grad(self, index: int, grad: Tensor | None, device: Device | None) -> None:
         """Add to the gradient of output ``index``. Never in place: autograd may share ``grad`` with other nodes.

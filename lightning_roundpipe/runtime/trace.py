@@ -16,6 +16,7 @@ from typing import NoReturn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.precedent import Precedent
 from lightning_roundpipe.runtime.sides import Key
 from lightning_roundpipe.runtime.sums import GradientLayout
 from lightning_roundpipe.runtime.weights import HostLayer
@@ -34,6 +35,7 @@ class TracedCall:
         sides: by side door through which gradients pass, whether each of its tensors requires grad.
         mutates: positions of arguments that it writes to.
         overwritten: positions of arguments that glue writes to between the call and its backward.
+        precedent: what the same call of the next step may expect, without a plan.
     """
 
     layer: HostLayer
@@ -45,6 +47,7 @@ class TracedCall:
     sides: dict[Key, tuple[bool, ...]] = field(default_factory=dict)
     mutates: frozenset[int] = frozenset()
     overwritten: set[int] = field(default_factory=set)
+    precedent: Precedent | None = None
     boundary_bytes: int = 0
     activation_bytes: int = 0
     forward_s: float = 0.0
