@@ -91,6 +91,33 @@ def _(net: Any, h: Tensor) -> Tensor:
     return in_turn(net, h) * net.blocks[0].flag
 
 
+class Loose(Block):
+    """Holds a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(zoo.WIDTH)
+
+
+def averages(self: Any, x: Tensor) -> Tensor:
+    self.table.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return Block.forward(self, x) + self.table
+
+
+def fills(self: Any, x: Tensor) -> Tensor:
+    torch.linspace(0, 1, x.shape[1], out=self.table)
+    return Block.forward(self, x) + self.table
+
+
+trap("a layer fills a tensor that is not a buffer", block=Loose, forward=fills)(in_turn)
+trap(
+    "a layer averages in a tensor that is not a buffer",
+    "writes in place to its attribute 'table'.*register_buffer",
+    block=Loose,
+    forward=averages,
+)(in_turn)
+
+
 # ----------------------------------------------------------------------------------------------- attributes set by glue
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
@@ -90,6 +91,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple, deque)):
         for item in value:
             yield from tensors_in(item)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """To compare by: zeros have signs, and NaN does not equal itself."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from lightning_roundpipe.model.attributes import (
     same,
     same_objects,
 )
+from lightning_roundpipe.model.loose import LooseTensors
 from lightning_roundpipe.model.rebind import Rebinder
 
 
@@ -69,6 +70,7 @@ class Replica:
         self.module = self.modules[0]
         self._base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in self.modules]
         self._base_contents = [{k: frozen(base[k]) for k in _held(base)} for base in self._base]
+        self.loose = LooseTensors(self._base, self.originals)
         self._applied: StateDiff | None = None
         self._held: Attributes | None = None
         """What the modules hold now; None: to be found out."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.attributes import StateDiff
+from lightning_roundpipe.model.attributes import StateDiff, bits
 from lightning_roundpipe.runtime.arguments import CallSpec, Flat, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.collector import collecting
@@ -25,7 +25,7 @@ from lightning_roundpipe.runtime.interception import Inside, calling
 from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import overlapping
-from lightning_roundpipe.runtime.precedent import Manner, Precedent, attempt, bits
+from lightning_roundpipe.runtime.precedent import Manner, Precedent, attempt
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sides import Doors, Key, Sides, named, refuse_new_gradients
 from lightning_roundpipe.runtime.slots import Slot
@@ -374,7 +374,8 @@ class Runner:
         with device.hold([t for t in leaves if isinstance(t, Tensor)], "inputs of the running call"):
             # A layer that writes to its inputs must not write to what other calls share.
             private = [t.clone() if i in entry.mutates and isinstance(t, Tensor) else t for i, t in enumerate(leaves)]
-            with noted(lambda: Place(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device)):
+            place = Place(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device)
+            with noted(lambda: place), worker.replica(entry.layer).loose.unmoved(entry.layer.name):
                 ran = self._run(slot, call, private, "recompute")
         buffers.discard()
         assert ran.inlet is not None

@@ -137,8 +137,3 @@ def _passes(run: Callable[[], Any]) -> bool:
     except Exception:
         return False
     return True
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """To compare by: zeros have signs, and NaN does not equal itself."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
