@@ -1,0 +1,255 @@
+"""How training goes: plain Lightning beside staleness 0 and 1, for several seeds.
+
+A small Llama learns the bytes of Python's help topics, with AdamW, warmup, a cosine schedule and gradient clipping. For
+each seed all ways start from the same weights and see the same batches in the same order, so only the way differs.
+Staleness 0 differs from plain training by rounding, which grows over a thousand steps: how far apart these two end is
+the scale on which to read staleness 1. Each learning rate is a row of the picture; a high one is hard on gradients that
+are a step old. Runs that are in --results are not made again.
+
+    .venv/bin/python benchmarks/convergence.py [--lr 3e-4 1e-3 1e-2] [--results runs.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import matplotlib.pyplot as plt
+import torch
+from common import quiet, trainer
+from matplotlib.axes import Axes
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.data import PackedText, pydoc_topics
+from lightning_roundpipe.data.sequences import Sequences
+from lightning_roundpipe.tasks import CausalLM
+
+WAYS: dict[str, int | None] = {"plain": None, "staleness 0": 0, "staleness 1": 1}
+"""Name and staleness."""
+LINES = {"plain": ("#555555", "-"), "staleness 0": ("#1f77b4", "--"), "staleness 1": ("#d95f02", "-")}
+"""Colour and style. Staleness 0 is dashed, for it lies on plain training."""
+LENGTH, BATCH, MICROBATCHES, WORKERS = 64, 4, 2, 2
+HELD_OUT = 256
+"""Sequences to validate on."""
+VALIDATIONS = 10
+"""Of a run. Each lets staleness 1 catch up for one step, so they are few."""
+SMOOTHING = 50
+"""Steps whose mean is a point of the training curve."""
+
+Run = dict[str, Any]
+
+
+class Bytes:
+    """A tokenizer whose tokens are UTF-8's bytes; 0 ends a text."""
+
+    eos_token_id = 0
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+
+class Curve(pl.Callback):
+    """Training losses of all steps, validation losses with their steps."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, progress: Progress, task: Any) -> None:
+        self.progress, self.task = progress, task
+        self.losses: list[float] = []
+        self.validation: list[tuple[int, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.progress.advance(self.task)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self.validation.append((trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+
+
+def module_of(lr: float, steps: int) -> CausalLM:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
+    )
+    optimizer = partial(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = partial(get_cosine_schedule_with_warmup, num_warmup_steps=steps // 20, num_training_steps=steps)
+    return CausalLM(LlamaForCausalLM(config), optimizer, schedule)
+
+
+def train(way: str, seed: int, lr: float, data: PackedText, steps: int, progress: Progress) -> Run:
+    """The curves of one run."""
+    task = progress.add_task(f"lr {lr:g}, seed {seed}, {way}", total=steps)
+    order = torch.Generator().manual_seed(seed)
+    rows = len(data.training)
+    chosen = torch.cat([torch.randperm(rows, generator=order) for _ in range(1 + steps * BATCH // rows)])
+    torch.manual_seed(seed)
+    curve, module = Curve(progress, task), module_of(lr, steps)
+    staleness = WAYS[way]
+    fitter = trainer(
+        "auto" if staleness is None else RoundPipeStrategy(staleness=staleness, num_microbatches=MICROBATCHES),
+        1 if staleness is None else WORKERS,
+        callbacks=curve,
+        gradient_clip_val=1.0,
+        val_check_interval=steps // VALIDATIONS,
+        num_sanity_val_steps=0,
+    )
+    fitter.fit(
+        module,
+        DataLoader(Sequences(data.training[chosen[: steps * BATCH]]), BATCH),
+        DataLoader(Sequences(data.validation), 16 * BATCH),
+    )
+    progress.remove_task(task)
+    return {"losses": curve.losses, "validation": curve.validation}
+
+
+class Results:
+    """The runs by learning rate, seed and way; on disk if there is a ``path``."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.runs: dict[str, Run] = json.loads(path.read_text()) if path and path.exists() else {}
+
+    @staticmethod
+    def key(lr: float, seed: int, way: str, steps: int) -> str:
+        return f"{lr:g} {seed} {way} {steps}"
+
+    def put(self, key: str, run: Run) -> None:
+        self.runs[key] = run
+        if self.path:
+            self.path.write_text(json.dumps(self.runs))
+
+    def of(self, lr: float, way: str, options: argparse.Namespace) -> list[Run]:
+        """Those of all seeds."""
+        return [self.runs[self.key(lr, seed, way, options.steps)] for seed in range(options.seeds)]
+
+
+def train_all(options: argparse.Namespace, results: Results, console: Console) -> None:
+    data = PackedText(pydoc_topics(), Bytes(), LENGTH, BATCH, max_validation_sequences=HELD_OUT)  # type: ignore[arg-type]
+    wanted = [(lr, seed, way) for lr in options.lr for seed in range(options.seeds) for way in WAYS]
+    missing = [run for run in wanted if results.key(*run, options.steps) not in results.runs]
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+        everything = progress.add_task("runs", total=len(missing))
+        for lr, seed, way in missing:
+            results.put(results.key(lr, seed, way, options.steps), train(way, seed, lr, data, options.steps, progress))
+            progress.advance(everything)
+
+
+def table_of(options: argparse.Namespace, results: Results) -> Table:
+    """Validation losses at the end, and how much more they are than plain training's, seed by seed."""
+    table = Table(title=f"Validation loss after {options.steps} steps, nats a byte, {options.seeds} seeds")
+    for column in ("lr", "way", "validation loss", "more than plain", "of each seed"):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    for lr in options.lr:
+        plain = [final(run) for run in results.of(lr, "plain", options)]
+        for way in WAYS:
+            runs = results.of(lr, way, options)
+            finals = [final(run) for run in runs]
+            more = [ours - theirs for ours, theirs in zip(finals, plain, strict=True)]
+            table.add_row(
+                f"{lr:g}",
+                way,
+                spread(finals, ""),
+                spread(more, "+") if way != "plain" else "",
+                ", ".join(f"{value:.3f}" for value in finals),
+            )
+        table.add_section()
+    return table
+
+
+def final(run: Run) -> float:
+    return float(run["validation"][-1][1])
+
+
+def spread(values: list[float], sign: str) -> str:
+    """Mean and standard deviation."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):{sign}.3f} ± {deviation:.3f}"
+
+
+def smoothed(run: Run) -> Tensor:
+    """Means over ``SMOOTHING`` steps, from the first such window on."""
+    total = torch.tensor([0.0, *run["losses"]], dtype=torch.float64).cumsum(0)
+    return (total[SMOOTHING:] - total[:-SMOOTHING]) / SMOOTHING
+
+
+def draw(options: argparse.Namespace, results: Results, path: Path) -> None:
+    """A row for each learning rate: training and validation loss, and training less that of plain Lightning."""
+    figure, grid = plt.subplots(
+        len(options.lr), 3, figsize=(11, 3.1 * len(options.lr)), squeeze=False, layout="constrained"
+    )
+    for lr, (training, validation, difference) in zip(options.lr, grid, strict=True):
+        plain = torch.stack([smoothed(run) for run in results.of(lr, "plain", options)])
+        for way, line in LINES.items():
+            runs = results.of(lr, way, options)
+            losses = torch.stack([smoothed(run) for run in runs])
+            steps = range(SMOOTHING, options.steps + 1)
+            band(training, steps, losses, way, line)
+            points = [step for step, _ in runs[0]["validation"]]
+            held_out = torch.tensor([[loss for _, loss in run["validation"]] for run in runs])
+            band(validation, points, held_out, way, line)
+            if way == "plain":
+                difference.axhline(0.0, color=line[0], linewidth=1)
+            else:
+                band(difference, steps, losses - plain, way, line)
+        training.set_ylabel("nats a byte")
+        for axes, title in (
+            (training, f"training loss (mean of {SMOOTHING} steps)"),
+            (validation, "validation loss"),
+            (difference, "training loss less that of plain"),
+        ):
+            axes.set_title(f"{title}, lr {lr:g}", fontsize=10)
+            axes.set_xlabel("step")
+            axes.grid(alpha=0.3)
+    grid[0][0].legend(fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def band(axes: Axes, steps: Any, values: Tensor, label: str, line: tuple[str, str]) -> None:
+    """The seeds' mean, and everything from the least to the greatest of them."""
+    colour, style = line
+    axes.plot(steps, values.mean(0), color=colour, linestyle=style, label=label, linewidth=1.4)
+    axes.fill_between(steps, values.amin(0), values.amax(0), color=colour, alpha=0.18, linewidth=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--lr", type=float, nargs="+", default=[3e-4, 1e-3, 1e-2], help="learning rates at their highest"
+    )
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--results", type=Path, help="JSON file that keeps the runs")
+    parser.add_argument("--picture", type=Path, default=Path("docs/images/convergence.png"))
+    options = parser.parse_args()
+    if options.steps < SMOOTHING or options.steps % VALIDATIONS:
+        parser.error(f"--steps must be a multiple of {VALIDATIONS} and at least {SMOOTHING}")
+    quiet()
+    torch.set_num_threads(1)
+    console, results = Console(), Results(options.results)
+    train_all(options, results, console)
+    console.print(table_of(options, results))
+    draw(options, results, options.picture)
+    console.print(f"[green]{options.picture}[/green]")
+
+
+if __name__ == "__main__":
+    main()
