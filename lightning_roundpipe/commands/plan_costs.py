@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_roundpipe.commands.options import as_json
+from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.cost_files import SIZES, costs_of, read_cost_file, whole
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
@@ -118,7 +119,7 @@ def figures(question: Question, plan: Plan) -> Answer:
 
 def _timing(question: Question) -> Timing:
     host = HostTime(hop_s=question.hop_s)
-    return Timing(question.costs, question.workers, question.microbatches, question.staleness, host, 0, 0)
+    return Timing(Pace.of(question.costs, host), question.workers, question.microbatches, question.staleness, 0, 0)
 
 
 def run_answer(question: Question, plan: Plan, steps: int) -> Run:

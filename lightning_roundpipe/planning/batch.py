@@ -1,17 +1,20 @@
 """How long many plans take, all at once: what the search asks, thousands of times a second.
 
 The rules are those of `pipeline`, where they stand one turn after another with everything that happens. Here is the
-same clock without a record, for a whole batch of plans with equally many stages: a turn's start is a maximum of sums,
-and the turns of a slot come out of one running maximum. With ``d`` a turn's length, ``gradient`` when its input arrives
-and ``lead`` how much of the turn may come before (the recomputation),
+same clock without a record, for a whole batch of plans with equally many stages, and of each slot only its first turn
+and its last. With ``d`` a turn's length, ``left[m]`` when its microbatch left the stage before, and ``lead`` how much
+of the turn may come before that (the recomputation),
 
-    end[m] = max(end[m - 1], gradient[m] - lead) + d    so, with x[m] = end[m] - m d,
-    x[m] = max(x[m - 1], gradient[m] - lead + d - m d)
+    end[m] = max(end[m - 1], left[m] - lead) + d    so, over all turns,
+    end[m] = max(free + (m + 1) d, left[j] - lead + (m - j + 1) d for each j up to m)
 
-which numpy does for all microbatches and all plans in four operations a slot. Two simplifications, both of which can
-only make a plan look slower, never faster: a recomputation is not assumed to begin before all forward stages are done
-(it matters when a stage recomputes for longer than all before it compute), and with staleness 1 a step waits for the
-whole step before the last one.
+Where a slot's ends grow by ever larger steps, which those of a first stage do, ``left[j] - j d`` is largest at one of
+the two ends of its range, so that only j = 0 and j = m count; and a maximum of such rows is such a row again. So the
+last end follows from the first one and the last one of the stage before, whatever the number of microbatches.
+
+Two simplifications, both of which can only make a plan look slower, never faster: a recomputation is not assumed to
+begin before all forward stages are done (it matters when a stage recomputes for longer than all before it compute), and
+with staleness 1 a step waits for the whole step before the last one.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.simulate import HostTime
 
 Floats = NDArray[np.float64]
 Sizes = NDArray[np.int64]
@@ -42,13 +46,13 @@ class Pace:
     ahead: bool
 
     @classmethod
-    def of(cls, costs: Costs, call_s: float = 0.0, turn_s: float = 0.0, hop_s: float = 0.0, ahead: bool = True) -> Pace:
-        calls = costs.calls
+    def of(cls, costs: Costs, host: HostTime, ahead: bool = True) -> Pace:
+        calls, call_s = costs.calls, host.call_s
         recompute = [c.forward_s if c.needs_backward else 0.0 for c in calls]
         backward = [c.backward_s + call_s if c.needs_backward else 0.0 for c in calls]
         forward = [c.forward_s + call_s for c in calls]
         fused = [f + b for f, b in zip(forward, backward, strict=True)]
-        return cls(_sums(forward), _sums(fused), _sums(recompute), _sums(backward), turn_s, hop_s, ahead)
+        return cls(_sums(forward), _sums(fused), _sums(recompute), _sums(backward), host.turn_s, host.hop_s, ahead)
 
 
 def _sums(times: Sequence[float]) -> Floats:
@@ -90,39 +94,31 @@ def step_ends(length: Floats, lead: Floats, hop_s: float, workers: int, rounds: 
     it when this one has ended.
     """
     stages, plans = length.shape
-    most = max(rounds)
-    turns = np.arange(most)[:, None]
     hop = hop_s if workers > 1 else 0.0
-    later = np.zeros((stages, plans))  # x of a stage's turns against x of the same turns one stage before is so much,
-    slower = np.zeros((stages, plans))  # and for each turn so much less
-    later[1:] = length[:-1] + (hop - lead[1:])
-    slower[1:] = length[1:] - length[:-1]
-    offsets: list[Floats] = []
-    spans = {members: length * members for members in set(rounds)}
+    comes = length - lead + hop  # from a microbatch's end in the stage before to its own, if nobody is waited for
+    behind = {members: length * (members - 1) for members in set(rounds)}  # from the first turn's end to the last one's
     free = [np.zeros(plans) for _ in range(workers)]
     ends = np.empty((steps, plans))
     slot = 0
     for step in range(steps):
         closed: list[Floats] = []
         for members in rounds:
-            span, before, closed = spans[members], closed, []
-            x = np.empty((0, plans))
+            rest, before, closed = behind[members], closed, []
+            first = last = free[slot % workers]
             for s in range(stages):
                 ready = free[slot % workers]
                 if before:
                     ready = np.maximum(ready, before[s])
-                if len(offsets) == s:
-                    offsets.append(later[s] - turns * slower[s])
                 if s:
-                    x += offsets[s][:members]
-                    np.maximum(x[0], ready, out=x[0])
-                    np.maximum.accumulate(x, axis=0, out=x)
+                    first = np.maximum(ready + length[s], first + comes[s])
+                    last = np.maximum(first + rest[s], last + comes[s])
                 else:
                     if step >= 2:
                         ready = np.maximum(ready, ends[step - 2])
-                    x = np.repeat(ready[None], members, axis=0)
-                free[slot % workers] = ready = x[-1] + span[s]
-                closed.append(ready)
+                    first = ready + length[0]
+                    last = first + rest[0]
+                free[slot % workers] = last
+                closed.append(last)
                 slot += 1
         ends[step] = np.maximum.reduce(closed)
     return ends

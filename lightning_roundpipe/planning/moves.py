@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+
 import numpy as np
 
 from lightning_roundpipe.planning.batch import Sizes
@@ -15,9 +18,11 @@ def neighbours(forward: int, sizes: Sizes) -> Sizes:
     fused stage takes one from each pass, or gives one to each.
     """
     ahead, behind = np.arange(forward), np.arange(forward + 1, len(sizes))
-    moves = [np.stack([a, b]) for a, b in ((_pairs(ahead)), (_pairs(behind))) if len(a)]
     rows = []
-    for source, target in moves:
+    for stages in (ahead, behind):
+        if len(stages) < 2:
+            continue
+        source, target = (stages[at] for at in _pairs(len(stages)))
         near = np.repeat(sizes[None], len(source), axis=0)
         at = np.arange(len(source))
         near[at, source] -= 1
@@ -38,38 +43,50 @@ def neighbours(forward: int, sizes: Sizes) -> Sizes:
     return near[(near >= 1).all(axis=1)]
 
 
-def _pairs(stages: Sizes) -> tuple[Sizes, Sizes]:
-    source, target = (grid.ravel() for grid in np.meshgrid(stages, stages))
+@cache
+def _pairs(stages: int) -> tuple[Sizes, Sizes]:
+    """Every stage of a pass with every other one."""
+    source, target = (grid.ravel() for grid in np.meshgrid(np.arange(stages), np.arange(stages)))
     return source[source != target], target[source != target]
 
 
+def recuts(shape: Shape, sizes: Sizes) -> Iterator[tuple[Shape, Sizes]]:
+    """All plans with one stage fewer in a pass, whose calls another stage of the pass takes; and with one more."""
+    ahead, behind = slice(0, shape.forward), slice(shape.forward + 1, len(sizes))
+    for is_forward, part in ((True, ahead), (False, behind)):
+        before, stages, after = sizes[: part.start], sizes[part], sizes[part.stop :]
+        for change, rows in ((-1, _fewer(stages)), (1, _more(stages))):
+            if len(rows):
+                forward, backward = (change, 0) if is_forward else (0, change)
+                near = Shape(shape.forward + forward, shape.backward + backward, shape.round_microbatches)
+                ends = (np.repeat(end[None], len(rows), axis=0) for end in (before, after))
+                yield near, np.concatenate([next(ends), rows, next(ends)], axis=1)
+
+
+def _fewer(stages: Sizes) -> Sizes:
+    source, target = _pairs(len(stages))
+    rows = np.repeat(stages[None], len(source), axis=0)
+    rows[np.arange(len(rows)), target] += stages[source]
+    kept = np.ones(rows.shape, dtype=bool)
+    kept[np.arange(len(rows)), source] = False
+    return rows[kept].reshape(len(rows), max(len(stages) - 1, 0))
+
+
+def _more(stages: Sizes) -> Sizes:
+    gives = np.repeat(np.arange(len(stages)), stages - 1)
+    calls = np.concatenate([np.arange(1, size) for size in stages], dtype=np.int64) if len(stages) else gives
+    rows = np.repeat(stages[None], len(gives), axis=0)
+    rows[np.arange(len(rows)), gives] -= calls
+    return np.concatenate([np.insert(rows, at, calls, axis=1) for at in range(len(stages) + 1)])
+
+
 def kicked(shape: Shape, sizes: Sizes, random: np.random.Generator) -> tuple[Shape, Sizes]:
-    """A plan some moves away: a stage cut in two or two made one, as chance has it, and a few calls moved."""
-    shape, sizes = _recut(shape, sizes, random)
+    """A plan some moves away: perhaps a stage more or fewer in a pass, as chance has it, and a few calls moved."""
+    choices = [(shape, sizes[None]), *recuts(shape, sizes)]
+    shape, rows = choices[int(random.integers(len(choices)))]
+    sizes = rows[int(random.integers(len(rows)))]
     for _ in range(int(random.integers(1, 4))):
         near = neighbours(shape.forward, sizes)
         if len(near):
             sizes = near[int(random.integers(len(near)))]
     return shape, sizes
-
-
-def _recut(shape: Shape, sizes: Sizes, random: np.random.Generator) -> tuple[Shape, Sizes]:
-    forward, backward = shape.forward, shape.backward
-    choice = random.random()
-    if choice < 0.4:
-        return shape, sizes
-    is_forward = bool(random.random() < 0.5)
-    first, count = (0, forward) if is_forward else (forward + 1, backward)
-    if not count:
-        return shape, sizes
-    at = first + int(random.integers(count))
-    if choice < 0.7 and sizes[at] > 1:
-        part = int(random.integers(1, sizes[at]))
-        sizes = np.concatenate([sizes[:at], [part, sizes[at] - part], sizes[at + 1 :]])
-        count += 1
-    elif choice >= 0.7 and at + 1 < first + count:
-        sizes = np.concatenate([sizes[:at], [sizes[at] + sizes[at + 1]], sizes[at + 2 :]])
-        count -= 1
-    if is_forward:
-        return Shape(count, backward, shape.round_microbatches), sizes
-    return Shape(forward, count, shape.round_microbatches), sizes

@@ -8,9 +8,9 @@ which can be switched on alone:
     a turn waits for its microbatch to leave the stage before; ``hop_s`` more on another worker            [3]
     a recomputation waits for what its stage saved, and may run before its gradient is there               [4]
     the fused slot is held from a microbatch's first call until its backward through the stage ends        [5]
-    a call waits for its layer's weights: of the last step (staleness 0) or of the one before (1)          [6]
+    a call waits for its own layer's weights: of the last step (staleness 0) or of the one before (1)      [6]
     weights travel while the slot before runs, into the other one of two arenas; so do gradients           [7]
-    an update begins when a layer's gradients are on the host, with norm clipping when all layers' are     [8]
+    an update begins when a layer's gradients are on the host, first layers first; see `updates`           [8]
     what a turn takes in and gives out travels before all weights and gradients                            [9]
 
 Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.simulate import HostTime, calls_made
@@ -70,7 +70,7 @@ class Wait(NamedTuple):
 
 
 _Updated = tuple[float, float]
-"""When all gradients that some weights have to see were there, and when the weights are."""
+"""When a stage could begin if updates took no time, and when it can."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _Stage:
     def __init__(self, stage: Stage, costs: Costs, rules: Rules) -> None:
         calls = costs.calls[stage.first : stage.last + 1]
         self.phase, self.position, self.first, self.last = stage.phase, stage.position, stage.first, stage.last
-        self.layers = tuple({call.layer for call in calls if call.is_loaded(stage.phase)})
+        self.leads = _leads(calls, stage.phase, rules)
         self.trained = [call for call in calls if stage.phase != "forward" and call.needs_backward]
         need = costs.stage_bytes(stage.first, stage.last, stage.phase)
         self.weights, self.gradients = need.weights, need.gradients
@@ -164,6 +164,18 @@ class _Stage:
         self.bytes_in = inputs + (after if stage.phase == "backward" else 0)
         outputs = sum(call.boundary_bytes for call in calls[1:]) + after
         self.bytes_out = outputs if stage.phase == "forward" else calls[0].boundary_bytes
+
+
+def _leads(calls: Sequence[CallCost], phase: Phase, rules: Rules) -> dict[str, float]:
+    """Of each layer that a stage loads, what its first turn does before: only weights that travel come all at once."""
+    leads: dict[str, float] = {}
+    passed = 0.0
+    for call in calls:
+        if call.is_loaded(phase):
+            leads.setdefault(call.layer, passed)
+        if phase != "backward" and rules.links is None:
+            passed += call.forward_s
+    return leads
 
 
 class _Pipeline:
@@ -199,7 +211,8 @@ class _Pipeline:
                 closed[stage.position] = self._run_slot(stage, members, closed.get(stage.position, 0.0))
         self.ends.append(max(closed.values()))
         updates = self._updating.step(self._arrived)
-        self._published.append({layer: (self._arrived[layer], end) for layer, _, end in updates})
+        published = self._updating.published(updates)
+        self._published.append({layer: (self._arrived[layer], end) for layer, end in published.items()})
         step = len(self.ends) - 1
         self.events.extend(
             Event("update", -1, step, self._slot - 1, self._last_backward[layer], -1, start, end)
@@ -225,12 +238,14 @@ class _Pipeline:
         return end
 
     def _updated(self, stage: _Stage) -> _Updated:
-        """Of the weights that the stage has to see. [6]"""
+        """When the stage can begin, for the weights that it has to see. [6]"""
         age = 1 + self._rules.staleness
         if len(self._published) < age:
             return 0.0, 0.0
-        published = [self._published[-age].get(layer, (0.0, 0.0)) for layer in stage.layers]
-        return max((at for at, _ in published), default=0.0), max((at for _, at in published), default=0.0)
+        published = self._published[-age]
+        times = [(*published[layer], lead) for layer, lead in stage.leads.items() if layer in published]
+        arrived = max((at - lead for at, _, lead in times), default=0.0)
+        return arrived, max((at - lead for _, at, lead in times), default=0.0)
 
     def _load(self, stage: _Stage, worker: int, updated: float, again: bool) -> float:
         """When the stage's weights, and the sums of earlier rounds, are on the worker. [7]"""

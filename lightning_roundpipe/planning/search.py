@@ -8,7 +8,9 @@ by the engine's own rules (`batch`), and the best of them are improved by moving
 
 The improvement is a tabu search: from a plan always to its best neighbour that was not visited yet, also when that is
 worse, until nothing better was found for a while. Many plans take equally long (whatever is not on the slowest chain
-can be moved freely), and a search that only climbs would stop on the first such plateau.
+can be moved freely), and a search that only climbs would stop on the first such plateau. With staleness 0 the best plan
+then wanders (`anneal`); with staleness 1, where a plan is timed by many steps, that would take too long. What work is
+left goes to plans of other shapes near the best ones.
 
 Where the search stops is counted in work, not in seconds, so that the same question has the same answer; the clock only
 ends what takes far longer than expected. The paper's plan is among the candidates, so the result is never worse.
@@ -16,16 +18,19 @@ ends what takes far longer than expected. The paper's plan is among the candidat
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Literal
 
 import numpy as np
 
-from lightning_roundpipe.planning.batch import Sizes
+from lightning_roundpipe.planning.anneal import Clock, anneal
+from lightning_roundpipe.planning.batch import Pace, Sizes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
 from lightning_roundpipe.planning.memory import partition_within
-from lightning_roundpipe.planning.moves import kicked, neighbours
+from lightning_roundpipe.planning.moves import kicked, neighbours, recuts
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.seeds import seeds
 from lightning_roundpipe.planning.shapes import Shape, plan_of, sizes_of
@@ -38,7 +43,7 @@ Staleness = Literal[0, 1]
 SEARCH_SECONDS = 10.0
 """The default limit. The work that goes with x, so a slow machine does it all as well."""
 
-_WORK_PER_SECOND = 0.2
+_WORK_PER_SECOND = 0.25
 """Work, in estimated seconds of an ordinary core, that is done for each second allowed."""
 _SEEDING = 0.4
 """The part of the work that finding starts may take."""
@@ -66,6 +71,7 @@ def search_partition(
     staleness: Staleness = 0,
     host: HostTime | None = None,
     search_seconds: float = SEARCH_SECONDS,
+    recompute_ahead: bool = True,
 ) -> Plan:
     """The plan with the shortest simulated step (staleness 0) or period of steps (staleness 1) that was found.
 
@@ -77,6 +83,7 @@ def search_partition(
         staleness: 0: a step ends before the next begins; 1: steps overlap.
         host: what the engine itself takes; by default nothing.
         search_seconds: at most so long; 0 gives the paper's plan.
+        recompute_ahead: whether a recomputation may run before its gradient is there.
 
     Raises:
         ValueError: no plan keeps to the limits, or a number makes no sense.
@@ -86,7 +93,8 @@ def search_partition(
     limits = limits or Limits.usual(costs, workers, microbatches)
     baseline = baseline_within(costs, workers, microbatches, limits)
     work = search_seconds * _WORK_PER_SECOND
-    timing = Timing(costs, workers, microbatches, staleness, host or HostTime(), search_seconds, work)
+    pace = Pace.of(costs, host or HostTime(), recompute_ahead)
+    timing = Timing(pace, workers, microbatches, staleness, search_seconds, work)
     best, best_s = baseline, timing.settled(baseline)
     for plan in _Search(timing, costs, limits, work).run(baseline):
         plan_s = timing.settled(plan)
@@ -117,6 +125,8 @@ class _Search:
         self._random = np.random.default_rng(0)
         self._seeding_ends = work * (1 - _SEEDING)
         self._count = 0
+        self._recut: set[int] = set()
+        """By order, the plans whose neighbours of other shapes were looked at."""
 
     def run(self, baseline: Plan) -> list[Plan]:
         """The best plans found, best first."""
@@ -139,22 +149,68 @@ class _Search:
     def _improved(self, starts: list[_Found]) -> list[_Found]:
         """Short searches from many starts, longer ones from the best of them, and from near those until time is up."""
         ends = _distinct(starts)
-        for patience, most in ((3, 40), (12, 8), (30, 4)):
+        anneals = not self._timing.staleness
+        for patience, most in ((3, 40), (12, 8)) if anneals else ((3, 40), (12, 8), (30, 4)):
             ends = _distinct([self._tabu(start, patience) for start in ends[:most] if not self._is_over()] + ends)
+        if anneals:
+            ends = _distinct([*self._annealed(ends), *ends])
         while ends and not self._is_over():
             for start in ends[:6]:
-                shape, sizes = kicked(start.shape, start.sizes, self._random)
-                for near in self._best(shape, self._allowed(shape, sizes[None]), 1):
-                    ends.append(self._tabu(near, 8))
+                for shape, sizes in self._around(start):
+                    ends.extend(self._tabu(near, 8) for near in self._best(shape, sizes, 1))
             ends = _distinct(ends)
         return ends
+
+    def _annealed(self, ends: list[_Found]) -> list[_Found]:
+        """From the best plan, and from the best one of a single round, where there is more to be found.
+
+        With a third of the work each, or half of it if they are the same.
+        """
+        timing, found = self._timing, []
+        whole = next((end for end in ends if len(end.shape.rounds(timing.microbatches)) == 1), None)
+        starts = [start for start in (whole, *ends[:1]) if start is not None]
+        if len(starts) > 1 and starts[0] is starts[1]:
+            starts.pop()
+        clock = Clock(timing.pace, timing.workers)
+        for left, start in zip(range(len(starts), 0, -1), starts, strict=True):
+            goal = timing.work_left * (1 - 1 / (left + 1))
+            shape, sizes, score = anneal(
+                clock, start.shape, start.sizes.tolist(), timing.microbatches, self._keeps, Random(0), self._spend(goal)
+            )
+            found.append(self._found(score, shape, np.array(sizes)))
+        return found
+
+    def _spend(self, goal: float) -> Callable[[float], float]:
+        """Counts work until only ``goal`` of it is left."""
+        timing, begin = self._timing, self._timing.work_left
+
+        def spend(seconds: float) -> float:
+            timing.work_left -= seconds
+            return 1.0 if self._is_over() else (begin - timing.work_left) / (begin - goal)
+
+        return spend
+
+    def _keeps(self, shape: Shape, sizes: list[int]) -> bool:
+        return bool(len(self._allowed(shape, np.array([sizes]))))
+
+    def _around(self, start: _Found) -> Iterable[tuple[Shape, Sizes]]:
+        """Plans of other shapes: when asked for the first time all that are near, later some at random."""
+        if start.order in self._recut:
+            shape, sizes = kicked(start.shape, start.sizes, self._random)
+            return [(shape, sizes[None])]
+        self._recut.add(start.order)
+        return ((shape, self._some(sizes)) for shape, sizes in recuts(start.shape, start.sizes))
+
+    def _some(self, sizes: Sizes) -> Sizes:
+        """At most `_NEAR` of the plans, chosen at random."""
+        if len(sizes) <= _NEAR:
+            return sizes
+        return sizes[np.sort(self._random.permutation(len(sizes))[:_NEAR])]
 
     def _tabu(self, start: _Found, patience: int) -> _Found:
         best, here, visited, waited = start, start.sizes, {start.sizes.tobytes()}, 0
         while waited < patience and not self._is_over():
-            near = self._allowed(start.shape, neighbours(start.shape.forward, here))
-            if len(near) > _NEAR:
-                near = near[np.sort(self._random.permutation(len(near))[:_NEAR])]
+            near = self._some(self._allowed(start.shape, neighbours(start.shape.forward, here)))
             if not len(near):
                 break
             scores = self._timing.times(start.shape, near)

@@ -2,7 +2,8 @@
 
 A shape is the number of stages each way, what the fused stage holds, and the microbatches of a round. Within a shape
 the calls are dealt out so that stages take equal time, or grow: a pipeline fills faster when the first forward stages
-are short, and drains faster when the last backward stages are.
+are short, and drains faster when the last backward stages are. They grow evenly, or are of two kinds, because a round
+with all microbatches is as long as the workers' sums of stages are, and those can be equal though the stages are not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ from lightning_roundpipe.planning.shapes import Shape
 
 _RAMPS = (1.0, 0.6, 0.3)
 """Length of the shortest stage of a pass, as a part of the longest one's."""
+
+_STEEP = (0.15, 0.05)
+"""The same where each stage is longer than the one before by the same part,"""
+_SHORT = (0.5, 0.33)
+"""and the length of the shorter stages, as a part of the longer ones', where there are two kinds,"""
+_SHARES = (0.17, 0.33, 0.5, 0.67, 0.83)
+"""and how many of its stages are short."""
 
 _MOST_COUNTS = 20
 """Numbers of stages that are tried for a pass."""
@@ -41,7 +49,7 @@ def round_choices(microbatches: int, limits: Limits) -> list[int]:
 
 
 def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterator[tuple[Shape, Sizes]]:
-    """Each shape with its first plans. ``ramps``: also stages that grow (forward) and shrink (backward).
+    """Each shape with its first plans. ``ramps``: also passes whose stages grow (forward) and shrink (backward).
 
     Shapes of few stages come first, or with ramps some of every kind first: there is not always time for all.
     """
@@ -54,14 +62,14 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
     if calls == 1:
         return
     both = pace.recompute + pace.backward
-    slopes = [(rise, fall) for rise in _RAMPS for fall in _RAMPS] if ramps else [(1.0, 1.0)]
     fused = [count + 1 for count in _spread(0, min(most, calls - 1) - 1)]
 
     @cache
-    def dealt(phase: Literal["forward", "backward"], rest: int, stages: int, slope: float) -> list[int]:
-        elapsed = pace.forward if phase == "forward" else both
-        sizes = deal(elapsed[: rest + 1], np.linspace(slope, 1.0, stages))
-        return sizes if phase == "forward" else sizes[::-1]
+    def dealt(phase: Literal["forward", "backward"], rest: int, stages: int, ramps: bool) -> list[list[int]]:
+        elapsed = (pace.forward if phase == "forward" else both)[: rest + 1]
+        kinds = _weights(stages) if ramps else [np.ones(stages)]
+        sizes = {tuple(deal(elapsed, weights)): None for weights in kinds}
+        return [list(one if phase == "forward" else one[::-1]) for one in sizes]
 
     counts = _counts(calls)
     shapes = sorted(((f, b) for f in counts for b in counts), key=sum)
@@ -72,15 +80,27 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
         if min(pace.forward[-1] / forward, both[-1] / backward) < mean * _ALIKE:
             continue
         for members in rounds:
+            grow = ramps and members == rounds[0]
             rows = [
-                (*dealt("forward", calls - held, forward, rise), held, *dealt("backward", calls - held, backward, fall))
+                (*ahead, held, *behind)
                 for held in fused
                 if max(forward, backward) <= calls - held
                 and (held == 1 or pace.fused[-1] - pace.fused[-1 - held] <= _FUSED * mean)
-                for rise, fall in (slopes if members == rounds[0] else slopes[:1])
+                for ahead in dealt("forward", calls - held, forward, grow)
+                for behind in dealt("backward", calls - held, backward, grow)
             ]
             if rows:
-                yield Shape(forward, backward, members), np.array(list(dict.fromkeys(rows)))
+                yield Shape(forward, backward, members), np.array(rows)
+
+
+def _weights(stages: int) -> list[Floats]:
+    """How long the stages of a pass are, against each other, in the order of the trace."""
+    weights = [np.linspace(slope, 1.0, stages) for slope in _RAMPS]
+    weights += [np.geomspace(slope, 1.0, stages) for slope in _STEEP]
+    for short in _SHORT:
+        for count in sorted({round(share * stages) for share in _SHARES} - {0, stages}):
+            weights.append(np.where(np.arange(stages) < count, short, 1.0))
+    return weights
 
 
 def deal(elapsed: Floats, weights: Floats) -> list[int]:

@@ -7,19 +7,16 @@ import time
 import numpy as np
 
 from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, stage_times, step_ends
-from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.shapes import Shape, sizes_of
-from lightning_roundpipe.planning.simulate import HostTime
 
 PERIOD_STEPS = 16
 """The period is the mean over so many steps, after as many that fill the pipeline."""
 
-_BATCH, _BATCH_TURNS = 256, 2**15
-"""Plans that are timed together, and turns of all of them in a slot: enough to make numpy's own time small, few enough
-to stay in the cache, and to look at the clock in time."""
-_CALL_S, _SLOT_S, _TURN_S = 500e-6, 12e-6, 6e-9
-"""Estimated seconds of a batch, of each slot of it, and of each turn of each plan in it."""
+_BATCH = 1024
+"""Plans that are timed together: enough to make numpy's own time small, few enough to look at the clock in time."""
+_CALL_S, _SLOT_S, _PLAN_S = 400e-6, 8e-6, 50e-9
+"""Estimated seconds of a batch, of each slot of it, and of each slot of each plan in it."""
 _SEARCH_SLOTS = 160
 """Slots to simulate for a period while searching: the fewer slots a step has, the more steps it takes to settle."""
 _DRAIN = 1e-3
@@ -30,26 +27,18 @@ class Timing:
     """Times plans, all those of a shape at once.
 
     Args:
-        costs: what each call costs.
+        pace: how long calls take.
         workers: N.
         microbatches: M.
         staleness: 0: a plan's time is that of one step; 1: that of each of many.
-        host: what the engine itself takes.
         seconds: what may be spent, by the clock.
         work: what may be spent in estimated seconds.
     """
 
     def __init__(
-        self,
-        costs: Costs,
-        workers: int,
-        microbatches: int,
-        staleness: int,
-        host: HostTime,
-        seconds: float,
-        work: float,
+        self, pace: Pace, workers: int, microbatches: int, staleness: int, seconds: float, work: float
     ) -> None:
-        self.pace = Pace.of(costs, host.call_s, host.turn_s, host.hop_s)
+        self.pace = pace
         self.workers, self.microbatches, self.staleness = workers, microbatches, staleness
         self.work_left = work
         self._deadline = time.monotonic() + seconds
@@ -83,15 +72,14 @@ class Timing:
         if self.staleness:
             steps = max(6, min(2 * PERIOD_STEPS, 2 * (_SEARCH_SLOTS // slots)))
         times = []
-        batch = max(1, min(_BATCH, _BATCH_TURNS // max(rounds)))
-        for begin in range(0, len(sizes), batch):
-            part = sizes[begin : begin + batch]
+        for begin in range(0, len(sizes), _BATCH):
+            part = sizes[begin : begin + _BATCH]
             if self.is_over():
                 times.append(np.full(len(part), np.inf))
                 continue
             length, lead = stage_times(self.pace, shape.forward, part)
             ends = step_ends(length, lead, self.pace.hop_s, self.workers, rounds, steps)
-            self.work_left -= _CALL_S + steps * slots * (_SLOT_S + _TURN_S * max(rounds) * len(part))
+            self.work_left -= _CALL_S + steps * slots * (_SLOT_S + _PLAN_S * len(part))
             if steps == 1:
                 times.append(ends[0])
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,10 +16,12 @@ class Updates:
     Args:
         bytes_per_s: bytes of gradients that it takes in a second.
         clipping: whether it needs the norm of all gradients first.
+        blocking: whether it begins when the whole backward is over, and the next step when it is done.
     """
 
     bytes_per_s: float
     clipping: bool = False
+    blocking: bool = False
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
@@ -35,22 +38,36 @@ class Updating:
         for call in costs:
             size = call.gradient_bytes if call.needs_backward else 0
             self._sizes[call.layer] = max(size, self._sizes.get(call.layer, 0))
+        self._turns = {layer: turn for turn, layer in enumerate(self._sizes)}
 
     def step(self, arrived: Mapping[str, float]) -> list[tuple[str, float, float]]:
         """Layer, start and end of each update of a step, given when each layer's gradients were on the host.
 
-        One after another as they arrive. With clipping all wait for the last, and then the trace's first layer goes
-        first, because the next step's forward asks for it first.
+        One after another; of those that are there, the one that the trace, and so the next step's forward, asks for
+        first. With clipping and with blocking all wait for the last.
         """
         if self._updates is None:
             return [(layer, ready, ready) for layer, ready in arrived.items()]
-        order = sorted(arrived, key=lambda layer: arrived[layer])
+        together = self._updates.clipping or self._updates.blocking
         last = max(arrived.values(), default=0.0)
-        if self._updates.clipping:
-            order = [layer for layer in self._sizes if layer in arrived]
+        comes = {layer: last if together else at for layer, at in arrived.items()}
+        coming = sorted(comes, key=lambda layer: comes[layer], reverse=True)
+        there: list[tuple[int, str]] = []
         rows = []
-        for layer in order:
-            start = max(self._free, last if self._updates.clipping else arrived[layer])
+        while coming or there:
+            if not there:
+                self._free = max(self._free, comes[coming[-1]])
+            while coming and comes[coming[-1]] <= self._free:
+                layer = coming.pop()
+                heapq.heappush(there, (self._turns[layer], layer))
+            _, layer = heapq.heappop(there)
+            start = self._free
             self._free = start + self._sizes[layer] / self._updates.bytes_per_s
             rows.append((layer, start, self._free))
         return rows
+
+    def published(self, rows: list[tuple[str, float, float]]) -> dict[str, float]:
+        """When the next step may read each layer of what `step` returned."""
+        if self._updates is not None and self._updates.blocking:
+            return dict.fromkeys((layer for layer, *_ in rows), max((end for *_, end in rows), default=0.0))
+        return {layer: end for layer, _, end in rows}

@@ -9,12 +9,13 @@ from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning import batch as batched
+from lightning_roundpipe.planning.anneal import Clock
 from lightning_roundpipe.planning.idle import find_idle
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, Run, run_steps
 from lightning_roundpipe.planning.shapes import Shape, plan_of, sizes_of
 from lightning_roundpipe.planning.simulate import HostTime, simulate
-from lightning_roundpipe.planning.updates import Updates
+from lightning_roundpipe.planning.updates import Updates, Updating
 
 TWO = Plan.parse("forward 0; fused 1; backward 0; round 2")
 
@@ -116,11 +117,12 @@ def test_batches_of_plans_take_what_plans_take(case: tuple[Times, dict[str, obje
         for begin in range(0, microbatches, shape.round_microbatches)
     ]
     for ahead in (False, True):
-        pace = batched.Pace.of(costs, call_s=0.1, turn_s=0.2, hop_s=times.hop, ahead=ahead)
+        host = HostTime(call_s=0.1, turn_s=0.2, hop_s=times.hop)
+        pace = batched.Pace.of(costs, host, ahead)
         length, lead = batched.stage_times(pace, shape.forward, np.array([sizes] * 2))
         ends = batched.step_ends(length, lead, times.hop, workers, members, 4)
         assert (ends[:, 0] == ends[:, 1]).all()
-        host = HostTime(call_s=0.1, turn_s=0.2, hop_s=times.hop)
+        assert Clock(pace, workers)(shape.forward, sizes, members) == pytest.approx(ends[0, 0], abs=1e-9)
         run = run_steps(made, costs, workers, microbatches, Rules(1, ahead, host), 4)
         assert (ends[:, 0] >= np.array(run.ends_s) - 1e-9).all()
         recomputed = pace.recompute[-1] if ahead else 0.0
@@ -206,14 +208,64 @@ def test_an_update_holds_the_next_step_up() -> None:
     assert stale.period_s(4) < eager.ends_s[1] - eager.ends_s[0]
 
 
+def updates_of(run: Run, step: int = 0) -> list[tuple[float, float]]:
+    return [(e.start_s, e.end_s) for e in run.events if e.kind == "update" and e.step == step]
+
+
+def test_of_the_layers_that_are_there_the_first_is_updated_first() -> None:
+    """A slow update of the head keeps layers 2, 1 and 0 waiting, which arrive in this order."""
+    costs = Costs((*(call(f"layers.{i}", gradients=2) for i in range(3)), call("head", gradients=20)))
+    updating = Updating(Updates(1.0), costs)
+    rows = updating.step({"head": 0.0, "layers.2": 5.0, "layers.1": 6.0, "layers.0": 7.0})
+    assert rows == [("head", 0, 20), ("layers.0", 20, 22), ("layers.1", 22, 24), ("layers.2", 24, 26)]
+    assert updating.published(rows)["layers.1"] == 24
+    rows = updating.step({"head": 20.0, "layers.1": 30.0, "layers.0": 31.0})  # which does not begin what is not there
+    assert rows == [("head", 26, 46), ("layers.0", 46, 48), ("layers.1", 48, 50)]
+    assert updating.step({"layers.0": 60.0, "head": 55.0})[0] == ("head", 55, 75)
+
+
+def test_blocking_updates_run_alone() -> None:
+    plan = Plan.parse("forward 0; fused 1; backward 0; round 1")
+    run = run_steps(plan, sized(2), 2, 1, Rules(updates=Updates(1.0, blocking=True)), 2)
+    assert run.ends_s == (6, 16)
+    assert updates_of(run) == [(6, 8), (8, 10)]
+    assert next(e.start_s for e in run.events if e.step == 1 and e.kind in COMPUTE) == 10
+
+
+def test_a_call_waits_for_its_own_layer_only() -> None:
+    """One stage of both layers: the second one's update, 8 to 10, runs while the first one computes, 8 to 9."""
+    plan = Plan.parse("forward 0-1; fused 2; backward 0-1; round 1")
+    costs = Costs((*(call(f"layers.{i}", gradients=2) for i in range(2)), call("head", gradients=0)))
+    run = run_steps(plan, costs, 1, 1, Rules(updates=Updates(1.0)), 2)
+    end = run.ends_s[0]
+    assert updates_of(run) == [(end, end + 2), (end + 2, end + 4)]
+    begin = next(e for e in run.events if e.step == 1)
+    assert begin.start_s == end + 3  # so that the second call finds its weights in time
+    behind = run_steps(plan, costs, 1, 1, Rules(updates=Updates(1.0), links=Links(1e12, 1e12)), 2)
+    assert next(e for e in behind.events if e.step == 1 and e.kind == "forward").start_s >= end + 4
+
+
+def test_one_worker_hides_all_updates_but_the_first_layers() -> None:
+    plan, costs = Plan.parse("forward 0-2; fused 3; backward 0-2; round 4"), sized(4, gradients=1)
+    eager, stale = (run_steps(plan, costs, 1, 4, Rules(s, updates=Updates(1.0)), 6) for s in (0, 1))
+    assert stale.period_s(2) == 4 * (3 * 4 + 3)
+    assert eager.period_s(2) == stale.period_s(2) + 1
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(plans(), st.floats(1, 50), st.floats(1, 50), st.booleans(), st.sampled_from([0, 1]))
+@given(
+    plans(),
+    st.floats(1, 50),
+    st.floats(1, 50),
+    st.sampled_from([{}, {"clipping": True}, {"blocking": True}]),
+    st.sampled_from([0, 1]),
+)
 def test_the_rules_hold(
-    case: tuple[Times, dict[str, object], int, int], rate: float, speed: float, clipping: bool, staleness: int
+    case: tuple[Times, dict[str, object], int, int], rate: float, speed: float, kind: dict[str, bool], staleness: int
 ) -> None:
     times, plan, workers, microbatches = case
     made, costs = ours(times, plan)
-    rules = Rules(1 if staleness else 0, links=Links(rate, 2 * rate), updates=Updates(speed, clipping))
+    rules = Rules(1 if staleness else 0, links=Links(rate, 2 * rate), updates=Updates(speed, **kind))
     run = run_steps(made, costs, workers, microbatches, rules, 3)
     free = run_steps(made, costs, workers, microbatches, Rules(1 if staleness else 0), 3)
     assert all(a >= b - 1e-9 for a, b in zip(run.ends_s, free.ends_s, strict=True))

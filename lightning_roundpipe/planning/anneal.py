@@ -1,0 +1,199 @@
+"""One plan that wanders: moves at random, taken when they make it faster, and at first also when they do not.
+
+Batches of plans need equally many stages, and looking at all neighbours of a plan takes hundreds of simulations for one
+move. With many stages there are better plans than that finds in the time: a step is as long as its fullest worker's
+sum of stages, and to make these sums equal takes several moves at once, through plans that are slower. So here one plan
+is timed at a time, by the same rules as in `batch` for one step from idle workers, and a move costs one simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+
+from lightning_roundpipe.planning.batch import Pace
+from lightning_roundpipe.planning.shapes import Shape
+
+_HOT, _COLD = 3e-3, 3e-5
+"""How much slower, as a part of its time, a plan may become by a move that is still likely: at first, and at last."""
+
+EVALUATION_S, SLOT_S = 8e-6, 0.9e-6
+"""Estimated seconds of a move, and of each slot that its simulation has."""
+
+
+class Clock:
+    """Times single plans: one step from idle workers."""
+
+    def __init__(self, pace: Pace, workers: int) -> None:
+        self._forward, self._fused, self._recompute, self._backward = (
+            sums.tolist() for sums in (pace.forward, pace.fused, pace.recompute, pace.backward)
+        )
+        self._turn_s, self._hop_s, self._ahead = pace.turn_s, pace.hop_s if workers > 1 else 0.0, pace.ahead
+        self._workers = workers
+
+    def __call__(self, forward: int, sizes: Sequence[int], rounds: Sequence[int]) -> float:
+        """Seconds of a step; see `batch.step_ends`."""
+        turns = self._turns(forward, sizes)
+        workers = self._workers
+        free = [0.0] * workers
+        closed = [0.0] * len(turns)
+        slot = 0
+        for members in rounds:
+            first = last = 0.0
+            for stage, (length, comes) in enumerate(turns):
+                worker = slot % workers
+                ready = free[worker]
+                if closed[stage] > ready:
+                    ready = closed[stage]
+                first = ready + length if not stage or ready + length > first + comes else first + comes
+                behind = first + length * (members - 1)
+                last = behind if not stage or behind > last + comes else last + comes
+                free[worker] = closed[stage] = last
+                slot += 1
+        return max(closed)
+
+    def _turns(self, forward: int, sizes: Sequence[int]) -> list[tuple[float, float]]:
+        """Of each stage, a turn's length, and the time from a microbatch's end in the stage before to its own."""
+        turns = []
+        begin = 0
+        for size in sizes[:forward]:
+            length = self._forward[begin + size] - self._forward[begin] + self._turn_s
+            turns.append((length, length + self._hop_s))
+            begin += size
+        since = self._fused[-1] - self._fused[begin]
+        turns.append((since + self._turn_s, since + self._turn_s + self._hop_s))
+        since += self._hop_s
+        end = begin
+        for size in sizes[forward + 1 :]:
+            begin = end - size
+            recompute = self._recompute[end] - self._recompute[begin]
+            backward = self._backward[end] - self._backward[begin]
+            length = recompute + backward + self._turn_s
+            turns.append((length, length + self._hop_s - (min(recompute, since) if self._ahead else 0.0)))
+            since += backward + self._hop_s
+            end = begin
+        return turns
+
+
+def anneal(
+    clock: Clock,
+    shape: Shape,
+    sizes: list[int],
+    microbatches: int,
+    keeps: Callable[[Shape, list[int]], bool],
+    random: Random,
+    spend: Callable[[float], float],
+) -> tuple[Shape, list[int], float]:
+    """The best plan that was met on the way from one, and its time.
+
+    Args:
+        clock: times plans.
+        shape: of the plan to begin with; the rounds stay as they are.
+        sizes: of that plan.
+        microbatches: M.
+        keeps: whether a plan keeps to the limits.
+        random: chooses the moves.
+        spend: is told of work that was done, in seconds, and says which part of all that there is to do is done now.
+    """
+    rounds = shape.rounds(microbatches)
+    here, forward = list(sizes), shape.forward
+    here_s = clock(forward, here, rounds)
+    best, best_s = (forward, here), here_s
+    hot = here_s * _HOT
+    while (done := spend(EVALUATION_S + SLOT_S * len(here) * len(rounds))) < 1:
+        move = random.choice(_MOVES)
+        there, ahead = list(here), forward
+        moved = move(there, ahead, random)
+        if moved is None:
+            continue
+        ahead = moved
+        there_s = clock(ahead, there, rounds)
+        slower = there_s - here_s
+        if slower > 0 and random.random() >= math.exp(-slower / (hot * (_COLD / _HOT) ** done)):
+            continue
+        if not keeps(Shape(ahead, len(there) - ahead - 1, shape.round_microbatches), there):
+            continue
+        here, forward, here_s = there, ahead, there_s
+        if here_s < best_s:
+            best, best_s = (forward, here), here_s
+    forward, here = best
+    return Shape(forward, len(here) - forward - 1, shape.round_microbatches), here, best_s
+
+
+# Each changes the sizes in place and returns the number of forward stages, or None if chance found nothing to move.
+
+
+def _pass(sizes: list[int], forward: int, random: Random) -> range:
+    """The places of all forward stages, or of all backward ones."""
+    return range(forward) if random.random() < 0.5 else range(forward + 1, len(sizes))
+
+
+def _shift(sizes: list[int], forward: int, random: Random) -> int | None:
+    """A call goes from one stage of a pass to another."""
+    stages = _pass(sizes, forward, random)
+    if len(stages) < 2:
+        return None
+    source, target = random.sample(stages, 2)
+    if sizes[source] == 1:
+        return None
+    sizes[source] -= 1
+    sizes[target] += 1
+    return forward
+
+
+def _swap(sizes: list[int], forward: int, random: Random) -> int | None:
+    """Two stages next to each other change places."""
+    stages = _pass(sizes, forward, random)
+    if len(stages) < 2:
+        return None
+    at = random.choice(stages[:-1])
+    sizes[at], sizes[at + 1] = sizes[at + 1], sizes[at]
+    return forward
+
+
+def _fuse(sizes: list[int], forward: int, random: Random) -> int | None:
+    """The fused stage takes a call from each pass, or gives one to each."""
+    if not 0 < forward < len(sizes) - 1:
+        return None
+    taken = random.choice((1, -1))
+    one, other = random.randrange(forward), random.randrange(forward + 1, len(sizes))
+    if min(sizes[one] - taken, sizes[other] - taken, sizes[forward] + taken) < 1:
+        return None
+    sizes[one] -= taken
+    sizes[other] -= taken
+    sizes[forward] += taken
+    return forward
+
+
+def _cut(sizes: list[int], forward: int, random: Random) -> int | None:
+    """A stage becomes two."""
+    stages = _pass(sizes, forward, random)
+    if not stages:
+        return None
+    at = random.choice(stages)
+    if sizes[at] == 1:
+        return None
+    part = random.randrange(1, sizes[at])
+    sizes[at : at + 1] = [part, sizes[at] - part]
+    return forward + (at < forward)
+
+
+def _join(sizes: list[int], forward: int, random: Random) -> int | None:
+    """Two stages next to each other become one."""
+    stages = _pass(sizes, forward, random)
+    if len(stages) < 2:
+        return None
+    at = random.choice(stages[:-1])
+    sizes[at : at + 2] = [sizes[at] + sizes[at + 1]]
+    return forward - (at < forward)
+
+
+def _both(sizes: list[int], forward: int, random: Random) -> int | None:
+    """A stage becomes two, and two become one."""
+    cut = _cut(sizes, forward, random)
+    return None if cut is None else _join(sizes, cut, random)
+
+
+_MOVES = (*[_shift] * 9, *[_swap] * 3, *[_fuse] * 2, *[_cut] * 2, *[_join] * 2, _both)
+"""Each as often as it is chosen."""
