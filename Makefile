@@ -57,7 +57,7 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, on the package
 	@$(BIN)/mypy
 
-bench: $(STAMP) ## the figures of docs/benchmarks.md, in half an hour on an idle machine
+bench: $(STAMP) ## the figures of docs/benchmarks.md, in three quarters of an hour on an idle machine
 	@for file in benchmarks/bench_*.py; do test -f "$$file" || { echo "no benchmarks/bench_*.py"; exit 1; }; \
 	echo "== $$file"; TQDM_DISABLE=1 $(BIN)/python "$$file" || exit 1; done
 
