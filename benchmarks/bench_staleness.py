@@ -91,9 +91,9 @@ class Question:
         calls = self.case.costs(scale).calls
         return Costs(tuple(replace(call, gradient_bytes=round(call.forward_s / FORWARD_S)) for call in calls))
 
-    def stretched(self) -> float:
-        """By how much to stretch times for a measurement."""
-        return max(1.0, LEAST_FORWARD_MS / self.case.forward_ms)
+    def stretched(self, forward_ms: float) -> float:
+        """By how much to stretch times for a measurement, so that a forward takes at least so long."""
+        return max(1.0, forward_ms / self.case.forward_ms)
 
 
 class Sleeping(torch.optim.Optimizer):
@@ -195,7 +195,7 @@ class Figures:
 
 
 def figures_of(question: Question, options: argparse.Namespace, console: Console, to_measure: bool) -> Figures:
-    scale = question.stretched() if to_measure else 1.0
+    scale = question.stretched(options.forward_ms) if to_measure else 1.0
     found = Figures({}, {})
     for way in WAYS:
         with console.status(f"{question.model}: searching a plan"):
@@ -244,6 +244,9 @@ def main() -> None:
     cases = ", ".join(f"{model}:{microbatches}" for model, microbatches in GOALS)
     parser.add_argument(
         "--measure", nargs="*", default=["qwen3-1.7b:64"], metavar="MODEL:MICROBATCHES", help=f"some of {cases}"
+    )
+    parser.add_argument(
+        "--forward-ms", type=float, default=LEAST_FORWARD_MS, help="a measured forward's milliseconds, at least"
     )
     parser.add_argument("--steps", type=int, default=4, help="steps that count")
     parser.add_argument("--search-seconds", type=float, default=10.0, help="for each plan")
