@@ -138,6 +138,8 @@ class FaultyNet(nn.Module):
 
 
 class FaultyOptimizer(torch.optim.SGD):
+    independent_parameters = True
+
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         PLANTED("optimizer")
@@ -145,6 +147,8 @@ class FaultyOptimizer(torch.optim.SGD):
 
 
 class FaultySchedule(torch.optim.lr_scheduler.LambdaLR):
+    roundpipe_looks_away = True
+
     def step(self, *args: Any) -> None:
         PLANTED("scheduler")
         super().step(*args)
@@ -179,12 +183,16 @@ class FaultyModule(pl.LightningModule):
 class PlantAt(pl.Callback):
     """Plants a fault when training batch ``batch`` starts, and only once."""
 
+    roundpipe_looks_away = True
+
     def __init__(self, batch: int, *planted: Any) -> None:
         self.batch, self.planted = batch, planted
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.batch:
             self.batch = -1
+            if (engine := getattr(trainer.strategy, "_engine", None)) is not None:
+                engine.settle()  # or the batch before, which is on its way back, would come to it first
             PLANTED.plant(*self.planted)
 
 

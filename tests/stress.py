@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,9 @@ from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.ledger import Ledger
+from lightning_roundpipe.runtime import engine
+from lightning_roundpipe.runtime.report import report_of
+from lightning_roundpipe.runtime.step import Step
 
 CALLS = 6
 WIDTH, CLASSES = 8, 5
@@ -57,12 +60,12 @@ class Network(nn.Module):
     """A layer that is used twice, a frozen one, one that writes to its input; one mask for all of them; glue that
     writes in place, draws, and has weights, in front of the first layer too."""
 
-    def __init__(self) -> None:
+    def __init__(self, drops: bool) -> None:
         super().__init__()
         self.embed = nn.Linear(6, WIDTH)
-        self.twice = Block(0.2)
+        self.twice = Block(0.2 * drops)
         self.frozen = Block(0.0).requires_grad_(False)
-        self.last = Block(0.1, writes=True)
+        self.last = Block(0.1 * drops, writes=True)
         self.head = nn.Linear(WIDTH, CLASSES)
         self.first = nn.Parameter(torch.ones(6))
         self.scale = nn.Parameter(torch.ones(WIDTH))
@@ -110,11 +113,11 @@ class Glue:
 
 
 class StressModule(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, drops: bool = True) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            self.net = Network()
+            self.net = Network(drops)
         self.glue = Glue()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -145,6 +148,8 @@ class Case:
         empty: (batch, microbatch) without a single target: it has no backward.
         skips: (batch, microbatch) that leaves a layer out. Not in the first batch.
         accumulate: batches per optimizer step.
+        blocking: whether somebody looks at gradients, so that they are handed to ``.grad``.
+        drops: whether layers draw random numbers. If not, a step's backward goes on when the next one begins.
         emulation: options of the emulated devices, but for the memory.
     """
 
@@ -155,6 +160,8 @@ class Case:
     empty: tuple[int, int] | None = None
     skips: tuple[int, int] | None = None
     accumulate: int = 1
+    drops: bool = True
+    blocking: bool = False
     prefetch: int = 1
     emulation: dict[str, Any] = field(default_factory=lambda: {"poison": True, "delay_seed": 0})
 
@@ -182,18 +189,6 @@ def parts_of(size: int, microbatches: int) -> tuple[Tensor, ...]:
     return torch.arange(size).tensor_split(min(microbatches, size))
 
 
-class Reports(pl.Callback):
-    """The report of each step."""
-
-    roundpipe_looks_away = True
-
-    def __init__(self) -> None:
-        self.all: list[dict[str, Any]] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.all.append(trainer.strategy.report())
-
-
 @dataclass
 class Run:
     case: Case
@@ -205,7 +200,7 @@ class Run:
 
 def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> Run:
     """Run ``case``; ``options`` go to the strategy in place of its own."""
-    module, reports = StressModule(), Reports()
+    module = StressModule(case.drops)
     strategy = ours(
         **{
             "num_microbatches": case.microbatches,
@@ -217,16 +212,31 @@ def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> 
         }
         | options
     )
-    with _highest() as peaks:
+    with _highest() as peaks, _reports() as reports:
         result = run(
             strategy,
             module,
             batches(case),
             devices=case.devices,
-            callbacks=[reports, *callbacks],
+            callbacks=callbacks,
             accumulate_grad_batches=case.accumulate,
+            blocking=case.blocking,
         )
-    return Run(case, result, reports.all, module.glue, max(peaks))
+    return Run(case, result, [report() for report in reports], module.glue, max(peaks))
+
+
+@contextlib.contextmanager
+def _reports() -> Iterator[list[Callable[[], dict[str, Any]]]]:
+    """The report of each step, also of those that are over when the next one has begun."""
+    made: list[Callable[[], dict[str, Any]]] = []
+
+    def noted(step: Step) -> Callable[[], dict[str, Any]]:
+        made.append(report_of(step))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "report_of", noted)
+        yield made
 
 
 @contextlib.contextmanager
@@ -246,7 +256,7 @@ def _highest() -> Iterator[list[int]]:
 
 def reference(case: Case) -> Result:
     """One worker without nuisances, everything in one stage."""
-    return _reference(case.microbatches, case.sizes, case.empty, case.skips, case.accumulate)
+    return _reference(case.microbatches, case.sizes, case.empty, case.skips, case.accumulate, case.drops, case.blocking)
 
 
 @functools.lru_cache(maxsize=64)

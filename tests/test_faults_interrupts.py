@@ -148,7 +148,9 @@ Site = tuple[str, str, int]
 
 WORKING = {
     "strategy.py": ("_start_engine", "_stop_engine"),
-    "engine.py": ("train_batch", "evaluate", "_begin", "_failing_with_updates"),
+    "engine.py": ("train_batch", "evaluate", "_begin", "_prepare", "_failing", "_drain", "_end", "settle"),
+    "step.py": ("_join", "_rest", "drain", "let_go"),
+    "queues.py": ("append",),
     "report.py": ("report_of",),
     "interception.py": ("install", "remove", "intercepted", "without_caches"),
     "interrupts.py": ("held", "install", "remove"),

@@ -23,6 +23,7 @@ from harness import Result, loader, ours, run, trainer_of
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer
 
+from lightning_roundpipe.runtime import updates as updates_module
 from lightning_roundpipe.runtime.units import Unit
 from lightning_roundpipe.runtime.updates import Updates
 
@@ -267,7 +268,8 @@ class late_updates:
         self.seconds = seconds
 
     def __enter__(self) -> None:
-        self.real = Updates._apply
+        self.real, self.piece = Updates._apply, updates_module.PIECE
+        updates_module.PIECE = 0
 
         def apply(updates: Updates, *args: Any) -> None:
             time.sleep(self.seconds)
@@ -277,6 +279,7 @@ class late_updates:
 
     def __exit__(self, *_: Any) -> None:
         Updates._apply = self.real  # type: ignore[method-assign]
+        updates_module.PIECE = self.piece
 
 
 class Norms(pl.Callback):
@@ -378,6 +381,7 @@ def test_an_update_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         real(updates, *args)
 
     monkeypatch.setattr(Updates, "_apply", apply)
+    monkeypatch.setattr(updates_module, "PIECE", 0)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
         run(ours(num_microbatches=2, layers=LAYERS), Trained(OPTIMIZERS["adamw"]), many(6), devices=2)
     assert "go on from a checkpoint" in "".join(error.value.__notes__)
@@ -388,11 +392,11 @@ def test_an_update_that_fails_just_before_a_step(monkeypatch: pytest.MonkeyPatch
     """When the step is made, after the last look at errors: nobody would publish what the step waits for."""
     real_begin, real_apply, failing = Updates.begin, Updates._apply, threading.Event()
 
-    def apply(updates: Updates, unit: Any, step: Any, *args: Any) -> None:
+    def apply(updates: Updates, step: Any, *args: Any) -> None:
         if step.number == 3:
             failing.wait(60)
             raise ZeroDivisionError("planted")
-        real_apply(updates, unit, step, *args)
+        real_apply(updates, step, *args)
 
     def begin(updates: Updates, **given: Any) -> None:
         real_begin(updates, **given)

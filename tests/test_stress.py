@@ -55,6 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
         empty=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1))),
         skips=draw(st.none() | st.tuples(st.integers(1, 2), st.integers(0, microbatches - 1))),
         accumulate=accumulate,
+        drops=draw(st.booleans()),
         prefetch=draw(st.sampled_from([1, 1, 0])),
         emulation={
             "poison": True,

@@ -224,7 +224,7 @@ class Runner:
         inlet = None
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         versions = [p._version for p in replica.parameters]
-        with parametrizing(call.layer), call.ambient.entered(grad=grad), self._seeded(call):
+        with parametrizing(call.layer), call.ambient.entered(grad=grad), self._seeded(call, kind):
             tensors = [leaves[i] for i in positions]
             if grad:
                 inlet = Inlet(name)
@@ -237,7 +237,7 @@ class Runner:
             replica.set(carried)
             doors = Doors(replica, (args, kwargs))
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
-            with self._computing(kind, where, call.microbatch), saved, calling(Inside(name)):
+            with self._computing(slot, kind, where, call.microbatch), saved, calling(Inside(name)):
                 output = call.context.run(collecting, replica.module.forward, *args, **kwargs)
         written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if written:
@@ -283,22 +283,23 @@ class Runner:
         return len(again) != len(tensors) or not all(map(torch.equal, tensors, again))
 
     @contextlib.contextmanager
-    def _seeded(self, call: Call) -> Iterator[None]:
+    def _seeded(self, call: Call, kind: str) -> Iterator[None]:
         if call.seed is None:
             yield
             return
         what = f"layer {call.layer.name!r}"
-        with self._randomness().segment(call.layer.index, call.seed, self._device, what):
+        backward = kind == "recompute"
+        with self._randomness().segment(call.layer.index, call.seed, self._device, what, backward=backward):
             yield
 
     @contextlib.contextmanager
-    def _computing(self, kind: str, where: Where, microbatch: int) -> Iterator[None]:
+    def _computing(self, slot: Slot, kind: str, where: Where, microbatch: int) -> Iterator[None]:
         with self._device.permit():
             start = self._device.compute.record(timed=True)
             yield
             end = self._device.compute.record(timed=True)
         if kind:
-            self._worker.recorder.add(kind, self._worker.index, start, end, microbatch, 0, where)
+            slot.recorder.add(kind, self._worker.index, start, end, microbatch, 0, where)
 
     def _safe(self, leaves: list[Any]) -> list[Any]:
         """Outputs that lie in an arena (a layer that returns its weight) must not change with the next slot."""
@@ -347,7 +348,7 @@ class Runner:
             sums.attach(parameters)
         where = Where(slot.index, slot.phase, entry.call, entry.layer.name)
         if pairs:
-            with self._computing("backward", where, entry.microbatch), calling(Inside(entry.layer.name)), inlet:
+            with self._computing(slot, "backward", where, entry.microbatch), calling(Inside(entry.layer.name)), inlet:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if sums is not None:
             sums.detach(parameters)

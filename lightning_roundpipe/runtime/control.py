@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-Priority = tuple[int, int]
+Priority = tuple[int, ...]
 
 
 class Aborted(BaseException):
@@ -54,9 +54,10 @@ class Control:
 
     Args:
         on_failure: called once, in the failing thread, to wake those who wait for a device.
+        before: of the step before, if that is still on its way: what fails it fails this one.
     """
 
-    def __init__(self, on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_failure: Callable[[], None] = lambda: None, before: Control | None = None) -> None:
         self.error: BaseException | None = None
         """The first one, until it is raised."""
         self.failed = False
@@ -65,6 +66,30 @@ class Control:
         self._lock = threading.Lock()
         self._waiters: set[Waiter] = set()
         self._on_failure = on_failure
+        self._before = before
+        self._after: Control | None = None
+        if before is not None:
+            before._lead(self)
+
+    def _lead(self, after: Control) -> None:
+        with self._lock:
+            self._after, error = after, self.error
+        if error is not None:
+            after.fail(error)
+
+    def part(self) -> None:
+        """The step before is over."""
+        self._before = None
+
+    def end(self) -> None:
+        """The step itself is over: it is known to nobody any more."""
+        self._on_failure = lambda: None
+        self._before = self._after = None
+
+    @property
+    def moved(self) -> int:
+        """Grows with everything that happens here, and in the step before, which may be all that there is to do."""
+        return self.progress + (self._before.progress if self._before is not None else 0)
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error and wake everybody."""
@@ -73,10 +98,12 @@ class Control:
                 return
             self.error = error
             self.failed = True
-            waiters = list(self._waiters)
+            waiters, after = list(self._waiters), self._after
         for waiter in waiters:
             waiter.wake()
         self._on_failure()
+        if after is not None:
+            after.fail(error)
 
     def raise_error(self) -> None:
         """Raise the error, if there was one, to the caller of the step.
@@ -115,16 +142,21 @@ class Control:
 
 
 class UserLock:
-    """Lets one microbatch thread at a time run user code, the one with the lowest (slot, microbatch) first."""
+    """Lets one microbatch thread at a time run user code, the one with the lowest priority first, whatever its step."""
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held = False
         self._queue: list[tuple[Priority, int, Waiter]] = []
         self._tickets = 0
 
-    def acquire(self, priority: Priority) -> None:
+    def acquire(self, priority: Priority, control: Control) -> None:
+        """Wait for the lock.
+
+        Args:
+            priority: (step, slot, microbatch).
+            control: of the step; if it fails, the lock is not held.
+        """
         with self._lock:
             if not self._held:
                 self._held = True
@@ -132,9 +164,23 @@ class UserLock:
             waiter = Waiter()
             self._tickets += 1
             heapq.heappush(self._queue, (priority, self._tickets, waiter))
-        self._control.wait(waiter)
+        try:
+            control.wait(waiter)
+        except BaseException:
+            self._withdraw(waiter)
+            raise
+
+    def _withdraw(self, waiter: Waiter) -> None:
+        with self._lock:
+            others = [ticket for ticket in self._queue if ticket[2] is not waiter]
+            given = len(others) == len(self._queue)
+            self._queue = others
+            heapq.heapify(self._queue)
+        if given:
+            self.release()
 
     def release(self) -> None:
+        """Give the lock on."""
         with self._lock:
             if self._queue:
                 heapq.heappop(self._queue)[2].wake()

@@ -71,12 +71,12 @@ class Crew:
             TimeoutError: nothing at all happened for the watchdog's time.
             RoundPipeError: a thread has died.
         """
-        seen, since = control.progress, time.monotonic()
+        seen, since = control.moved, time.monotonic()
         with allowed():
             while not (unless_failed and control.failed) and not waiter.wait_for(min(LOOK, self._limit)):
                 self._look_for_the_dead()
-                if control.progress != seen:
-                    seen, since = control.progress, time.monotonic()
+                if control.moved != seen:
+                    seen, since = control.moved, time.monotonic()
                 elif time.monotonic() - since > self._limit:
                     raise TimeoutError(
                         f"nothing happened for watchdog_timeout={self._limit:g} seconds. Raise it if a layer, or the "

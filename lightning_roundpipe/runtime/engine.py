@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,26 +12,28 @@ from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.layers import find_layers, parameters_outside
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import partition_within
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import microbatch
 from lightning_roundpipe.runtime.belongings import Belongings
-from lightning_roundpipe.runtime.budget import check_layers_fit, check_plan_fits, worker_bytes
+from lightning_roundpipe.runtime.budget import check_layers_fit
 from lightning_roundpipe.runtime.calls import Runner
+from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
+from lightning_roundpipe.runtime.cutting import given_weights_of, sizes_for
 from lightning_roundpipe.runtime.evaluation import Evaluation
-from lightning_roundpipe.runtime.events import Recorder
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.hints import Hints
-from lightning_roundpipe.runtime.interception import Interceptor, intercepted, without_caches
+from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, without_caches
 from lightning_roundpipe.runtime.interrupts import allowed, held
+from lightning_roundpipe.runtime.learning import plan_from, reserve_for_layers
+from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import report_of
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
-from lightning_roundpipe.runtime.samples import batch_size
+from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.step import Step
-from lightning_roundpipe.runtime.sums import GradientBuffers, HostGradients
-from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
-from lightning_roundpipe.runtime.units import units_of
+from lightning_roundpipe.runtime.sums import GradientBuffers
+from lightning_roundpipe.runtime.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.units import Unit, units_of
 from lightning_roundpipe.runtime.updates import Updates
 from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -66,8 +67,8 @@ class Engine:
         types = {d.torch_device.type for d in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)
-        self.recorder = Recorder()
         self.randomness = Randomness()
+        self.user_lock = UserLock()
         self.trace: Trace | None = None
         self.recent: Trace | None = None
         """What the last batch of one microbatch called, as a guess at what the next one will."""
@@ -79,16 +80,24 @@ class Engine:
         """Whether microbatches have to run one after another in every step."""
         self.probed: set[tuple[int, int]] = set()
         """Calls, by layer and use, of which it is known whether they compute other bits without grad."""
+        self.read_by_glue: set[Unit] = set()
+        """What the next step's glue waits for before it takes the lock."""
         self.walked: set[tuple[int, int]] = set()
         """Calls, by layer and use, whose graph was seen to stay inside the layer."""
         self.weights_uploaded = 0
+        self.logs_on_the_way_back = False
+        """Whether user code logs in backward."""
+        self._on_its_way: Step | None = None
+        """The last batch's step, if its outputs have been given out and its way back has not been waited for."""
+        self._caches = contextlib.ExitStack()
+        self._switched_off: list[str] | None = None
         self._given: StepGradients | None = None
         """What the last batch's loss hands out."""
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
         self._interceptors = [Interceptor(layer) for layer in self.layers]
         self._buffers: dict[tuple[int, int], GradientBuffers] = {}
-        self._slot_count = 0
+        self._slot_count = self._step_count = 0
         self._trainable = self._trainable_now()
         self.belongings = Belongings(module, self.layers)
         self._in_glue = parameters_outside(module, [x.module for x in self.layers])
@@ -98,8 +107,9 @@ class Engine:
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
         self.workers = self.crew.workers
         self.runners = [Runner(w, lambda: self.randomness) for w in self.workers]
+        self.queues = [WorkerQueue(w, prefetch=bool(options.prefetch)) for w in self.workers]
         try:
-            self._reserve()
+            reserve_for_layers(self)
         except BaseException:
             self.close()
             raise
@@ -128,72 +138,138 @@ class Engine:
         Returns:
             The merged output; the backward of its loss gives the masters their gradients, or has `updates` take them.
         """
-        if self.updates is not None:
-            if self._given is not None:
-                self._given.arrive()  # should this step fail, the devices stop, and the update would be cut short
-            self.updates.begin(anew=anew)
-        elif self._given is not None and self._given.scale is None:
-            self._given.let_go()  # nobody asked for them
-        self._given = None
-        self._begin()
-        sizes = self._sizes(batch)
+        self._prepare(anew=anew)
+        sizes = sizes_for(self, batch)
         parts = microbatch.split(batch, sizes)
         self.plans = self.plan is None and not self.in_order and (len(sizes) > 1 or self.options.plan is not None)
-        step = Step(self, seed, sizes, self._given_weights(parts))
+        overlaps = self._may_overlap
+        if not overlaps or (self._on_its_way is not None and self._on_its_way.control.failed):
+            self._drain()
+        step = Step(self, seed, sizes, given_weights_of(self, parts), self._on_its_way)
         args = [(part, *rest) for part in parts]
-        started = time.perf_counter()
         random_state = GlobalRandomState(self.devices)
+        switched_off = self._without_caches()
         try:
-            with (
-                self._failing_with_updates(step),
-                intercepted(self._interceptors, step.control.fail),
-                without_caches(self.module) as switched_off,
-            ):
-                random_state.park()
+            with self._failing(step):
+                with intercepted(self._interceptors, step.control.fail):
+                    random_state.park()
+                    try:
+                        self._run(step, function, args, overlaps=overlaps)
+                    finally:
+                        random_state.restore()
+                before, self._on_its_way = self._on_its_way, step
+                if before is not None:
+                    self._end(before)
                 try:
-                    self._run(step, function, args)
-                finally:
-                    random_state.restore()
-            output = step.finish()
+                    output = step.finish()
+                except BaseException as error:
+                    if overlaps:
+                        step.stop(error)
+                    raise
             self.hints.after_step(self.layers, switched_off, len(sizes))
-            self.weights_uploaded += sum(self.recorder.nbytes(("upload_weights",), len(self.workers)))
-            self._report = report_of(step, time.perf_counter() - started)
             if self.plans and step.has_loss:
-                self._make_plan(step)
+                plan_from(self, step)
             elif len(sizes) == 1:
                 self.recent = step.runs[0].trace
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         finally:
-            step.let_go()
+            if not (step.overlaps and step.gradients is not None):
+                self._drain()
         return output
 
+    def _prepare(self, *, anew: bool) -> None:
+        """Before a batch: what became of the last one's gradients is known now."""
+        given, self._given = self._given, None
+        unused = given is not None and given.scale is None  # nobody asked for them
+        if self.updates is not None:
+            if unused:
+                self._drain()
+            if given is not None and self._on_its_way is None:
+                given.arrive()  # should this step fail, the devices stop, and the update would be cut short
+            self.updates.begin(anew=anew)
+        elif given is not None and unused:
+            given.let_go()
+        self._begin()
+
+    @property
+    def _may_overlap(self) -> bool:
+        """Whether a step's way back may go on while the main thread does other things, such as to begin the next one.
+
+        Not if it draws random numbers, for generators are the main thread's then; if glue keeps things on modules,
+        which are what training_step finds next; or if it logs, which ends with training_step.
+        """
+        return (
+            self.updates is not None
+            and self.plan is not None
+            and not self.belongings.places
+            and not self.randomness.on_the_way_back
+            and not self.logs_on_the_way_back
+        )
+
     @contextlib.contextmanager
-    def _failing_with_updates(self, step: Step) -> Iterator[None]:
+    def _failing(self, step: Step) -> Iterator[None]:
         """An update that fails while the step runs fails the step; a step that fails leaves whole updates behind."""
         updates = self.updates
         if updates is not None:
             updates.accompany(step.control)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self._looked_at = True  # versions are not what was submitted
             self._buffers.clear()  # half a step is in them, or will never arrive
+            before, self._on_its_way = self._on_its_way, None
+            for broken in (before, step):
+                if broken is not None:
+                    self._end(broken, failed=True)
             if updates is not None:
-                updates.drop()
+                updates.drop(error)
             raise
+
+    def _drain(self) -> None:
+        """Wait for a step that is on its way, and raise what has gone wrong with it."""
+        step = self._on_its_way
+        try:
+            if step is not None:
+                with self._failing(step):
+                    if step.overlaps:
+                        step.drain()
+                    self._on_its_way = None
+                self._end(step)
         finally:
-            if updates is not None:
-                updates.accompany(None)
+            self._switched_off = None
+            self._caches.close()
+
+    def _end(self, step: Step, *, failed: bool = False) -> None:
+        """Nothing of the step is on its way any more."""
+        if self.updates is not None:
+            self.updates.leave(step.control)
+        if not failed:
+            self.weights_uploaded += sum(step.recorder.nbytes(("upload_weights",), len(self.workers)))
+            self._report = report_of(step)
+        step.let_go()
+
+    def _without_caches(self) -> list[str]:
+        """See `without_caches`; until nothing is on its way."""
+        if self._switched_off is None:
+            self._switched_off = self._caches.enter_context(without_caches(self.module))
+        return self._switched_off
 
     def step_apart(self) -> None:
         """From now on gradients are not handed to ``.grad``: `updates` applies them when it is told to."""
         if self.updates is None:
             self.updates = Updates(self.units, self.options.staleness)
 
+    @held()
     def settle(self) -> None:
         """Before anybody looks at weights or at the optimizer's state, or writes to them: nothing is on its way."""
         self._looked_at = True
+        if isinstance(run := current(), MicrobatchRun):  # in training_step itself
+            if self.updates is not None:
+                run.segments.aside(False, self.updates.settle)
+            return
+        self._drain()
         if self.updates is not None:
             self.updates.settle()
 
@@ -201,26 +277,24 @@ class Engine:
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
         self._refuse_broken()
+        self._drain()
         if self.updates is not None:
             self.updates.settle()
         self._adopt(newest=True)
-        recorder, self.recorder = self.recorder, Recorder()
-        for worker in self.workers:
-            worker.recorder = self.recorder
+        evaluation = Evaluation(self)
         try:
             with intercepted(self._interceptors):
-                return Evaluation(self).run(function, args, kwargs)
+                return evaluation.run(function, args, kwargs)
         except BaseException:
             self._buffers.clear()  # what was on its way to them will not arrive
             raise
         finally:
-            self.weights_uploaded += sum(self.recorder.nbytes(("upload_weights",), len(self.workers)))
-            self.recorder = recorder
+            self.weights_uploaded += sum(evaluation.recorder.nbytes(("upload_weights",), len(self.workers)))
 
-    def _run(self, step: Step, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+    def _run(self, step: Step, function: Callable[..., Any], args: list[tuple[Any, ...]], *, overlaps: bool) -> None:
         if self.plan is not None and self.trace is not None:
             self.randomness.learning = False
-            step.run_planned(self.plan, self.trace, function, args)
+            step.run_planned(self.plan, self.trace, function, args, overlaps=overlaps)
         else:
             self.randomness.learning, self.randomness.comparing = True, self.plans
             step.run_one_by_one(function, args)
@@ -238,10 +312,8 @@ class Engine:
             self.settle()
             self._forget_plan()
         self._adopt(newest=False)
-        self.recorder = Recorder()
-        for worker in self.workers:
-            worker.recorder = self.recorder
-            worker.device.reset_peak()
+        for device in self.devices:
+            device.reset_peak()
 
     def _refuse_broken(self) -> None:
         if self.crew.broken:
@@ -285,77 +357,13 @@ class Engine:
         self._buffers.clear()
         for worker in self.workers:
             worker.forget()
-        self._reserve()
-
-    def _sizes(self, batch: Any) -> list[int]:
-        count, size = self.options.num_microbatches, self.options.microbatch_size
-        if count == 1:
-            try:
-                return [batch_size(batch)]
-            except ValueError:
-                return [1]
-        return microbatch.sizes_of(batch_size(batch), count, size, len(self.workers))
-
-    def _given_weights(self, parts: Sequence[Any]) -> list[float] | None:
-        function = self.options.loss_weight or getattr(self.module, "loss_weight", None)
-        if not callable(function) or len(parts) == 1:
-            return None
-        with allowed():
-            return microbatch.given_weights(function, parts)
-
-    # -- the plan -----------------------------------------------------------------------------------------------------
-
-    def _make_plan(self, step: Step) -> None:
-        self.trace = trace = self.trace or Trace()
-        if not trace.learn([run.trace for run in step.runs], self.recorder.call_seconds(), len(self.layers)):
-            return
-        if not trace.calls:
-            raise RoundPipeError(
-                "training_step called none of the layers that were found "
-                f"({', '.join(layer.name for layer in self.layers)}): name the modules it calls with layers=[...]."
-            )
-        self.costs = trace.costs()
-        size = self.options.round_microbatches
-        if self.options.plan is not None:
-            plan = Plan.parse(self.options.plan)
-            plan.validate(trace.names)
-            check_plan_fits(plan, self.costs, self.options, self.devices[0])
-        else:
-            limit = worker_bytes(self.options, self.devices[0])
-            with allowed():  # it may take its time, and nothing has been changed yet
-                plan = partition_within(self.costs, len(self.workers), len(step.sizes), size, limit)
-        if buffer := trace.torn_buffer(plan):
-            self._run_in_order(buffer)
-            return
-        self._reserve_for(plan, trace)
-        self.plan = plan
-
-    def _run_in_order(self, buffer: str) -> None:
-        why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
-        if self.options.plan is not None:
-            raise ValueError(f"{why}: plan must have these calls in one forward stage, or be left out.")
-        self.in_order = True
-        self.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
-
-    def _reserve_for(self, plan: Plan, trace: Trace) -> None:
-        weights = gradients = 0
-        for stage in plan.stages():
-            calls = trace.calls[stage.first : stage.last + 1]
-            loaded = [c for c in calls if stage.phase != "backward" or c.taped]
-            weights = max(weights, sum(layer.nbytes for layer in distinct_layers(loaded)))
-            if stage.phase != "forward":
-                gradients = max(gradients, sum(HostGradients.bytes_of(c.layer) for c in calls if c.taped))
-        for worker in self.workers:
-            worker.reserve(weights, gradients)
-
-    def _reserve(self) -> None:
-        """Arenas for one layer at a time, which is what runs without a plan needs."""
-        weights = max(layer.nbytes for layer in self.layers)
-        gradients = max(HostGradients.bytes_of(layer) for layer in self.layers)
-        for worker in self.workers:
-            worker.reserve(weights, gradients)
+        reserve_for_layers(self)
 
     # -- shared by the microbatches -----------------------------------------------------------------------------------
+
+    def next_step(self) -> int:
+        self._step_count += 1
+        return self._step_count - 1
 
     def next_slot(self) -> int:
         self._slot_count += 1
@@ -368,11 +376,6 @@ class Engine:
         if known is None:
             known = self._buffers[key] = GradientBuffers(call.layer, self.devices[0])
         return known
-
-    @property
-    def version(self) -> int:
-        """The number of the last update that the next step has to see."""
-        return self.updates.wanted if self.updates is not None else 0
 
     def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:
         """The device that ``tensor`` lives on; None is the host. ``newest`` is where its microbatch ran last."""
@@ -389,9 +392,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop all threads and give everything on the devices back. What was submitted is applied."""
-        updates, self.updates = self.updates, None
-        try:
-            if updates is not None:
-                updates.close()
-        finally:
-            self.crew.close()
+        with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
+            rest.callback(self.crew.close)
+            if self.updates is not None:
+                rest.callback(self.updates.close)
+            rest.callback(self._drain)

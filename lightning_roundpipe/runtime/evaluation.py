@@ -21,6 +21,7 @@ from lightning_roundpipe.runtime.boundary import Boundaries
 from lightning_roundpipe.runtime.calls import Call
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.crew import WatchedControl
+from lightning_roundpipe.runtime.events import Recorder
 from lightning_roundpipe.runtime.glue import GlueMode
 from lightning_roundpipe.runtime.handing import hand_back
 from lightning_roundpipe.runtime.interception import calling
@@ -42,7 +43,8 @@ class Evaluation:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._control = WatchedControl(engine.crew)
-        self._boundaries = Boundaries(-1, engine.recorder)
+        self.recorder = Recorder()
+        self._boundaries = Boundaries(-1, self.recorder)
         self._device: Device | None = None
         self._glue = contextlib.ExitStack()
         self._calls = 0
@@ -88,9 +90,12 @@ class Evaluation:
                 Ambient.capture(engine.device_types), state, None, contextvars.copy_context(), originals,
             )  # fmt: skip
             self._calls += 1
-            slot = Slot(engine.next_slot(), worker.index, 0, "forward", range(0), [layer], {}, [0])
+            slot = Slot(
+                engine.next_slot(), worker.index, 0, "forward", range(0), [layer], {}, [0],
+                recorder=self.recorder, control=self._control,
+            )  # fmt: skip
             with noted(lambda: Place(f"layer {layer.name!r}", "evaluation", 0, slot, worker.device)):
-                worker.run(lambda: worker.open(slot, None, self._control), self._control)
+                worker.run(lambda: worker.open(slot), self._control)
                 forward = worker.run(
                     lambda: engine.runners[worker.index].forward(slot, call, self._boundaries), self._control
                 )

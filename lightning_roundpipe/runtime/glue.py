@@ -54,9 +54,10 @@ class Proxies:
             self._moved[key] = proxy.to(device, non_blocking=True)
         return self._moved[key]
 
-    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for master, proxy in self._known.values():
-            if proxy.grad is not None:
+    def gradients(self, masters: Container[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Masters and their gradients; of all, or of those with the ids ``masters``."""
+        for key, (master, proxy) in self._known.items():
+            if proxy.grad is not None and (masters is None or key in masters):
                 yield master, proxy.grad
 
 

@@ -6,18 +6,22 @@ they are to be scaled. Then there are two ways:
 
 * they are handed to autograd, and with it to ``.grad``: hooks, overridden parts of the step and any optimizer work as
   in plain training, and everything waits for that;
-* nothing is handed on, and `updates` takes them from the buffers, layer by layer.
+* nothing is handed on, and `updates` takes them from the buffers, unit by unit. That may begin while backward is still
+  under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.arrivals import Arrivals
+from lightning_roundpipe.runtime.glue import Proxies
 from lightning_roundpipe.runtime.sums import HostGradients
 from lightning_roundpipe.runtime.units import Unit
 
@@ -27,31 +31,35 @@ class StepGradients:
 
     Args:
         sums: per call, in trace order.
-        glue: what glue's stand-ins gathered, in microbatch order.
+        proxies: glue's stand-ins, in microbatch order.
         factor: corrects the provisional total of the loss weights.
-        by_unit: whether they are taken unit by unit, and ``.grad`` stays as it is.
+        arrivals: says when those of a unit are complete, if they are taken unit by unit, and ``.grad`` stays as it is.
+            Without it all of them are complete.
 
     Attributes:
         scale: what they are multiplied by; None until the loss was differentiated.
-        masters: those that have a gradient.
     """
 
     def __init__(
         self,
-        sums: Iterable[HostGradients],
-        glue: Iterable[tuple[nn.Parameter, Tensor]],
+        sums: Sequence[HostGradients],
+        proxies: Sequence[Proxies],
         factor: float,
-        *,
-        by_unit: bool = False,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._sums = list(sums)
-        self._glue = list(glue)
+        self._of: dict[Unit, list[HostGradients]] = defaultdict(list)
+        for total in sums:
+            self._of[total.layer.unit].append(total)
+        self._proxies = list(proxies)
         self._factor = factor
-        self._by_unit = by_unit
+        self.arrivals = arrivals
         self.scale: float | None = None
-        found = {id(master): master for total in self._sums for master in total.got()}
-        found.update({id(master): master for master, _ in self._glue})
-        self.masters = list(found.values())
+        self._masters: list[nn.Parameter] = []
+        if arrivals is None:
+            found = {id(master): master for total in sums for master in total.got()}
+            found.update({id(master): master for master, _ in self._glue()})
+            self._masters = list(found.values())
 
     def loss(self, value: Tensor, *, differentiable: bool) -> Tensor:
         """``value`` with a backward that hands the gradients out.
@@ -62,31 +70,30 @@ class StepGradients:
                 pass does nothing; if not, it fails, as it would on the loss itself.
         """
         with torch.enable_grad():
-            anchors: list[Tensor] = [*self.masters] or [torch.zeros((), requires_grad=True)]
+            anchors: list[Tensor] = [*self._masters] or [torch.zeros((), requires_grad=True)]
             loss: Tensor = _StepLoss.apply(self if differentiable else None, value, *anchors)  # type: ignore[no-untyped-call]
         return loss
 
     def differentiated(self, scale: float) -> list[Tensor]:
-        """Backward has reached the loss. The gradients of ``masters``; nothing, if they are taken unit by unit."""
-        if not self.masters:
+        """Backward has reached the loss. The gradients of the masters that have one; nothing, if units are taken."""
+        if self.arrivals is None and not self._masters:
             return []
         if self.scale is not None:
             raise RoundPipeError(
                 "backward was called twice on the loss of one training_step: its gradients have been handed out."
             )
         self.scale = scale * self._factor
-        if self._by_unit:
+        if self.arrivals is not None:
             return []
         for total in self._sums:
             total.handed_out = True
-        taken = self._taken(self._sums, self._glue)
+        taken = self._taken(self._sums, self._glue())
         self.let_go()
-        return [taken.pop(id(master)) for master in self.masters]
+        return [taken.pop(id(master)) for master in self._masters]
 
     def take(self, unit: Unit) -> dict[int, Tensor]:
-        """The gradients of a unit's masters by their ids, scaled where they lie. Once, and then `let_go`."""
-        mine = {id(master) for master in unit.masters}
-        return self._taken(self._of(unit), [pair for pair in self._glue if id(pair[0]) in mine])
+        """The gradients of a unit that is there, by the ids of its masters, scaled where they lie. Once."""
+        return self._taken(self._of[unit], self._glue({id(master) for master in unit.masters}))
 
     def arrive(self) -> None:
         """Wait until all of them are on the host."""
@@ -95,13 +102,14 @@ class StepGradients:
 
     def let_go(self, unit: Unit | None = None) -> None:
         """Nobody needs the gradients of ``unit``, or any of them, any more: their memory may be written to."""
-        for total in self._sums if unit is None else self._of(unit):
+        for total in self._sums if unit is None else self._of[unit]:
             total.consumed.wake()
         if unit is None:
-            self._sums, self._glue = [], []
+            self._sums, self._proxies = [], []
+            self._of.clear()
 
-    def _of(self, unit: Unit) -> list[HostGradients]:
-        return [total for total in self._sums if total.layer.unit is unit]
+    def _glue(self, masters: set[int] | None = None) -> list[tuple[nn.Parameter, Tensor]]:
+        return [pair for proxies in self._proxies for pair in proxies.gradients(masters)]
 
     def _taken(self, sums: list[HostGradients], glue: list[tuple[nn.Parameter, Tensor]]) -> dict[int, Tensor]:
         assert self.scale is not None

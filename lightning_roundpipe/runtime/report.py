@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from lightning_roundpipe.runtime.step import Step
 
 
-def report_of(step: Step, seconds: float) -> Callable[[], dict[str, Any]]:
+def report_of(step: Step) -> Callable[[], dict[str, Any]]:
     """A function that makes the report when it is asked for, as most steps' is not.
 
     Args:
-        step: a finished one.
-        seconds: how long it took.
+        step: one that is over.
     """
     engine = step.engine
-    recorder, plan, workers, costs = engine.recorder, engine.plan, len(engine.workers), engine.costs
+    recorder, plan, workers, costs = step.recorder, step.plan, len(engine.workers), engine.costs
+    seconds = step.seconds
     peaks = [d.peak_bytes() for d in engine.devices]
     # Only rows are kept: the step itself holds every boundary tensor.
     slots = [

@@ -65,10 +65,16 @@ class Randomness:
         self.learning = True
         """Whether any segment may draw, as nothing is known of it yet."""
         self.comparing = True
+        self.on_the_way_back = False
+        """Whether anything drew that runs, or may run again, when training_step has returned."""
         """While learning: whether to find out which ones do. What never runs under a plan need not be known."""
 
+    def may_draw(self, key: Hashable) -> bool:
+        """Whether what ``key`` stands for draws, as far as is known."""
+        return self.learning or key in self._torch or key in self._host
+
     @contextlib.contextmanager
-    def segment(self, key: Hashable, seed: int, device: Device, what: str) -> Iterator[None]:
+    def segment(self, key: Hashable, seed: int, device: Device, what: str, *, backward: bool = False) -> Iterator[None]:
         """Run one call or one piece of glue.
 
         Args:
@@ -77,9 +83,11 @@ class Randomness:
             seed: for this execution.
             device: whose generator is drawn from.
             what: for the error.
+            backward: whether this is the way back, when the main thread may use the generator for itself. A
+                recomputation draws if its forward did.
         """
         if self.learning:
-            with device.generator_lock, self._learned(key, seed, device):
+            with device.generator_lock, self._learned(key, seed, device, backward or not isinstance(key, tuple)):
                 yield
         elif key in self._torch or key in self._host:
             with device.generator_lock:
@@ -90,10 +98,11 @@ class Randomness:
                     device.generator.manual_seed(_PARKED)
         else:
             yield
-            self._check(device, what)
+            if not backward:
+                self._check(device, what)
 
     @contextlib.contextmanager
-    def _learned(self, key: Hashable, seed: int, device: Device) -> Iterator[None]:
+    def _learned(self, key: Hashable, seed: int, device: Device, again: bool) -> Iterator[None]:
         self._seed(True, seed, device)
         before = _states(device) if self.comparing else None
         yield
@@ -104,8 +113,10 @@ class Randomness:
         keys = {key, key[0]} if isinstance(key, tuple) else {key}
         if not torch.equal(before[0], after[0]):
             self._torch |= keys
+            self.on_the_way_back |= again
         if before[1] != after[1] or not _same_numpy(before[2], after[2]):
             self._host |= keys
+            self.on_the_way_back |= again
         device.generator.manual_seed(_PARKED)
 
     @staticmethod

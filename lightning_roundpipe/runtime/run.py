@@ -3,7 +3,7 @@
     start ── wait for the microbatch before to reach its first layer ── [1]
     glue ── under the user-code lock, with this microbatch's random state ── [2]
     layer call ── lock released ─► turn ─► worker ─► lock taken again ── [3]
-    loss ── weighted, backward through the last glue, in the fused slot's turn ── [4]
+    loss ── weighted, backward through the last glue, in the fused slot's turn; output given ── [4]
     tape ── deepest call first: turn ─► worker ─► gradients to the calls and the glue in front ── [5]
 
 The thread never holds the user-code lock while it waits for a turn, or the other way round: that, and the total order
@@ -23,22 +23,24 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.runtime.arguments import flatten_call, refuse_caches
-from lightning_roundpipe.runtime.belongings import Kept, Spot
+from lightning_roundpipe.runtime.belongings import Spot
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.calls import Call, Forward
 from lightning_roundpipe.runtime.context import Ambient
-from lightning_roundpipe.runtime.control import Control, UserLock, Waiter
+from lightning_roundpipe.runtime.control import Waiter
 from lightning_roundpipe.runtime.foresight import Foresight
 from lightning_roundpipe.runtime.glue import GlueMode
 from lightning_roundpipe.runtime.handing import hand_back, learn
 from lightning_roundpipe.runtime.interception import calling
+from lightning_roundpipe.runtime.learning import is_to_be_probed, is_to_be_walked
 from lightning_roundpipe.runtime.logs import LogRecorder
 from lightning_roundpipe.runtime.microbatch import detached, loss_of
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import Watched
 from lightning_roundpipe.runtime.rng import derive
+from lightning_roundpipe.runtime.segments import Segments
 from lightning_roundpipe.runtime.slots import Slot, Slots
 from lightning_roundpipe.runtime.surroundings import Surroundings
 from lightning_roundpipe.runtime.tape import Entry, driven_backward, refuse_hooked_module
@@ -63,34 +65,37 @@ class MicrobatchRun:
     def __init__(self, step: Step, index: int, trace: Trace | None, slots: Slots, recent: Trace | None = None) -> None:
         self.index = index
         self.logs = LogRecorder()
-        self.mode = GlueMode(step.engine.unit_of, step.read, train=True, accelerator=step.engine.accelerator)
+        self.learning = trace is None
+        self.segments = Segments(step, index, learning=self.learning)
+        self.kept = self.segments.kept
+        self.mode = GlueMode(
+            step.engine.unit_of, self.segments.read_master, train=True, accelerator=step.engine.accelerator
+        )
         self.started = Waiter()
+        self.passed = Waiter()
+        """Woken when its output is there, computed once ``computed`` has passed; only its way back is left."""
+        self.computed: Event | None = None
         self.output: Any = None
         self.weight = 0.0
         self.differentiable = False
-        self.learning = trace is None
         self.trace = trace or Trace()
         self._foresight = Foresight(slots, step.sums_of, recent)
-        self._step = step
-        self._control: Control = step.control
-        self._lock: UserLock = step.user_lock
+        self._step, self.engine = step, step.engine
+        self._control = step.control
         self._slots = slots
-        self._boundaries = Boundaries(index, step.engine.recorder)
+        self._boundaries = Boundaries(index, step.recorder)
         self._tape: list[Entry] = []
         self._position = 0
         self._astray = self.trace.uneven
         """Whether layers were left out, so that pieces of glue cannot be told by their number."""
         self._uses: Counter[int] = Counter()
-        self.kept = Kept(step.belongings) if step.belongings is not None else None
-        self._announced = self._walking = False
+        self._announced = self.walking = False
         self._spot: Spot = (-1, 0)
-        self._segment = 0
         self._device: Device | None = None
         self._slot: Slot | None = None
         self._phase, self._last = "forward", "the start"
         self._surroundings: Surroundings | None = None
         self._watched = Watched()
-        self._glue = contextlib.ExitStack()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -103,13 +108,15 @@ class MicrobatchRun:
                 try:
                     self._train(function, args)
                 finally:
-                    self._glue.close()
+                    self.segments.close()
                     self._boundaries.move_to(None)
             self._slots.finish(self.index)
         except BaseException as error:
             self._control.fail(error)  # which raises it in the main thread
         finally:
             self._announce()
+            self.passed.wake()
+            self._step.ended()
 
     def _train(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         with self._step.ambient.entered(), self.mode:
@@ -127,9 +134,11 @@ class MicrobatchRun:
             del output, loss
             if self.kept is not None:
                 self.kept.belongings.finished()
+            self.computed = self._device.compute.record() if self._device is not None else None
             self._leave_glue()
+        self.passed.wake()
         self._boundaries.end_forward()
-        self._walking = True
+        self.walking = True
         self._walk_tape()
 
     def _noted(self) -> contextlib.AbstractContextManager[None]:
@@ -143,22 +152,12 @@ class MicrobatchRun:
     # -- glue ---------------------------------------------------------------------------------------------------------
 
     def _enter_glue(self) -> None:
-        """Take the lock, the device that the newest tensors are on, and this segment's random state [2]."""
-        self._lock.acquire((self._slot.index if self._slot else -1, self.index))
-        self._glue.callback(self._lock.release)
-        if self.kept is not None:
-            self.kept.enter(None if self._walking else self._spot, learning=self.learning)
-        device = self._device or self._step.engine.devices[0]
-        self._glue.enter_context(device.activate())
-        seed = derive(*self._step.seed, self.index, -1 - self._segment)
-        key = "glue" if self._astray else ("glue", self._segment)
-        self._glue.enter_context(self._step.engine.randomness.segment(key, seed, device, f"glue after {self._last}"))
-        self._segment += 1
+        slot = self._slot.index if self._slot else -1
+        spot = None if self.walking else self._spot
+        self.segments.enter(slot, spot, self._device, f"glue after {self._last}", astray=self._astray)
 
     def _leave_glue(self) -> None:
-        if self.kept is not None and not self._walking:
-            self.kept.leave(self._spot, learning=self.learning)
-        self._glue.close()
+        self.segments.leave(None if self.walking else self._spot)
 
     # -- layer calls --------------------------------------------------------------------------------------------------
 
@@ -172,7 +171,7 @@ class MicrobatchRun:
             self._spot = (layer.index, self._uses[layer.index])
             forward, slot = self._run_forward(call, entry, traced)
             self._slot, self._last = slot, f"layer {layer.name!r}"
-            self._device = self._step.engine.workers[slot.worker].device
+            self._device = self.engine.workers[slot.worker].device
             self._boundaries.settle()
             self._slots.after(self.index, slot, call.index)
             self._enter_glue()
@@ -205,7 +204,7 @@ class MicrobatchRun:
         leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
         leaves = [self.mode.stand_in(leaf) for leaf in leaves]
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        ambient = Ambient.capture(self._step.engine.device_types)
+        ambient = Ambient.capture(self.engine.device_types)
         trainable = layer.trainable()
         if self.kept is not None and not self.learning:
             self.kept.belongings.refuse_new(layer, state, trainable)
@@ -259,13 +258,13 @@ class MicrobatchRun:
         held = entry is not None and self._foresight.is_last(call.index)
         call.kept = entry is not None and (fused or held)
         call.recomputed = entry is not None and not fused
-        call.measure = self.learning and self._step.engine.plans
-        if call.recomputed and self.learning and not (held or self._step.engine.plans):
+        call.measure = self.learning and self.engine.plans
+        if call.recomputed and self.learning and not (held or self.engine.plans):
             call.precedent = self._foresight.precedent(call)
         alike = call.precedent.alike if call.precedent else False
         call.graph = entry is not None and (fused or traced.needs_grad_mode or (self.learning and not alike))
-        call.probe = entry is not None and (self._step.is_to_be_probed(traced) or alike is None)
-        call.walk = entry is not None and self.learning and self._step.is_to_be_walked(traced)
+        call.probe = entry is not None and (is_to_be_probed(self.engine, traced) or alike is None)
+        call.walk = entry is not None and self.learning and is_to_be_walked(self.engine, traced)
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
         saved = call.saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
         if entry is not None and call.recomputed:
@@ -277,13 +276,13 @@ class MicrobatchRun:
         else:
             slot = self._slots.forward(self.index, call.index, call.layer)
         self._foresight.after_forward(self.index, call.index, self._tape, self.trace)
-        worker = self._step.engine.workers[slot.worker]
+        worker = self.engine.workers[slot.worker]
         elsewhere = [i for i, t in tensors.items() if self._locate(t) is not worker.device]
         call.leaves = [(saved.get(i) or self._save(x)) if i in elsewhere else x for i, x in enumerate(call.leaves)]
         if entry is not None:
             entry.home = worker.device
             self._watch_inputs(call, entry, traced, tensors)
-        runner = self._step.engine.runners[slot.worker]
+        runner = self.engine.runners[slot.worker]
         with noted(lambda: Place(f"layer {call.layer.name!r}", "forward", self.index, slot, worker.device)):
             return worker.run(lambda: runner.forward(slot, call, self._boundaries), self._control), slot
 
@@ -292,7 +291,7 @@ class MicrobatchRun:
 
         Those that it was seen to write to in the first batch are given to the layer as copies.
         """
-        if call.recomputed and not (call.kept or self._step.engine.plans):
+        if call.recomputed and not (call.kept or self.engine.plans):
             return  # what is recomputed from was saved before the call
         for i, tensor in tensors.items():
             if isinstance(call.leaves[i], HostCopy) and not self.learning:
@@ -321,7 +320,7 @@ class MicrobatchRun:
         return self._boundaries.save(tensor, self._locate(tensor))
 
     def _locate(self, tensor: Tensor) -> Device | None:
-        return self._step.engine.locate(tensor, self._device)
+        return self.engine.locate(tensor, self._device)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -337,7 +336,7 @@ class MicrobatchRun:
 
     def _walk_tape(self) -> None:
         """Every call of the tape, deepest first [5]."""
-        engine = self._step.engine
+        engine = self.engine
         while self._tape:
             entry = self._tape.pop()
             entry.done = True

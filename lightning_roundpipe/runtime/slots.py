@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lightning_roundpipe.runtime.control import Control, Waiter
+from lightning_roundpipe.runtime.events import Recorder
 
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Event
@@ -36,11 +37,12 @@ class Slot:
 
     Attributes:
         index: position in the global sequence.
+        recorder: of the step that it belongs to.
         layers: what has to be uploaded, each once.
         predecessor: the same stage of the round before, if any.
         sums: host gradients of the calls whose backward runs here, by call.
         arena: which of the worker's arenas holds it, once uploaded.
-        control: of the step that it belongs to, once uploads have begun.
+        control: of its step.
         version: the number of the update that its weights must have seen.
         uploaded: when each layer's weights are in the arena, once the upload has been enqueued.
         awaited: woken when that is so, for layers whose version was not there yet.
@@ -59,8 +61,12 @@ class Slot:
         microbatches: Sequence[int],
         predecessor: Slot | None = None,
         version: int = 0,
+        recorder: Recorder | None = None,
+        control: Control | None = None,
     ) -> None:
         self.index = index
+        self.recorder = recorder or Recorder()
+        self.control = control or Control()
         self.worker = worker
         self.round = round_
         self.phase = phase
@@ -71,7 +77,6 @@ class Slot:
         self.predecessor = predecessor
         self.version = version
         self.arena: int | None = None
-        self.control: Control | None = None
         self.uploaded: dict[int, Event] = {}
         self.awaited: dict[int, Waiter] = {}
         self.cancelled = False

@@ -4,36 +4,43 @@
                                                                               │
     merged loss and outputs ◄── weights of the microbatches ◄── sums on the host ◄┘
 
-The first error anywhere fails the step: everybody leaves, the devices come to rest, and it is raised here.
+Where nothing stands against it, the step `overlaps` the next one: outputs are given out as soon as all losses are
+known, and the way back goes on behind the main thread's back. There are two steps on their way at the most.
+
+The first error anywhere fails the step: everybody leaves, the devices come to rest, and it is raised here. It fails the
+step behind it, but not the one before: that one ends first, so that its update is a whole one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.planning.schedule import Plan, Stage
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.arrivals import Arrivals
 from lightning_roundpipe.runtime.context import Ambient
-from lightning_roundpipe.runtime.control import Control, UserLock, Waiter
+from lightning_roundpipe.runtime.control import Control, Waiter
+from lightning_roundpipe.runtime.events import Recorder
 from lightning_roundpipe.runtime.glue import check_counts
 from lightning_roundpipe.runtime.gradients import StepGradients
+from lightning_roundpipe.runtime.interception import current
 from lightning_roundpipe.runtime.logs import issue, shadowed_log
 from lightning_roundpipe.runtime.microbatch import merge, weighted_mean
 from lightning_roundpipe.runtime.notes import add_waiting_note
+from lightning_roundpipe.runtime.rounds import make_rounds
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.slots import PlannedSlots, Slot, SlotsOnArrival
 from lightning_roundpipe.runtime.threads import Task
-from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
+from lightning_roundpipe.runtime.trace import Trace, TracedCall
 
 if TYPE_CHECKING:
     from lightning_roundpipe.planning.costs import Phase
     from lightning_roundpipe.runtime.engine import Engine
-    from lightning_roundpipe.runtime.interception import CallContext
     from lightning_roundpipe.runtime.sums import HostGradients
     from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -46,27 +53,47 @@ class Step:
         seed: of this batch.
         sizes: samples per microbatch.
         weights: loss weights given by the user; None to count.
+        before: the step before, if it is still on its way.
+
+    Attributes:
+        plan: that it runs under; None if it goes call by call.
+        overlaps: whether its way back may go on when its outputs have been given out.
+        seconds: that it took, once it is over.
     """
 
-    def __init__(self, engine: Engine, seed: tuple[int, ...], sizes: list[int], weights: list[float] | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        seed: tuple[int, ...],
+        sizes: list[int],
+        weights: list[float] | None,
+        before: Step | None = None,
+    ) -> None:
         self.engine = engine
+        self.number = engine.next_step()
+        self.before = before
+        self.overlaps = False
+        self.seconds = 0.0
+        self.recorder = Recorder()
+        self.arrivals = Arrivals(engine.units)
         self.seed = seed
         self.sizes = sizes
         self.ambient = Ambient.capture(engine.device_types)
         self.belongings = engine.belongings if len(sizes) > 1 and not engine.in_order else None
-        self.control = Control(engine.crew.abort)
-        self.user_lock = UserLock(self.control)
-        self.version = engine.version
+        self.control: Control = Control(self._failed, before.control if before is not None else None)
+        self.user_lock = engine.user_lock
+        self.version = engine.updates.wanted if engine.updates is not None else 0
         """Of the weights that the step computes with."""
         self.slots: list[Slot] = []
         self._sums: dict[tuple[int, int], HostGradients] = {}
         self._given = weights
         self._provisional: float | None = sum(weights) if weights else None
-        self._plan: Plan | None = None
-        self._order: list[deque[Slot]] = [deque() for _ in engine.workers]
-        self._unclosed = 0
-        self._unclosed_lock = threading.Lock()
+        self.plan: Plan | None = None
+        self._unclosed = self._running = 0
+        self._counting = threading.Lock()
         self._all_closed = Waiter()
+        self._tasks: list[Task[None]] = []
+        self._started = time.perf_counter()
         self.runs: list[MicrobatchRun] = []
         self.gradients: StepGradients | None = None
         """What its loss hands out, once it is there."""
@@ -75,26 +102,31 @@ class Step:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def run_planned(self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+    def run_planned(
+        self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]], *, overlaps: bool
+    ) -> None:
         """All microbatches at once, under ``plan``."""
-        self._plan = plan
-        slots = PlannedSlots(self._make_rounds(plan, trace), plan, self.control, self._close)
-        self._unclosed = len(self.slots)
+        self.plan = plan
+        self.overlaps = overlaps
+        rounds = make_rounds(self, plan, trace)
+        self.slots = [slot for slots in rounds for slot in slots]
+        slots = PlannedSlots(rounds, plan, self.control, self._close)
+        self._unclosed, self._running = len(self.slots), len(args)
+        self.arrivals.expect(self.slots)
         self.runs = [MicrobatchRun(self, m, trace, slots) for m in range(len(args))]
-        for worker, order in zip(self.engine.workers, self._order, strict=True):
-            if order:
-                self._open_next(worker.index)
+        for index, queue in enumerate(self.engine.queues):
+            queue.append((slot for slot in self.slots if slot.worker == index), self._close)
         self._join(function, args, together=True)
 
     def run_one_by_one(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
         """One microbatch after another, a slot for each call: needs no trace, and records one."""
         slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
         recent = self.engine.recent if len(args) == 1 else None
+        self._running = len(args)
         self.runs = [MicrobatchRun(self, m, None, slots, recent) for m in range(len(args))]
         self._join(function, args, together=False)
 
     def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
-        tasks: list[Task[None]] = []
         crew, given_up = self.engine.crew, False
         with shadowed_log(self.engine.module, self._current_log):
             if self.belongings is not None:
@@ -103,134 +135,173 @@ class Step:
                 for index, (run, given) in enumerate(zip(self.runs, args, strict=True)):
                     before = self.runs[index - 1].started if index else None
                     thread = crew.thread(index if together else 0)
-                    tasks.append(thread.submit(lambda r=run, g=given, b=before: r.run(function, g, b)))  # type: ignore[misc]
+                    self._tasks.append(thread.submit(lambda r=run, g=given, b=before: r.run(function, g, b)))  # type: ignore[misc]
                     if not together:
-                        crew.wait(tasks[-1].waiter, self.control)
+                        crew.wait(self._tasks[-1].waiter, self.control)
                         if self.control.failed:
                             break
-                for task in tasks if together else ():
-                    crew.wait(task.waiter, self.control)
-                if together:  # slots that nobody needed may be on their way still
-                    crew.wait(self._all_closed, self.control, unless_failed=True)
+                if self.overlaps:
+                    self._wait_for_outputs()
+                else:
+                    self._wait_for_end()
             except BaseException as error:  # a KeyboardInterrupt, most likely, or the watchdog
-                add_waiting_note(error, [s for s in self.slots if s.opened and not s.closed])
-                self.control.fail(error)
+                self._fail(error)
                 given_up = True
-            crew.rest(self.control, tasks, given_up=given_up)
+            if self.overlaps and not self.control.failed:
+                return  # the rest is waited for in `drain`
+            self._rest(given_up)
         self.control.raise_error()
         if self.belongings is not None and (last := self.runs[-1].kept) is not None:
             self.belongings.end(last)
 
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _wait_for_outputs(self) -> None:
+        """All losses are known; the step before, which is waited for by nobody else, is over."""
+        for run in self.runs:
+            self.engine.crew.wait(run.passed, self.control)
+        if self.before is not None and not self.control.failed:
+            self.before._wait_for_end()
+            self.before = None
+            self.control.part()
+        if not self.control.failed:
+            for run in self.runs:
+                if run.computed is not None:
+                    run.computed.wait()
+
+    def _wait_for_end(self) -> None:
+        crew = self.engine.crew
+        for task in self._tasks:
+            crew.wait(task.waiter, self.control)
+        if self.plan is not None:  # slots that nobody needed may be on their way still
+            crew.wait(self._all_closed, self.control, unless_failed=True)
+
+    def drain(self) -> None:
+        """Wait until nothing of a step is on its way whose outputs were given out already.
+
+        Raises:
+            what went wrong meanwhile.
+        """
+        given_up = False
+        try:
+            self._wait_for_end()
+        except BaseException as error:
+            self._fail(error)
+            given_up = True
+        self._rest(given_up)
+        self.control.raise_error()
+
+    def stop(self, error: BaseException) -> None:
+        """Its outputs cannot be used: ``error`` ends what is on its way."""
+        self.control.fail(error)
+        self._rest(given_up=False)
+        self.control.error = None
+
+    def _fail(self, error: BaseException) -> None:
+        add_waiting_note(error, [s for s in self.slots if s.opened and not s.closed])
+        self.control.fail(error)
+
+    def _failed(self) -> None:
+        """In the thread that fails. The step before has nothing to do with it, and needs the devices still."""
+        self.arrivals.fail()
+        before = self.before
+        if before is None or before.control.failed:
+            self.engine.crew.abort()
+
+    def _rest(self, given_up: bool) -> None:
+        """Everybody comes back; after a failure the step before does so first, with all its gradients."""
+        crew, tasks = self.engine.crew, self._tasks
+        if self.control.failed:
+            if self.before is not None:
+                self.before._end_whole()
+                tasks = [*self.before._tasks, *tasks]
+            crew.abort()
+        crew.rest(self.control, tasks, given_up=given_up)
+        if self.control.failed:
+            for queue in self.engine.queues:
+                queue.clear()
+
+    def _end_whole(self) -> None:
+        """The step behind this one has failed."""
+        try:
+            if not self.control.failed:
+                self._wait_for_end()
+                for sums in self._sums.values():
+                    sums.wait()
+        except BaseException as error:  # a second Ctrl-C; or what it waited for does not come
+            self.control.fail(error)
+        self.control.error = None  # the other one is raised, or it is the same
+
+    def ended(self) -> None:
+        """A microbatch has ended; in its thread."""
+        with self._counting:
+            self._running -= 1
+            last = not self._running
+        if last:
+            self.arrivals.ended()
+            self.seconds = time.perf_counter() - self._started
+
     @staticmethod
     def _current_log() -> Any:
-        from lightning_roundpipe.runtime.interception import current
-
-        context: CallContext | None = current()
+        context = current()
         if not isinstance(context, MicrobatchRun):
             raise RoundPipeError(
                 "self.log was called from a thread that the user's code started inside training_step; log from "
                 "training_step itself."
             )
+        context.engine.logs_on_the_way_back |= context.walking
         return context.logs
-
-    def read(self, master: nn.Parameter) -> Tensor:
-        """What glue reads, where it reads a master itself: the weights that the step computes with."""
-        unit = self.engine.unit_of[id(master)]
-        unit.wait(self.version, self.control)
-        return unit.read(master)
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def is_to_be_probed(self, call: TracedCall) -> bool:
-        """Whether a plan will be made from this step, and its first call of this kind is this one."""
-        key, known = (call.layer.index, call.use), self.engine.probed
-        if not self.engine.plans or key in known:
-            return False
-        known.add(key)
-        return True
-
-    def is_to_be_walked(self, call: TracedCall) -> bool:
-        """Whether the call's graph is looked at: in all of what a plan is made from, else once."""
-        key, known = (call.layer.index, call.use), self.engine.walked
-        if key in known:
-            return self.engine.plans
-        known.add(key)
-        return True
-
     def is_fused(self, call: int) -> bool:
-        return self._plan is not None and call >= self._plan.fused.first
+        return self.plan is not None and call >= self.plan.fused.first
 
-    def _make_rounds(self, plan: Plan, trace: Trace) -> list[list[Slot]]:
-        size = plan.round_microbatches
-        rounds: list[list[Slot]] = []
-        for number, start in enumerate(range(0, len(self.sizes), size)):
-            microbatches = range(start, min(start + size, len(self.sizes)))
-            before = rounds[-1] if rounds else [None] * len(plan.stages())
-            rounds.append(
-                [
-                    self._slot(number, stage, trace, microbatches, predecessor)
-                    for stage, predecessor in zip(plan.stages(), before, strict=True)
-                ]
-            )
-        return rounds
-
-    def _slot(self, number: int, stage: Stage, trace: Trace, microbatches: range, predecessor: Slot | None) -> Slot:
-        calls = range(stage.first, stage.last + 1)
-        loaded = [trace.calls[c] for c in calls if stage.phase != "backward" or trace.calls[c].taped]
-        sums = {}
-        if stage.phase != "forward":
-            for c in calls:
-                if trace.calls[c].taped and (total := self.sums_of(trace.calls[c])) is not None:
-                    sums[c] = total
+    def new_slot(
+        self,
+        phase: Phase,
+        calls: range,
+        layers: Sequence[HostLayer],
+        sums: dict[int, HostGradients],
+        microbatches: Sequence[int],
+        round_: int = 0,
+        predecessor: Slot | None = None,
+    ) -> Slot:
+        """The next one of the global sequence."""
         index = self.engine.next_slot()
-        worker = index % len(self.engine.workers)
-        slot = Slot(
-            index, worker, number, stage.phase, calls, distinct_layers(loaded), sums, microbatches, predecessor,
-            self.version,
+        return Slot(
+            index, index % len(self.engine.workers), round_, phase, calls, layers, sums, microbatches, predecessor,
+            self.version, self.recorder, self.control,
         )  # fmt: skip
-        self._order[worker].append(slot)
-        self.slots.append(slot)
-        return slot
-
-    def _open_next(self, index: int) -> None:
-        order = self._order[index]
-        if not order:
-            return
-        slot = order.popleft()
-        following = order[0] if order and self.engine.options.prefetch else None
-        worker = self.engine.workers[index]
-
-        def open_it() -> None:
-            if worker.open(slot, following, self.control):
-                self._close(slot)
-
-        worker.post(open_it, self.control)
 
     def _close(self, slot: Slot) -> None:
         worker = self.engine.workers[slot.worker]
 
         def close_it() -> None:
             worker.close_slot(slot)
-            with self._unclosed_lock:
+            if self.plan is None:
+                return
+            self.arrivals.closed(slot)
+            with self._counting:
                 self._unclosed -= 1
-                if not self._unclosed:
-                    self._all_closed.wake()
+                last = not self._unclosed
+            if last:
+                self.seconds = time.perf_counter() - self._started
+                self._all_closed.wake()
 
         worker.post(close_it, self.control)
-        self._open_next(slot.worker)
+        if self.plan is not None:
+            self.engine.queues[slot.worker].next()
 
     def _make_slot(
         self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None
     ) -> Slot:
-        index = self.engine.next_slot()
         totals = {call: sums} if sums is not None else {}
-        worker = index % len(self.engine.workers)
-        calls = range(call, call + 1)
-        return Slot(index, worker, 0, phase, calls, [layer], totals, [microbatch], None, self.version)
+        return self.new_slot(phase, range(call, call + 1), [layer], totals, [microbatch])
 
     def _prepare(self, slot: Slot) -> None:
         worker = self.engine.workers[slot.worker]
-        worker.post(lambda: worker.prepare(slot, self.control), self.control)
+        worker.post(lambda: worker.prepare(slot), self.control)
 
     def _cancel(self, slot: Slot) -> None:
         worker = self.engine.workers[slot.worker]
@@ -239,7 +310,7 @@ class Step:
     def _open(self, slot: Slot) -> None:
         self.slots.append(slot)
         worker = self.engine.workers[slot.worker]
-        worker.run(lambda: worker.open(slot, None, self.control), self.control)
+        worker.run(lambda: worker.open(slot), self.control)
 
     def sums_of(self, call: TracedCall) -> HostGradients | None:
         """Where the gradients of a call are summed."""
@@ -306,17 +377,23 @@ class Step:
 
         And from sums that nobody is going to ask for.
         """
-        self.runs = []
-        if self.gradients is None:
-            for sums in self._sums.values():
+        self.runs, self.before = [], None
+        self.control.end()
+        for sums in self._sums.values():
+            sums.end()
+            if self.gradients is None:
                 sums.consumed.wake()
 
     def _gradients(self) -> StepGradients:
         total = sum(run.weight for run in self.runs)
         factor = (self._provisional or total) / total if total else 1.0
-        glue = [pair for run in self.runs for pair in run.mode.proxies.gradients()]
         sums = [self._sums[key] for key in sorted(self._sums)]  # in an order that no plan changes
-        return StepGradients(sums, glue, factor, by_unit=self.engine.updates is not None)
+        proxies = [run.mode.proxies for run in self.runs]
+        read = set().union(*(run.segments.read for run in self.runs))
+        self.engine.read_by_glue |= read
+        self.arrivals.passed(read)
+        by_unit = self.arrivals if self.engine.updates is not None else None
+        return StepGradients(sums, proxies, factor, by_unit)
 
 
 def _loss(output: Any) -> Any:

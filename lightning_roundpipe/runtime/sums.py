@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device, Event, Stream
+from lightning_roundpipe.devices import Device, Event, Stream, StreamAborted
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.weights import HostLayer, Segment, aligned, segment_of
 
@@ -98,11 +98,19 @@ class HostGradients:
         """Woken when nobody needs what is in the buffer any more."""
         self.before = before
         """Whose remains are in the buffer until `make_room`."""
+        self._there: Event | None = None
+        self._over = False
 
     @property
     def unused(self) -> bool:
         """Whether nothing was ever sent to it, so that the buffer holds what it held before."""
-        return self.arrived is None and self.before is not None
+        return self._over and self.arrived is None and self.before is not None
+
+    def end(self) -> None:
+        """The step is over, nothing more is sent to it."""
+        self._over = True
+        if self.arrived is None and self.before is not None and self.before.unused:
+            self.before = self.before.before  # or they would become ever more
 
     @staticmethod
     def bytes_of(layer: HostLayer) -> int:
@@ -118,9 +126,15 @@ class HostGradients:
             before.wait()
 
     def wait(self) -> None:
-        """Wait for the download. Several threads may."""
-        if self.arrived is not None:
-            self.arrived.wait()
+        """Wait for the download. Several threads may; and once it is there, whatever becomes of the device."""
+        arrived = self.arrived
+        if arrived is not None and arrived is not self._there:
+            try:
+                arrived.wait()
+            except StreamAborted:
+                if arrived is not self._there:  # who stopped the device may have waited for it first
+                    raise
+            self._there = arrived
 
     def take(self, factor: float) -> dict[int, Tensor]:
         """The gradients by id of the master, times ``factor``; views into the buffer."""

@@ -56,6 +56,10 @@ class Unit:
             self._waiting.append((version, then))
             return True
 
+    def has(self, version: int) -> bool:
+        """Whether ``version`` is there."""
+        return self.version >= version
+
     def wait(self, version: int, control: Control) -> None:
         """Wait until ``version`` is there."""
         waiter = Waiter()

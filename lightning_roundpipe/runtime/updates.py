@@ -1,9 +1,9 @@
-"""The optimizer on a thread of its own: each unit is stepped when its turn comes, and the next forward follows it.
+"""The optimizer on a thread of its own: each unit is stepped as its gradients arrive, and the next forward follows it.
 
-    main thread: begin ── backward ── submit ── [1]           a batch's fate is known
-    optimizer thread, unit by unit, first layer first:
+    main thread: begin ── losses ── submit ── [1]             a batch's fate is known; backward goes on
+    optimizer thread, unit by unit as they arrive, of several the first in forward order:
         gradients taken from the host buffers ── accumulated with earlier batches' ── [2]
-        norms, if they are clipped: nothing is stepped before all are known ── [3]
+        norms, if they are clipped: nothing is stepped before all are known ── [3]   then the first layer goes first
         stepped ── buffers free ── version published ── [4]
     worker: uploads of the next step wait for the version of their own layer ── [5]
 
@@ -11,12 +11,16 @@ A batch is either followed by an optimizer step or accumulated; which one is kno
 next batch begins. Hyperparameters are those of the moment when the step was submitted: schedulers go on.
 
 With staleness 1 a step computes with working copies, and what its gradients change is published after the next step's
-last upload: in front of [2], once that one's update is submitted.
+last upload of the unit: in front of [2], when that step's gradients of it have arrived.
+
+Nothing here waits in a circle: what the thread waits for, the backward of a batch, needs only updates that were
+submitted before that batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,11 +29,16 @@ from torch.optim import Optimizer
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
 from lightning_roundpipe.optim.shadow import Hyperparameters, Shadow
+from lightning_roundpipe.runtime.arrivals import Dropped
 from lightning_roundpipe.runtime.control import Control
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.threads import TaskThread
 from lightning_roundpipe.runtime.units import Unit
 
+PIECE = 16_000_000
+"""Parameters that are stepped together, if so many are there: one call of the optimizer takes half a millisecond of
+Python, and their layers' next forward waits for all of them, which takes some ten."""
+TORN = "which has changed some layers and not others; go on from a checkpoint."
 LOOK = 0.25
 """Seconds between two looks whether the thread is alive."""
 
@@ -47,7 +56,7 @@ class _Step:
     batch: StepGradients | None
     hyperparameters: Hyperparameters
     clip: Clip | None
-    shadows: dict[Unit, Shadow]
+    shadow: Shadow
 
     def held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
         """Of ``gradients``, those of the optimizer's parameters, in its order: they alone are clipped."""
@@ -91,18 +100,21 @@ class Updates:
 
     Attributes:
         submitted: how many optimizer steps there were.
+        torn: whether a step's gradients stopped coming when some layers had been stepped.
     """
 
     def __init__(self, units: Sequence[Unit], staleness: int = 0) -> None:
         self.units = list(units)
         self.staleness = staleness
         self.submitted = 0
-        self._control: Control | None = None
+        self.torn = self._applying = False
+        self._controls: list[Control] = []
         self._thread = TaskThread("roundpipe-optimizer")
         self._error: BaseException | None = None
         self._batch: StepGradients | None = None
         self._accumulated: dict[Unit, _Accumulated] = {unit: _Accumulated() for unit in units}
-        self._shadows: tuple[Optimizer | None, dict[Unit, Shadow]] = (None, {})
+        self._sizes = {unit: sum(master.numel() for master in unit.masters) for unit in units}
+        self._shadow: tuple[Optimizer, Shadow] | None = None
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
@@ -117,12 +129,16 @@ class Updates:
         if anew:
             self._post(self._forget)
 
-    def accompany(self, control: Control | None) -> None:
-        """A step runs, which fails when an update does, for it would wait for a version that never comes; or none."""
-        self._control = control
+    def accompany(self, control: Control) -> None:
+        """A step runs, which fails when an update does, for it would wait for something that never comes."""
+        self._controls = [*self._controls, control]
         # It may have failed since `begin` looked. Whoever of the two threads writes last sees what the other one wrote.
-        if control is not None and (error := self._error) is not None:
+        if (error := self._error) is not None:
             control.fail(error)
+
+    def leave(self, control: Control) -> None:
+        """The step is over."""
+        self._controls = [other for other in self._controls if other is not control]
 
     def offer(self, gradients: StepGradients) -> None:
         """What the batch gave. Its loss may be differentiated later, or not at all."""
@@ -135,9 +151,7 @@ class Updates:
             batch.let_go()
             batch = None
         self.submitted += 1
-        step = _Step(self.submitted, batch, Hyperparameters.of(optimizer), clip, self._shadows_of(optimizer))
-        if self.staleness:
-            self._post(lambda: self._publish_last(step))
+        step = _Step(self.submitted, batch, Hyperparameters.of(optimizer), clip, self._shadow_of(optimizer))
         self._post(lambda: self._run(step))
 
     @property
@@ -162,22 +176,25 @@ class Updates:
         self._rest()
         self.raise_error()
 
-    def drop(self) -> None:
-        """After a failure: finish what was submitted; the batch that failed gives nothing."""
+    def drop(self, error: BaseException) -> None:
+        """After a failure: finish what was submitted; the batch that failed gives nothing.
+
+        Args:
+            error: that is raised because of it, and says so if some layers had been stepped already.
+        """
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.let_go()
         self._rest()
+        if self.torn:
+            error.add_note(f"roundpipe: the step was on its way back and its optimizer step had begun, {TORN}")
 
     def raise_error(self) -> None:
         """Raise what an update raised."""
         error, self._error = self._error, None
         try:
             if error is not None:
-                error.add_note(
-                    "roundpipe: this happened in an optimizer step, which has changed some layers and not others; go "
-                    "on from a checkpoint."
-                )
+                error.add_note(f"roundpipe: this happened in an optimizer step, {TORN}")
                 raise error
         finally:
             del error
@@ -194,9 +211,7 @@ class Updates:
         if batch.scale is None:
             batch.let_go()
             return
-        for unit in self.units:
-            self._post(lambda unit=unit: self._add(unit, batch))  # type: ignore[misc]
-        self._post(batch.let_go)
+        self._post(lambda: self._add(batch))
 
     def _rest(self) -> None:
         waiter = self._thread.submit(lambda: None).waiter
@@ -204,12 +219,10 @@ class Updates:
             if not self._thread.alive:
                 raise RoundPipeError(f"the optimizer's thread has died ({self._thread.died!r})") from self._thread.died
 
-    def _shadows_of(self, optimizer: Optimizer) -> dict[Unit, Shadow]:
-        known, shadows = self._shadows
-        if known is not optimizer:
-            shadows = {unit: Shadow(optimizer, unit.masters) for unit in self.units}
-            self._shadows = optimizer, shadows
-        return shadows
+    def _shadow_of(self, optimizer: Optimizer) -> Shadow:
+        if self._shadow is None or self._shadow[0] is not optimizer:
+            self._shadow = optimizer, Shadow(optimizer, [master for unit in self.units for master in unit.masters])
+        return self._shadow[1]
 
     # -- the optimizer's thread ---------------------------------------------------------------------------------------
 
@@ -219,9 +232,11 @@ class Updates:
                 return
             try:
                 work()
+            except Dropped:
+                self.torn = self._applying  # the step says why
             except BaseException as error:
                 self._error = error
-                if (control := self._control) is not None:
+                for control in self._controls:
                     control.fail(error)
 
         self._thread.submit(guarded)
@@ -230,41 +245,79 @@ class Updates:
         for accumulated in self._accumulated.values():
             accumulated.forget()
 
-    def _publish_last(self, step: _Step) -> None:
-        """The step's uploads are over: its successor sees the update before this one, which may begin then."""
-        for unit in self.units:
+    def _as_they_come(self, batch: StepGradients | None, came: Callable[[Unit], None]) -> Iterator[list[Unit]]:
+        """All units, when their gradients are there, the first in forward order first; small ones together.
+
+        Args:
+            batch: whose gradients; None: nobody has to be waited for.
+            came: called with each as soon as it is there.
+        """
+        arrivals = batch.arrivals if batch is not None else None
+        there: list[tuple[int, Unit]] = []
+        coming = len(self.units)
+        while coming or there:
+            if coming:
+                units = self.units if arrivals is None else arrivals.take(wait=not there)
+                for unit in units:
+                    came(unit)
+                    heapq.heappush(there, (unit.index, unit))
+                coming -= len(units)
+            yield self._piece(there)
+
+    def _piece(self, there: list[tuple[int, Unit]]) -> list[Unit]:
+        units = [heapq.heappop(there)[1]]
+        size = self._sizes[units[0]]
+        while there and (size := size + self._sizes[there[0][1]]) <= PIECE:
+            units.append(heapq.heappop(there)[1])
+        return units
+
+    def _add(self, batch: StepGradients) -> None:
+        for units in self._as_they_come(batch, lambda unit: None):
+            for unit in units:
+                self._accumulated[unit].add(batch.take(unit))
+                batch.let_go(unit)
+        batch.let_go()
+
+    def _uploaded(self, unit: Unit, step: _Step) -> None:
+        """The step's last upload of the unit is over: its successor sees the update before this one."""
+        if self.staleness:
             unit.refresh()
             unit.publish(step.number - 1)
-
-    def _add(self, unit: Unit, batch: StepGradients) -> None:
-        self._accumulated[unit].add(batch.take(unit))
-        batch.let_go(unit)
 
     def _gather(self, unit: Unit, step: _Step) -> dict[int, Tensor]:
         """The unit's gradients, of all batches since the last step [2]."""
         return self._accumulated[unit].with_last(step.batch.take(unit) if step.batch is not None else {})
 
     def _run(self, step: _Step) -> None:
+        self._applying = False
+        arriving = self._as_they_come(step.batch, lambda unit: self._uploaded(unit, step))
         if step.clip is None or step.clip.kind != "norm":
-            for unit in self.units:
-                self._apply(unit, step, self._gather(unit, step))
+            for units in arriving:
+                self._apply(step, {unit: self._gather(unit, step) for unit in units})
             return
-        gathered = {unit: self._gather(unit, step) for unit in self.units}
-        whole = {key: gradient for gradients in gathered.values() for key, gradient in gradients.items()}
-        clipped = list(step.held(whole).values())
-        if clipped:
-            scale(clipped, coefficient(norms(clipped), step.clip))  # [3]
-        for unit, gradients in gathered.items():
-            self._apply(unit, step, gradients)
+        gathered: dict[Unit, dict[int, Tensor]] = {}
+        measured: dict[int, Tensor] = {}
+        for unit in (unit for units in arriving for unit in units):
+            gathered[unit] = self._gather(unit, step)
+            held = {key: grad for key, grad in gathered[unit].items() if key in step.hyperparameters.group_of}
+            measured.update(zip(held, norms(list(held.values())), strict=True))
+        whole = step.held({key: gradient for gradients in gathered.values() for key, gradient in gradients.items()})
+        if whole:
+            scale(list(whole.values()), coefficient([measured[key] for key in whole], step.clip))  # [3]
+        there = [(unit.index, unit) for unit in self.units]
+        while there:
+            self._apply(step, {unit: gathered[unit] for unit in self._piece(there)})
 
-    def _apply(self, unit: Unit, step: _Step, gradients: dict[int, Tensor]) -> None:
-        """Step the unit and let everybody know [4]."""
+    def _apply(self, step: _Step, gathered: dict[Unit, dict[int, Tensor]]) -> None:
+        """Step units and let everybody know [4]."""
+        self._applying = True
+        gradients = {key: gradient for mine in gathered.values() for key, gradient in mine.items()}
         if step.clip is not None and step.clip.kind == "value":
             clamp(list(step.held(gradients).values()), step.clip)
-        step.shadows[unit].step(step.hyperparameters, gradients)
-        gradients.clear()
-        self._accumulated[unit].forget()
-        if step.batch is not None:
-            step.batch.let_go(unit)
-        if not self.staleness:
-            unit.publish(step.number)
+        step.shadow.step(step.hyperparameters, gradients)
+        for unit in gathered:
+            self._accumulated[unit].forget()
+            if step.batch is not None:
+                step.batch.let_go(unit)
+            if not self.staleness:
+                unit.publish(step.number)

@@ -21,7 +21,7 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.buffers import Buffers
 from lightning_roundpipe.runtime.control import Control, Waiter
-from lightning_roundpipe.runtime.events import Recorder, Where
+from lightning_roundpipe.runtime.events import Where
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.sums import DeviceGradients
 from lightning_roundpipe.runtime.threads import TaskThread
@@ -81,7 +81,6 @@ class Worker:
         self.index = device.index
         self.weights = [Arena(device, "weights"), Arena(device, "weights of the next stage")]
         self.gradients = [Arena(device, "gradients"), Arena(device, "gradients of the last stage")]
-        self.recorder = Recorder()
         self._turn = 0
         self._gradient_turn = 0
         self._replicas: dict[int, tuple[Replica, Buffers]] = {}
@@ -140,13 +139,12 @@ class Worker:
             if gradients:
                 arena.ensure(gradients)
 
-    def prepare(self, slot: Slot, control: Control) -> None:
+    def prepare(self, slot: Slot) -> None:
         """Enqueue the uploads of a slot's weights into the arena that is free [2].
 
         A layer that is still being updated is uploaded by whoever publishes it: this thread has other things to do
         until then, on which that update may depend.
         """
-        slot.control = control
         slot.arena = self._turn
         self._turn = 1 - self._turn
         arena = self.weights[slot.arena]
@@ -155,7 +153,7 @@ class Worker:
             stream.wait(arena.free)
         for layer, segment in zip(slot.layers, arena.cut(layer.nbytes for layer in slot.layers), strict=True):
             waiter = Waiter()
-            later = functools.partial(self._upload_later, slot, layer, segment, waiter, control)
+            later = functools.partial(self._upload_later, slot, layer, segment, waiter)
             if layer.unit.when(slot.version, later):
                 slot.awaited[layer.index] = waiter
             else:
@@ -168,17 +166,17 @@ class Worker:
         end = stream.record(timed=True)
         slot.uploaded[layer.index] = end
         where = Where(slot.index, slot.phase, -1, layer.name)
-        self.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
+        slot.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
 
-    def _upload_later(self, slot: Slot, layer: HostLayer, segment: Tensor, waiter: Waiter, control: Control) -> None:
+    def _upload_later(self, slot: Slot, layer: HostLayer, segment: Tensor, waiter: Waiter) -> None:
         """On the optimizer's thread."""
         try:
             with slot.uploading:
-                if not slot.cancelled and not control.failed:
+                if not slot.cancelled and not slot.control.failed:
                     with self.device.activate():
                         self._upload(slot, layer, segment)
         except BaseException as error:
-            control.fail(error)
+            slot.control.fail(error)
         waiter.wake()
 
     def cancel(self, slot: Slot) -> None:
@@ -189,24 +187,24 @@ class Worker:
         self._turn = slot.arena
         slot.arena = None
 
-    def open(self, slot: Slot, following: Slot | None, control: Control) -> bool:
-        """Make ``slot`` the resident one, and begin to upload the one after it.
+    def open(self, slot: Slot, following: Slot | None = None) -> bool:
+        """Make ``slot`` the resident one, and begin to upload the one after it, which may be of the next step.
 
         Returns:
             Whether nobody is going to run in it, so that it is to be closed again.
         """
         if slot.arena is None:
-            self.prepare(slot, control)
+            self.prepare(slot)
         assert slot.arena is not None
         arena = self.weights[slot.arena]
         cuts = arena.cut(layer.nbytes for layer in slot.layers)
         self._segments = {layer.index: cut for layer, cut in zip(slot.layers, cuts, strict=True)}
         for layer in slot.layers:
             self.replica(layer).bind(layer.views(self._segments[layer.index]), layer.trainable())  # [1]
-        slot.wait_for_predecessor(control)
+        slot.wait_for_predecessor(slot.control)
         self._open_gradients(slot)
         if following is not None and following.arena is None:
-            self.prepare(following, control)
+            self.prepare(following)
         return slot.open()
 
     def _open_gradients(self, slot: Slot) -> None:
@@ -229,7 +227,7 @@ class Worker:
                 end = stream.record(timed=True)
                 self.device.compute.wait(end)
                 where = Where(slot.index, slot.phase, call, host.layer.name)
-                self.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
+                slot.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
 
     def close_slot(self, slot: Slot) -> None:
         """Send the gradients down [4] and let the arena go [5]."""
@@ -248,7 +246,6 @@ class Worker:
         slot.close()
 
     def _send_gradients(self, slot: Slot, done: Event) -> None:
-        assert slot.control is not None
         stream = self.device.gradients_down
         stream.wait(done)
         for call, gradients in self._device_gradients.items():
@@ -260,7 +257,7 @@ class Worker:
             end = stream.record(timed=True)
             where = Where(slot.index, slot.phase, call, gradients.host.layer.name)
             nbytes = gradients.host.layout.nbytes
-            self.recorder.add("download_gradients", self.index, start, end, -1, nbytes, where)
+            slot.recorder.add("download_gradients", self.index, start, end, -1, nbytes, where)
         arena = self.gradients[self._gradient_turn]
         if arena.buffer is not None:
             stream.poison(arena.buffer)
@@ -294,7 +291,6 @@ class Worker:
     def _upload_of(self, slot: Slot, layer: HostLayer) -> Event:
         """Where a stream can wait for an upload, once that has been enqueued."""
         if (waiter := slot.awaited.get(layer.index)) is not None:
-            assert slot.control is not None
             slot.control.wait(waiter)
         return slot.uploaded[layer.index]
 

@@ -169,9 +169,9 @@ def test_the_last_call_is_not_recomputed_and_weights_come_ahead(monkeypatch: pyt
     cancelled: list[Any] = []
     prepare, cancel = Worker.prepare, Worker.cancel
 
-    def noting(self: Worker, slot: Slot, control: Any) -> None:
+    def noting(self: Worker, slot: Slot) -> None:
         prepared.append(slot.phase)
-        prepare(self, slot, control)
+        prepare(self, slot)
 
     monkeypatch.setattr(Worker, "prepare", noting)
     monkeypatch.setattr(Worker, "cancel", lambda self, slot: (cancelled.append(slot), cancel(self, slot)))

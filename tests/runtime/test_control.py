@@ -103,13 +103,13 @@ def test_waiting_is_progress() -> None:
 
 def test_user_code_runs_lowest_first() -> None:
     """By (slot, microbatch), and first come first served where these are equal, whoever came first."""
-    lock = UserLock(Control())
-    lock.acquire((0, 0))
+    lock, control = UserLock(), Control()
+    lock.acquire((0, 0), control)
     order: list[tuple[int, int]] = []
 
     def take(priority: tuple[int, int]) -> Callable[[], None]:
         def run() -> None:
-            lock.acquire(priority)
+            lock.acquire(priority, control)
             order.append(priority)
             lock.release()
 
@@ -123,18 +123,18 @@ def test_user_code_runs_lowest_first() -> None:
     lock.release()
     join(threads)
     assert order == sorted(wanted)
-    lock.acquire((0, 0))  # free again
+    lock.acquire((0, 0), control)  # free again
     lock.release()
 
 
 def test_equal_priorities_are_served_in_order() -> None:
-    lock = UserLock(Control())
-    lock.acquire((0, 0))
+    lock, control = UserLock(), Control()
+    lock.acquire((0, 0), control)
     order: list[int] = []
 
     def take(number: int) -> Callable[[], None]:
         def run() -> None:
-            lock.acquire((1, 1))
+            lock.acquire((1, 1), control)
             order.append(number)
             lock.release()
 
@@ -151,7 +151,7 @@ def test_equal_priorities_are_served_in_order() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_one_at_a_time(seed: int) -> None:
-    lock = UserLock(Control())
+    lock, control = UserLock(), Control()
     inside, most, done = itertools.count(), [0], [0]
     level = [0]
 
@@ -159,7 +159,7 @@ def test_one_at_a_time(seed: int) -> None:
         def run() -> None:
             drawn = random.Random(seed * 100 + number)
             for _ in range(20):
-                lock.acquire((drawn.randint(0, 5), number))
+                lock.acquire((drawn.randint(0, 5), number), control)
                 level[0] += 1
                 most[0] = max(most[0], level[0])
                 next(inside)
@@ -177,13 +177,13 @@ def test_one_at_a_time(seed: int) -> None:
 
 def test_a_failure_wakes_those_who_wait_for_the_lock() -> None:
     control = Control()
-    lock = UserLock(control)
-    lock.acquire((0, 0))
+    lock = UserLock()
+    lock.acquire((0, 0), control)
     left: list[bool] = []
 
     def take() -> None:
         try:
-            lock.acquire((1, 0))
+            lock.acquire((1, 0), control)
         except Aborted:
             left.append(True)
 
@@ -193,3 +193,52 @@ def test_a_failure_wakes_those_who_wait_for_the_lock() -> None:
     join(threads)
     assert left == [True] * 3
     lock.release()
+    lock.acquire((1, 0), Control())  # nobody waits who has left
+    lock.release()
+
+
+def test_steps_that_share_the_lock_fail_alone() -> None:
+    """Who leaves is not given the lock, or gives it on; who is of another step waits on."""
+    failing, other = Control(), Control()
+    lock = UserLock()
+    lock.acquire((0, 0, 0), other)
+    order: list[str] = []
+
+    def take(name: str, priority: tuple[int, int, int], control: Control) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                lock.acquire(priority, control)
+            except Aborted:
+                order.append(f"{name} left")
+                return
+            order.append(name)
+            lock.release()
+
+        return run
+
+    threads = start(take("failing", (0, 1, 0), failing), take("other", (1, 0, 0), other))
+    until(lambda: len(lock._queue) == 2)
+    failing.fail(ValueError())
+    until(lambda: order == ["failing left"])
+    lock.release()
+    join(threads)
+    assert order == ["failing left", "other"]
+
+
+def test_what_fails_a_step_fails_the_one_behind_it_and_not_the_other_way_round() -> None:
+    first = Control()
+    second = Control(before=first)
+    second.fail(ValueError("second"))
+    assert not first.failed
+    first, error = Control(), ValueError("first")
+    second = Control(before=first)
+    first.fail(error)
+    assert second.failed and second.error is error
+    assert Control(before=first).failed, "one that comes later"
+    first = Control()
+    second = Control(before=first)
+    first.progress += 3
+    second.progress += 1
+    assert second.moved == 4
+    second.part()
+    assert second.moved == 1

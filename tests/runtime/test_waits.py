@@ -28,6 +28,7 @@ from without import take_out, waits
 
 from lightning_roundpipe.devices import Device, emulated
 from lightning_roundpipe.devices.emulated_link import Delays
+from lightning_roundpipe.runtime import updates
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.updates import Updates
 from lightning_roundpipe.runtime.worker import Worker
@@ -40,10 +41,12 @@ FUSED = Case(harness.single(CALLS, 1), 2, 3, (6, 6))
 BUSY = Case(harness.per_call(CALLS, 4), 4, 4, (8, 8))
 NOBODY = replace(WIDE, empty=(1, 0))
 """The first microbatch of the planned step has no backward: slots that nobody enters."""
-TAIL = Case("forward 0-4; fused 5; backward 3-4 1-2 0; round 1", 1, 3, (6, 6), empty=(1, 2))
-"""So has the last one: slots that come after all microbatches are done."""
+TAIL = Case("forward 0-4; fused 5; backward 3-4 1-2 0; round 1", 1, 3, (6, 6), empty=(1, 2), blocking=True)
+"""So has the last one: slots that come after all microbatches are done; then gradients are handed to ``.grad``."""
 SUMMED = Case(harness.per_call(CALLS, 4), 2, 4, (6, 6, 6, 6), accumulate=2)
 """Sums of two batches are added: nothing else holds the second one's back."""
+ON = replace(CUT, sizes=(6, 6, 6, 6), drops=False)
+"""Steps go on when the next one begins."""
 ARRIVAL = Case(None, 2, 1, (6, 6, 6))
 
 
@@ -98,7 +101,7 @@ WAITS = [
     Wait("runtime.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
     Wait("runtime.worker:Worker._open_gradients", "self.device.compute.wait(end)", "numbers", WIDE, "weights_up"),
     Wait("runtime.worker:Worker._send_gradients", "stream.wait(done)", "order"),
-    Wait("runtime.sums:HostGradients.wait", "self.arrived.wait()", "numbers", CUT, "gradients_down"),
+    Wait("runtime.sums:HostGradients.wait", "arrived.wait()", "numbers", CUT, "gradients_down"),
     Wait("runtime.sums:HostGradients.take", "self.wait()", "numbers", CUT, "gradients_down"),
     # Boundaries: from a worker to the host, from the host to a worker; and glue or a layer that writes to what is on
     # its way, which it can only where the next call is on the same worker: else that call has waited for the copy.
@@ -113,27 +116,32 @@ WAITS = [
     Wait("runtime.slots:Slot.enter", "control.wait(waiter)", "numbers"),
     Wait("runtime.slots:Slot._wait_closed", "control.wait(waiter)", "numbers", WIDE),
     Wait("runtime.slots:Slot.wait_for_predecessor", "self.predecessor._wait_closed(control)", "numbers", WIDE),
-    Wait("runtime.worker:Worker.open", "slot.wait_for_predecessor(control)", "numbers", WIDE),
-    Wait("runtime.control:UserLock.acquire", "self._control.wait(waiter)", "numbers", BUSY, "glue"),
+    Wait("runtime.worker:Worker.open", "slot.wait_for_predecessor(slot.control)", "numbers", WIDE),
+    Wait("runtime.control:UserLock.acquire", "control.wait(waiter)", "numbers", BUSY, "glue"),
     Wait("runtime.run:MicrobatchRun.run", "self._control.wait(predecessor)  # [1]", "numbers", FUSED, "starting"),
     # The end of a call, of a microbatch, of a step.
     Wait("runtime.control:Control.wait", "waiter.wait()", "numbers"),
     Wait("runtime.worker:Worker.run", "control.wait(task.waiter)", "numbers"),
     Wait(
-        "runtime.step:Step._join",
+        "runtime.step:Step._wait_for_end",
         "crew.wait(self._all_closed, self.control, unless_failed=True)",
         "numbers",
         TAIL,
         "closing",
     ),
     Wait("runtime.crew:Crew.rest", "self.wait(waiter, control)  # [2]", "numbers", ARRIVAL, "closing"),
+    Wait("runtime.step:Step._wait_for_outputs", "self.engine.crew.wait(run.passed, self.control)", "numbers", ON),
+    Wait("runtime.step:Step._wait_for_outputs", "run.computed.wait()", "order", ON),
 ]
 
 ELSEWHERE = {
     ("runtime.crew:Crew.rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
     ("runtime.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
     ("runtime.sums:HostGradients.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
-    ("runtime.step:Step.read", "unit.wait(self.version, self.control)"),  # Unit.wait, above
+    # Unit.wait, above; the first one in front of the lock, the second one for what was not read before.
+    ("runtime.segments:Segments.enter", "unit.wait(step.version, step.control)  # [1]"),
+    ("runtime.segments:Segments.read_master", "self.aside(there, lambda: unit.wait(step.version, step.control))"),
+    ("runtime.step:Step._end_whole", "sums.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     ("runtime.gradients:StepGradients.arrive", "total.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates
     (
@@ -148,8 +156,12 @@ ELSEWHERE = {
 """Tested below, in a way of its own, or where it says."""
 
 ENDS = {
-    ("runtime.step:Step._join", "crew.wait(tasks[-1].waiter, self.control)"),
-    ("runtime.step:Step._join", "crew.wait(task.waiter, self.control)"),
+    ("runtime.step:Step._join", "crew.wait(self._tasks[-1].waiter, self.control)"),
+    ("runtime.step:Step._wait_for_end", "crew.wait(task.waiter, self.control)"),
+    ("runtime.step:Step._wait_for_outputs", "self.before._wait_for_end()"),
+    ("runtime.step:Step._join", "self._wait_for_end()"),
+    ("runtime.step:Step.drain", "self._wait_for_end()"),
+    ("runtime.step:Step._end_whole", "self._wait_for_end()"),
     (
         "runtime.crew:Crew.wait",
         "while not (unless_failed and control.failed) and not waiter.wait_for(min(LOOK, self._limit)):",
@@ -215,6 +227,7 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
         real_close(self, slot)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updates, "PIECE", 0)
         if slow == "starting":
             patch.setattr(MicrobatchRun, "run", run)
         elif slow == "closing":
@@ -268,6 +281,7 @@ def test_a_wait_that_is_missing_is_noticed(wait: Wait) -> None:
         pytest.param(ARRIVAL, "closing", id="arrival"),
         pytest.param(CUT, "updating", id="updates"),
         pytest.param(SUMMED, "adding", id="summed"),
+        pytest.param(ON, "closing", id="on"),
     ],
 )
 def test_nothing_is_noticed_while_all_are_there(case: Case, slow: str, times: float) -> None:

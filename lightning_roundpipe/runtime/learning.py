@@ -1,0 +1,90 @@
+"""From what the first batch has called to a plan, and the arenas that it needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.planning.memory import partition_within
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.budget import check_plan_fits, worker_bytes
+from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.sums import HostGradients
+from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+    from lightning_roundpipe.runtime.step import Step
+
+
+def plan_from(engine: Engine, step: Step) -> None:
+    """Make a plan of what all microbatches called, unless they are to run in order; and room for it on the workers."""
+    engine.trace = trace = engine.trace or Trace()
+    if not trace.learn([run.trace for run in step.runs], step.recorder.call_seconds(), len(engine.layers)):
+        return
+    if not trace.calls:
+        raise RoundPipeError(
+            "training_step called none of the layers that were found "
+            f"({', '.join(layer.name for layer in engine.layers)}): name the modules it calls with layers=[...]."
+        )
+    engine.costs = trace.costs()
+    size = engine.options.round_microbatches
+    if engine.options.plan is not None:
+        plan = Plan.parse(engine.options.plan)
+        plan.validate(trace.names)
+        check_plan_fits(plan, engine.costs, engine.options, engine.devices[0])
+    else:
+        limit = worker_bytes(engine.options, engine.devices[0])
+        with allowed():  # it may take its time, and nothing has been changed yet
+            plan = partition_within(engine.costs, len(engine.workers), len(step.sizes), size, limit)
+    if buffer := trace.torn_buffer(plan):
+        _run_in_order(engine, buffer)
+        return
+    _reserve_for(engine, plan, trace)
+    engine.plan = plan
+
+
+def _run_in_order(engine: Engine, buffer: str) -> None:
+    why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
+    if engine.options.plan is not None:
+        raise ValueError(f"{why}: plan must have these calls in one forward stage, or be left out.")
+    engine.in_order = True
+    engine.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
+
+
+def _reserve_for(engine: Engine, plan: Plan, trace: Trace) -> None:
+    weights = gradients = 0
+    for stage in plan.stages():
+        calls = trace.calls[stage.first : stage.last + 1]
+        loaded = [c for c in calls if stage.phase != "backward" or c.taped]
+        weights = max(weights, sum(layer.nbytes for layer in distinct_layers(loaded)))
+        if stage.phase != "forward":
+            gradients = max(gradients, sum(HostGradients.bytes_of(c.layer) for c in calls if c.taped))
+    for worker in engine.workers:
+        worker.reserve(weights, gradients)
+
+
+def reserve_for_layers(engine: Engine) -> None:
+    """Arenas for one layer at a time, which is what runs without a plan needs."""
+    weights = max(layer.nbytes for layer in engine.layers)
+    gradients = max(HostGradients.bytes_of(layer) for layer in engine.layers)
+    for worker in engine.workers:
+        worker.reserve(weights, gradients)
+
+
+def is_to_be_probed(engine: Engine, call: TracedCall) -> bool:
+    """Whether a plan will be made from this step, and its first call of this kind is this one."""
+    key, known = (call.layer.index, call.use), engine.probed
+    if not engine.plans or key in known:
+        return False
+    known.add(key)
+    return True
+
+
+def is_to_be_walked(engine: Engine, call: TracedCall) -> bool:
+    """Whether the call's graph is looked at: in all of what a plan is made from, else once."""
+    key, known = (call.layer.index, call.use), engine.walked
+    if key in known:
+        return engine.plans
+    known.add(key)
+    return True

@@ -1,0 +1,121 @@
+"""One microbatch's pieces of user code: each in its turn, on its device, with its own random state.
+
+enter ── what it reads of the masters is there ── [1]   before the lock, for it is made by who may need the lock
+      ── the user-code lock, what the microbatch keeps on modules, the device, the random state ── [2]
+leave ── given back ── [3]
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.belongings import Kept, Spot
+from lightning_roundpipe.runtime.rng import derive
+from lightning_roundpipe.runtime.units import Unit
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.step import Step
+
+
+class Segments:
+    """Of one microbatch.
+
+    Args:
+        step: that it belongs to.
+        index: its number.
+        learning: whether this is the first batch.
+
+    Attributes:
+        kept: what the microbatch keeps on modules; None where nobody else could find it.
+        read: units that were read.
+    """
+
+    def __init__(self, step: Step, index: int, *, learning: bool) -> None:
+        self.kept = Kept(step.belongings) if step.belongings is not None else None
+        self.read: set[Unit] = set()
+        self._step = step
+        self._index = index
+        self._learning = learning
+        self._count = 0
+        self._slot = -1
+        self._locked = self._draws = False
+        self._around = contextlib.ExitStack()
+
+    def enter(self, slot: int, spot: Spot | None, device: Device | None, what: str, *, astray: bool) -> None:
+        """Begin a piece.
+
+        Args:
+            slot: that the microbatch ran in last; -1 at the start.
+            spot: the call that it follows; None on the way back.
+            device: that the newest tensors are on.
+            what: for errors.
+            astray: whether pieces cannot be told by their number.
+        """
+        engine, step = self._step.engine, self._step
+        for unit in engine.read_by_glue:
+            unit.wait(step.version, step.control)  # [1]
+        self._slot = slot
+        self._take_lock()  # [2]
+        self._around.callback(self._give_lock)
+        if self.kept is not None:
+            self.kept.enter(spot, learning=self._learning)
+        device = device or engine.devices[0]
+        self._around.enter_context(device.activate())
+        seed = derive(*step.seed, self._index, -1 - self._count)
+        key = "glue" if astray else ("glue", self._count)
+        self._draws = engine.randomness.may_draw(key)
+        self._around.enter_context(engine.randomness.segment(key, seed, device, what, backward=spot is None))
+        self._count += 1
+
+    def leave(self, spot: Spot | None) -> None:
+        """End it [3]."""
+        if self.kept is not None and spot is not None:
+            self.kept.leave(spot, learning=self._learning)
+        self.close()
+
+    def close(self) -> None:
+        """End it, however it went."""
+        self._around.close()
+
+    def read_master(self, master: nn.Parameter) -> Tensor:
+        """What glue reads, where it reads a master itself: the weights that the step computes with."""
+        step = self._step
+        unit = step.engine.unit_of[id(master)]
+        self.read.add(unit)
+        there = unit.has(step.version)
+        self.aside(there, lambda: unit.wait(step.version, step.control))
+        return unit.read(master)
+
+    def aside(self, there: bool, wait: Callable[[], None]) -> None:
+        """Within a piece: ``wait`` unless it is ``there`` for what may need other user code, such as the way back of
+        the step before.
+
+        Where there may be such a step, pieces keep nothing on modules that others would find changed.
+        """
+        if there or not self._step.overlaps:
+            return None if there else wait()
+        if self._draws:  # others that draw would wait for this one, with the lock
+            raise RoundPipeError(
+                "code between layers draws random numbers and reads weights that it did not read in the first batch, "
+                "while the optimizer is changing them. Let it read them from the first batch on."
+            )
+        self._give_lock()
+        try:
+            wait()
+        finally:
+            self._take_lock()
+
+    def _take_lock(self) -> None:
+        self._step.user_lock.acquire((self._step.number, self._slot, self._index), self._step.control)
+        self._locked = True
+
+    def _give_lock(self) -> None:
+        if self._locked:
+            self._locked = False
+            self._step.user_lock.release()

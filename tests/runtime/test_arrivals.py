@@ -1,0 +1,113 @@
+"""Which unit's gradients are there, and when."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from patience import join, start
+from torch import nn
+
+from lightning_roundpipe.runtime.arrivals import Arrivals, Dropped
+from lightning_roundpipe.runtime.slots import Slot
+from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.updates import Updates
+
+
+def units(count: int) -> list[Unit]:
+    return [Unit(index, [nn.Parameter()]) for index in range(count)]
+
+
+def slot(*held: Unit, adds: tuple[Unit, ...] = ()) -> Slot:
+    layers: list[Any] = [SimpleNamespace(unit=unit) for unit in held]
+    sums: Any = {call: SimpleNamespace(layer=SimpleNamespace(unit=unit)) for call, unit in enumerate(adds)}
+    return Slot(0, 0, 0, "backward", range(1), layers, sums, [0])
+
+
+def there(arrivals: Arrivals) -> list[int]:
+    return [unit.index for unit in arrivals.take(wait=False)]
+
+
+def test_a_unit_comes_when_all_slots_that_hold_it_are_closed() -> None:
+    a, b, c = units(3)
+    slots = [slot(a), slot(b, c), slot(b), slot(adds=(a,))]
+    arrivals = Arrivals([a, b, c])
+    arrivals.expect(slots)
+    arrivals.passed(())
+    assert there(arrivals) == []
+    arrivals.closed(slots[1])
+    assert there(arrivals) == [2]
+    arrivals.closed(slots[0])
+    assert there(arrivals) == []
+    arrivals.closed(slots[3])
+    arrivals.closed(slots[2])
+    assert there(arrivals) == [0, 1]
+    arrivals.ended()
+    assert there(arrivals) == []
+
+
+def test_before_all_losses_nothing_comes() -> None:
+    """Glue may still read any of them."""
+    a, b = units(2)
+    held = slot(a)
+    arrivals = Arrivals([a, b])
+    arrivals.expect([held])
+    arrivals.closed(held)
+    assert there(arrivals) == []
+    arrivals.passed(())
+    assert sorted(there(arrivals)) == [0, 1]
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_what_glue_reads_comes_when_all_microbatches_have_ended(ends_first: bool) -> None:
+    a, b = units(2)
+    held = slot(a)
+    arrivals = Arrivals([a, b])
+    arrivals.expect([held])
+    steps = [lambda: arrivals.passed([a]), arrivals.ended]
+    (steps.reverse if ends_first else list)()
+    arrivals.closed(held)
+    steps[0]()
+    assert 0 not in there(arrivals)
+    steps[1]()
+    assert 0 in there(arrivals)
+
+
+def test_who_waits_is_woken() -> None:
+    (a,) = units(1)
+    arrivals = Arrivals([a])
+    taken: list[Unit] = []
+    threads = start(lambda: taken.extend(arrivals.take(wait=True)))
+    arrivals.passed(())
+    join(threads)
+    assert taken == [a]
+
+
+def test_what_has_failed_does_not_come() -> None:
+    arrivals = Arrivals(units(1))
+    left: list[bool] = []
+
+    def take() -> None:
+        with pytest.raises(Dropped):
+            arrivals.take(wait=True)
+        left.append(True)
+
+    threads = start(take)
+    arrivals.fail()
+    join(threads)
+    assert left == [True]
+
+
+def test_small_units_are_stepped_together_and_the_first_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_roundpipe.runtime import updates as module
+
+    sizes = [10, 10, 30, 5, 5, 5]
+    made = [Unit(index, [nn.Parameter(nn.Linear(size, 1, bias=False).weight)]) for index, size in enumerate(sizes)]
+    updates = Updates(made)
+    monkeypatch.setattr(module, "PIECE", 20)
+    came: list[int] = []
+    pieces = [[unit.index for unit in piece] for piece in updates._as_they_come(None, lambda u: came.append(u.index))]
+    updates.close()
+    assert came == [0, 1, 2, 3, 4, 5]
+    assert pieces == [[0, 1], [2], [3, 4, 5]]

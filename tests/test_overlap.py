@@ -1,0 +1,357 @@
+"""training_step returns when all losses are known, and what is left of the step goes on meanwhile.
+
+Layers here can be held up: `Gate` lets a layer's backward wait until something else has happened, which without the
+overlap it never would. Numbers are those of other tests; here it is who runs beside whom, and in which order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import ours, run
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from lightning_roundpipe.runtime import updates as updates_module
+from lightning_roundpipe.runtime.segments import Segments
+from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.updates import Updates
+from lightning_roundpipe.runtime.weights import HostLayer
+from lightning_roundpipe.runtime.worker import Worker
+
+PLAN = harness.per_call(4, 2)
+BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+
+
+class Gate:
+    """Holds up the backward of a layer of one batch until it is opened.
+
+    Args:
+        batch: its number; -1 for none.
+        part: the microbatch that is held up; None for both.
+    """
+
+    def __init__(self, batch: int, part: int | None = None) -> None:
+        self.batch, self.part = batch, part
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.in_vain = False
+
+    def pass_through(self, batch: int, part: int) -> None:
+        if batch == self.batch and self.part in (None, part):
+            self.reached.set()
+            self.in_vain |= not self.opened.wait(20)
+
+    def __deepcopy__(self, memo: Any) -> Gate:
+        return self
+
+
+class _Held(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Gate, which: Tensor) -> Tensor:
+        ctx.gate, ctx.which = gate, which.tolist()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.gate.pass_through(*ctx.which)
+        return grad, None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, gate: Gate | None = None) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.gate = gate
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        h: Tensor = torch.tanh(self.lin(x))
+        if self.gate is not None:
+            h = _Held.apply(h, self.gate, which)  # type: ignore[no-untyped-call]
+        return h
+
+
+def which(batch: Tensor, batch_idx: int) -> Tensor:
+    """Numbers of the batch and of the microbatch."""
+    return torch.tensor([batch_idx, int(batch[0, 0] == BATCHES[batch_idx % 5][2, 0])])
+
+
+class Gated(pl.LightningModule):
+    """Four layers, the first of which is held up on its way back."""
+
+    def __init__(self, gate: Gate, opens: Callable[[Gated, int], None] = lambda module, batch: None) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([Layer(gate), Layer(), Layer(), Layer()])
+        self.gate, self.opens = gate, opens
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.opens(self, batch_idx)
+        h = batch
+        for layer in self.layers:
+            h = layer(h, which(batch, batch_idx))
+        return h.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+
+class AtTheEnd(pl.Callback):
+    roundpipe_looks_away = True
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self._act = act
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._act(batch_idx)
+
+
+def fit(module: pl.LightningModule, *callbacks: pl.Callback, staleness: int = 0, **options: Any) -> harness.Result:
+    strategy = ours(num_microbatches=2, layers=["Layer"], plan=PLAN, staleness=staleness, watchdog_timeout=60)
+    return run(strategy, module, BATCHES, devices=2, callbacks=callbacks, watch=False, **options)
+
+
+def test_training_step_returns_before_its_backward_is_over() -> None:
+    gate = Gate(2)
+
+    def end(batch: int) -> None:
+        if batch == 2:
+            gate.opened.set()
+
+    plain = run("auto", Gated(Gate(-1)), BATCHES, watch=False)
+    result = fit(Gated(gate), AtTheEnd(end))
+    assert gate.reached.is_set() and not gate.in_vain
+    harness.assert_tensors_same(plain.state, result.state)
+
+
+def test_layers_are_stepped_while_earlier_ones_still_run_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, stepped = Gate(2), []
+    real = Updates._apply
+
+    def apply(updates: Updates, step: Any, gathered: dict[Unit, Any]) -> None:
+        real(updates, step, gathered)
+        if step.number == 3 and not gate.opened.is_set():
+            stepped.extend(unit.index for unit in gathered)
+            if 2 in stepped:
+                gate.opened.set()
+
+    monkeypatch.setattr(Updates, "_apply", apply)
+    monkeypatch.setattr(updates_module, "PIECE", 0)
+    fit(Gated(gate))
+    assert not gate.in_vain
+    assert [unit for unit in stepped if unit] == [4, 3, 2]
+
+
+@pytest.mark.parametrize("way", ["accumulated", "stale"])
+def test_the_next_forward_begins_before_backward_is_over(way: str) -> None:
+    gate = Gate(2, 1)
+
+    def opens(module: Gated, batch: int) -> None:
+        if batch == 3:  # user code of the next step, whose first layers run behind it
+            gate.opened.set()
+
+    options: dict[str, Any] = {"accumulate_grad_batches": 5} if way == "accumulated" else {"staleness": 1}
+    fit(Gated(gate, opens), **options)
+    assert gate.reached.is_set() and not gate.in_vain
+
+
+class Reading(Gated):
+    """Code between layers reads a weight, on its way back too; and a hook there asks for the lock."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        h = batch * self.scale
+        for layer in self.layers:
+            h = layer(h, which(batch, batch_idx)) * self.scale
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_weights_that_glue_reads(staleness: int, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are stepped when all microbatches have ended; the next glue waits for that, without the user-code lock."""
+    if forgets:  # as if glue had not read it before
+        monkeypatch.setattr(Segments, "enter", _forgetting(Segments.enter))
+    gate = Gate(-1)
+    plain = run("auto", Reading(gate), BATCHES, watch=False)
+    with monkeypatch.context() as patch:
+        real = HostLayer.upload
+        patch.setattr(HostLayer, "upload", lambda *args: (time.sleep(0.002), real(*args))[1])
+        result = fit(Reading(gate), staleness=staleness)
+    if not staleness:
+        harness.assert_tensors_same(plain.state, result.state, rtol=1e-5, atol=1e-6)
+
+
+def _forgetting(real: Callable[..., None]) -> Callable[..., None]:
+    def enter(self: Segments, *args: Any, **kwargs: Any) -> None:
+        self._step.engine.read_by_glue.clear()
+        real(self, *args, **kwargs)
+
+    return enter
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_fails_on_the_way_back_is_raised_at_the_next_step(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    class Failing(Gate):
+        def pass_through(self, batch: int, part: int) -> None:
+            if batch == self.batch:
+                time.sleep(0.5)  # until layers behind it have been stepped
+                raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(updates_module, "PIECE", 0)
+    with pytest.raises(ZeroDivisionError, match="planted") as error:
+        fit(Gated(Failing(2), lambda module, batch: begun.append(batch)), staleness=staleness)
+    assert max(begun) in (2, 3)
+    notes = "".join(error.value.__notes__)
+    assert "backward, microbatch" in notes
+    assert "go on from a checkpoint" in notes, "layers behind it were stepped"
+    assert harness.roundpipe_threads() == []
+
+
+def test_a_step_that_fails_lets_the_one_before_end() -> None:
+    """Its update is a whole one."""
+    gate = Gate(2, 1)
+
+    def opens(module: Gated, batch: int) -> None:
+        if batch == 3:
+            threading.Timer(0.2, gate.opened.set).start()
+            raise ZeroDivisionError("planted")
+
+    states = []
+    for train in (lambda module: run("auto", module, BATCHES, watch=False), fit):
+        module = Gated(Gate(-1) if train is not fit else gate, opens)
+        holder: list[Any] = []
+        with pytest.raises(ZeroDivisionError):
+            train(_Keeping(module, holder))
+        states.append({name: p.detach().clone() for name, p in holder[-1].named_parameters()})
+    harness.assert_tensors_same(*states)
+
+
+class _Keeping(pl.LightningModule):
+    """A module that says where its trained copy is."""
+
+    def __init__(self, inner: Gated, holder: list[Any]) -> None:
+        super().__init__()
+        self.inner, self.holder = inner, holder
+
+    def __deepcopy__(self, memo: Any) -> _Keeping:
+        return self
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.holder[:] = [self.inner]
+        return self.inner.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return self.inner.configure_optimizers()
+
+
+# ------------------------------------------------------------------------------------------------------ ordering rules
+
+
+class Watched:
+    """Counts, layer by layer, and notes each rule that is broken.
+
+    (1) what uploads read is changed only behind the last upload of the step that reads it
+    (2) and the next step's uploads come behind that
+    (3) gradients are taken behind their download
+    (4) and the next ones are written behind that
+    (5) a step's uploads of a layer all see the same version, the one that its staleness says
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.broken: list[str] = []
+        self.seen = 0
+        self._lock = threading.Lock()
+        upload, apply = Worker._upload, Updates._apply
+
+        def uploading(worker: Worker, slot: Any, layer: HostLayer, segment: Tensor) -> None:
+            masters = layer.unit.version
+            if masters != slot.version and layer.unit.masters:
+                self.note(f"[5] layer {layer.index} was uploaded in version {masters}, not {slot.version}")
+            before = self.content(layer)
+            upload(worker, slot, layer, segment)
+            slot.uploaded[layer.index].wait()
+            with self._lock:
+                self.seen += 1
+            if not torch.equal(before, self.content(layer)):
+                self.note(f"[1] layer {layer.index} changed while it was uploaded")
+
+        def applying(updates: Updates, step: Any, gathered: dict[Unit, dict[int, Tensor]]) -> None:
+            held = {(unit, key): gradient for unit, mine in gathered.items() for key, gradient in mine.items()}
+            before = {key: gradient.clone() for key, gradient in held.items()}
+            time.sleep(0.002)
+            for unit in gathered:
+                if unit.version != step.number - 1:
+                    self.note(f"[2] update {step.number} of unit {unit.index} found version {unit.version}")
+                for total in step.batch._of[unit] if step.batch is not None else ():
+                    if total.arrived is not None and not total.arrived.done():
+                        self.note(f"[3] gradients of unit {unit.index} were taken on their way")
+            if any(not torch.equal(before[key], held[key]) for key in held):
+                self.note(f"[4] gradients of update {step.number} were written while they were used")
+            apply(updates, step, gathered)
+
+        patch.setattr(Worker, "_upload", uploading)
+        patch.setattr(Updates, "_apply", applying)
+
+    @staticmethod
+    def content(layer: HostLayer) -> Tensor:
+        return torch.cat([flat.source for flat in layer.flats]).clone()
+
+    def note(self, text: str) -> None:
+        with self._lock:
+            self.broken.append(text)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_ordering_rules(staleness: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    monkeypatch.setattr(updates_module, "PIECE", 100)  # some units together, some alone
+    strategy = ours(
+        num_microbatches=4,
+        layers=["Layer"],
+        plan=harness.per_call(4, 2),
+        staleness=staleness,
+        emulation={"poison": True, "delay_seed": 3},
+    )
+    many = BATCHES * 3
+    run(strategy, Gated(Gate(-1)), many, devices=3, watch=False, accumulate_grad_batches=accumulate)
+    assert watched.seen > 100
+    assert watched.broken == []
+
+
+class Dropping(Layer):
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x, which), 0.2)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_layers_that_draw_do_not_go_on_alone(draws: bool) -> None:
+    """On emulated devices they share a generator with the main thread, which would find it elsewhere."""
+    on_its_way: list[bool] = []
+
+    class Looking(pl.Callback):
+        roundpipe_looks_away = True
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            on_its_way.append(trainer.strategy._engine._on_its_way is not None)
+            torch.rand(3)
+
+    module = Gated(Gate(-1))
+    if draws:
+        module.layers[1] = Dropping()
+    strategy = ours(num_microbatches=2, layers=["Layer"] + ["Dropping"] * draws, plan=PLAN)
+    run(strategy, module, BATCHES, devices=2, callbacks=[Looking()], watch=False)
+    assert on_its_way == [False] + [not draws] * 4
