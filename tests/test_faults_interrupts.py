@@ -148,7 +148,18 @@ Site = tuple[str, str, int]
 
 WORKING = {
     "strategy.py": ("_start_engine", "_stop_engine"),
-    "engine.py": ("train_batch", "evaluate", "_begin", "_prepare", "_failing", "_drain", "_end", "settle"),
+    "engine.py": (
+        "train_batch",
+        "evaluate",
+        "_begin",
+        "_prepare",
+        "_failing",
+        "_drain",
+        "_end",
+        "settle",
+        "step_apart",
+    ),
+    "updates.py": ("begin", "submit", "settle"),
     "step.py": ("_join", "_rest", "drain", "let_go"),
     "queues.py": ("append",),
     "report.py": ("report_of",),

@@ -256,6 +256,7 @@ class Engine:
             self._switched_off = self._caches.enter_context(without_caches(self.module))
         return self._switched_off
 
+    @held()
     def step_apart(self) -> None:
         """From now on gradients are not handed to ``.grad``: `updates` applies them when it is told to."""
         if self.updates is None:

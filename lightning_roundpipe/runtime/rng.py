@@ -79,7 +79,7 @@ class Randomness:
 
         Args:
             key: what is learned to draw or not to draw: a layer, ``("glue", 3)`` for a segment of glue, or ``"glue"``
-                for any segment, which are others where a microbatch leaves layers out.
+                for any segment, which are others where a microbatch leaves layers out. ``"way back"`` likewise.
             seed: for this execution.
             device: whose generator is drawn from.
             what: for the error.

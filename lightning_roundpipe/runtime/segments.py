@@ -68,7 +68,10 @@ class Segments:
         device = device or engine.devices[0]
         self._around.enter_context(device.activate())
         seed = derive(*step.seed, self._index, -1 - self._count)
-        key = "glue" if astray else ("glue", self._count)
+        kind = (
+            "glue" if spot is not None else "way back"
+        )  # which may have the numbers of others where layers are left out
+        key = kind if astray else (kind, self._count)
         self._draws = engine.randomness.may_draw(key)
         self._around.enter_context(engine.randomness.segment(key, seed, device, what, backward=spot is None))
         self._count += 1

@@ -32,6 +32,7 @@ from lightning_roundpipe.optim.shadow import Hyperparameters, Shadow
 from lightning_roundpipe.runtime.arrivals import Dropped
 from lightning_roundpipe.runtime.control import Control
 from lightning_roundpipe.runtime.gradients import StepGradients
+from lightning_roundpipe.runtime.interrupts import held
 from lightning_roundpipe.runtime.threads import TaskThread
 from lightning_roundpipe.runtime.units import Unit
 
@@ -144,6 +145,7 @@ class Updates:
         """What the batch gave. Its loss may be differentiated later, or not at all."""
         self._batch = gradients
 
+    @held()
     def submit(self, optimizer: Optimizer, clip: Clip | None) -> None:
         """The optimizer step that follows the batch [1]."""
         batch, self._batch = self._batch, None
