@@ -36,7 +36,7 @@ class Surroundings:
         what = ""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             what = "a transform of torch.func (vmap, grad, jvp, ...)"
-        elif forward_ad._current_level >= 0:
+        elif forward_ad._current_level >= 0 and not _running:  # its level is the whole process's: a layer's own, maybe
             what = "forward-mode differentiation"
         elif _caches_parametrizations():
             what = "torch.nn.utils.parametrize.cached()"
@@ -55,6 +55,10 @@ class Surroundings:
             )
 
 
+_running: list[HostLayer] = []
+"""Layers whose code is being run, anywhere in the process."""
+
+
 @contextlib.contextmanager
 def parametrizing(layer: HostLayer) -> Iterator[None]:
     """Around a layer's code: layers that cache parametrizations run one at a time.
@@ -63,8 +67,12 @@ def parametrizing(layer: HostLayer) -> Iterator[None]:
     and one would find what the other left for an earlier microbatch. The first batch shows which layers do it.
     """
     before = parametrize._cache
-    with _caching if layer.caches_parametrizations else contextlib.nullcontext():
-        yield
+    _running.append(layer)
+    try:
+        with _caching if layer.caches_parametrizations else contextlib.nullcontext():
+            yield
+    finally:
+        _running.remove(layer)
     if parametrize._cache is not before:  # leaving it makes a new one
         layer.caches_parametrizations = True
 
