@@ -39,13 +39,7 @@ def refuse_several_processes(world_size: int, num_nodes: int) -> None:
 def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -> None:
     """What a module does that the engine cannot carry, as far as it shows before the first batch."""
     if fitting and not module.automatic_optimization:
-        asked = [f"{n}={v}" for n in ("num_microbatches", "microbatch_size") if (v := getattr(options, n)) is not None]
-        several = bool(asked) and options.num_microbatches != 1
-        raise MisconfigurationException(
-            "automatic_optimization=False (manual optimization) is not built yet in the roundpipe strategy"
-            + (f", and would need num_microbatches=1 instead of {asked[0]}" if several else "")
-            + ": let Lightning optimize, or use another strategy for this module."
-        )
+        _refuse_parts(options)
     for name, parameter in module.named_parameters():
         if parameter.device.type not in ("cpu", "meta"):
             raise MisconfigurationException(
@@ -55,6 +49,18 @@ def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -
             )
     if fitting:
         _refuse_shared_memory(module)
+
+
+def _refuse_parts(options: Options) -> None:
+    """Under manual optimization: a step that differentiates and steps by itself cannot be run in parts."""
+    asked = [f"{n}={v!r}" for n in ("microbatch_size", "plan") if (v := getattr(options, n)) is not None]
+    if options.num_microbatches not in (None, 1):
+        asked.insert(0, f"num_microbatches={options.num_microbatches}")
+    if asked:
+        raise MisconfigurationException(
+            f"{asked[0]} with automatic_optimization=False: under manual optimization training_step runs once, on the "
+            "whole batch, and its layers as they are called. Leave it out, or set num_microbatches=1 alone."
+        )
 
 
 def _refuse_shared_memory(module: LightningModule) -> None:

@@ -91,6 +91,11 @@ class Stepping:
             MisconfigurationException: if ``staleness=1`` was asked for, which is not possible without a thread.
         """
         if self._chosen:
+            if self.apart and not self._module.automatic_optimization:
+                raise MisconfigurationException(
+                    "automatic_optimization was set to False during training, when the optimizer has begun to step "
+                    "beside it: set it in the LightningModule's __init__."
+                )
             return
         self._chosen = True
         reason = needs_gradients(self._trainer, self._module, self._optimizers)
@@ -138,3 +143,7 @@ class Stepping:
     def begins_anew(self) -> bool:
         """Whether Lightning drops the gradients that were accumulated, before this batch's."""
         return self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
+
+    def batch_number(self) -> int:
+        """The number of the batch since training began, the same after resuming."""
+        return int(self._trainer.fit_loop.epoch_loop.total_batch_idx)

@@ -283,12 +283,13 @@ class RoundPipeStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, engine = self._running()
-        batch, *rest = (*args, *kwargs.values())
         assert self._stepping is not None
         self._stepping.choose()
-        anew = self._stepping.begins_anew()
-        seed = (self._seed, _batch_number(module))
+        seed, anew = (self._seed, self._stepping.batch_number()), self._stepping.begins_anew()
+        batch, *rest = (*args, *kwargs.values())
         with self.precision_plugin.train_step_context():
+            if not module.automatic_optimization:
+                return engine.train_manually(functools.partial(module.training_step, *args, **kwargs), seed)
             return engine.train_batch(module.training_step, batch, tuple(rest), seed, anew=anew)
 
     @override
@@ -393,8 +394,3 @@ class RoundPipeStrategy(ParallelStrategy):
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj
-
-
-def _batch_number(module: LightningModule) -> int:
-    """The number of the batch since training began, the same after resuming."""
-    return int(module.trainer.fit_loop.epoch_loop.total_batch_idx)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, without_caches
 from lightning_roundpipe.runtime.interrupts import allowed, held
-from lightning_roundpipe.runtime.learning import plan_from, reserve_for_layers
+from lightning_roundpipe.runtime.learning import forget_plan, plan_from, reserve_for_layers
+from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import report_of
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
@@ -96,8 +98,8 @@ class Engine:
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
         self._interceptors = [Interceptor(layer) for layer in self.layers]
-        self._buffers: dict[tuple[int, int], GradientBuffers] = {}
-        self._slot_count = self._step_count = 0
+        self._buffers: dict[Hashable, GradientBuffers] = {}
+        self._slot_numbers, self._step_numbers = itertools.count(), itertools.count()
         self._trainable = self._trainable_now()
         self.belongings = Belongings(module, self.layers)
         self._in_glue = parameters_outside(module, [x.module for x in self.layers])
@@ -177,6 +179,20 @@ class Engine:
         finally:
             if not (step.overlaps and step.gradients is not None):
                 self._drain()
+        return output
+
+    @held()
+    def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
+        """``function()``, a training_step that differentiates and steps by itself."""
+        self._prepare(anew=False)
+        step, switched_off = ManualStep(self, seed, self._buffers), self._without_caches()
+        try:
+            with self._failing(step), intercepted(self._interceptors, step.control.fail):
+                output = step.run(function)
+            self._end(step)
+        finally:
+            self._drain()
+        self.hints.after_step(self.layers, switched_off, 1)
         return output
 
     def _prepare(self, *, anew: bool) -> None:
@@ -311,7 +327,8 @@ class Engine:
         if (now := self._trainable_now()) != self._trainable:
             self._trainable = now
             self.settle()
-            self._forget_plan()
+            self._buffers.clear()
+            forget_plan(self)
         self._adopt(newest=False)
         for device in self.devices:
             device.reset_peak()
@@ -345,30 +362,13 @@ class Engine:
     def _trainable_now(self) -> list[bool]:
         return [p.requires_grad for layer in self.layers for p in layer.masters]
 
-    def _forget_plan(self) -> None:
-        """Other parameters are trained now: gradients flow elsewhere, so everything is learned again."""
-        self.trace, self.recent, self.plan, self.costs = None, None, None, None
-        self.in_order = False
-        self.probed.clear()
-        self.walked.clear()
-        self.belongings = Belongings(self.module, self.layers)
-        self.randomness = Randomness()
-        for layer in self.layers if self.options.staleness else ():
-            layer.set_apart()
-        self._buffers.clear()
-        for worker in self.workers:
-            worker.forget()
-        reserve_for_layers(self)
-
     # -- shared by the microbatches -----------------------------------------------------------------------------------
 
     def next_step(self) -> int:
-        self._step_count += 1
-        return self._step_count - 1
+        return next(self._step_numbers)
 
     def next_slot(self) -> int:
-        self._slot_count += 1
-        return self._slot_count - 1
+        return next(self._slot_numbers)
 
     def buffers_of(self, call: TracedCall) -> GradientBuffers:
         """The host memory for the gradients of a call; made when first needed."""

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.memory import partition_within
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import check_plan_fits, worker_bytes
 from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sums import HostGradients
 from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
 
@@ -70,6 +72,21 @@ def reserve_for_layers(engine: Engine) -> None:
     gradients = max(HostGradients.bytes_of(layer) for layer in engine.layers)
     for worker in engine.workers:
         worker.reserve(weights, gradients)
+
+
+def forget_plan(engine: Engine) -> None:
+    """Other parameters are trained now: gradients flow elsewhere, so everything is learned again."""
+    engine.trace, engine.recent, engine.plan, engine.costs = None, None, None, None
+    engine.in_order = False
+    engine.probed.clear()
+    engine.walked.clear()
+    engine.belongings = Belongings(engine.module, engine.layers)
+    engine.randomness = Randomness()
+    for layer in engine.layers if engine.options.staleness else ():
+        layer.set_apart()
+    for worker in engine.workers:
+        worker.forget()
+    reserve_for_layers(engine)
 
 
 def is_to_be_probed(engine: Engine, call: TracedCall) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -49,6 +48,7 @@ from lightning_roundpipe.runtime.weights import HostLayer
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.step import Step
+    from lightning_roundpipe.runtime.sums import HostGradients
 
 
 class MicrobatchRun:
@@ -336,34 +336,34 @@ class MicrobatchRun:
 
     def _walk_tape(self) -> None:
         """Every call of the tape, deepest first [5]."""
-        engine = self.engine
         while self._tape:
             entry = self._tape.pop()
             entry.done = True
-            if not entry.wants_backward():
+            if entry.wants_backward():
+                self._walk_back(entry, self._step.sums_of(self.trace.calls[entry.call]))
+            else:
                 entry.let_go()
-                continue
-            traced = self.trace.calls[entry.call]
-            self._check_inputs(entry, traced)
-            refuse_hooked_module(entry)
-            if entry.hooks:
-                with self._glue_again(entry.home):
-                    entry.run_hooks(self._boundaries.transfer)
-            if not self._slots.holds(entry.call):
-                entry.graph = None
-            slot = self._slots.backward(self.index, entry.call, entry.layer, self._step.sums_of(traced))
-            self._foresight.backward(self.index, self._tape, self.trace)
-            worker, runner = engine.workers[slot.worker], engine.runners[slot.worker]
-            task = functools.partial(runner.backward, slot, entry, self._boundaries)
-            place = Place(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)
-            with noted(lambda place=place: place):  # type: ignore[misc]
-                grads = worker.run(task, self._control)
-            self._slot, self._last = slot, f"layer {entry.layer.name!r}"
-            self._boundaries.settle()
-            if self.learning and entry.found != traced.flags:
-                traced.precedent = None
-            self._hand_on(entry, grads, worker.device)
-            self._slots.after(self.index, slot, entry.call)
+
+    def _walk_back(self, entry: Entry, sums: HostGradients | None) -> None:
+        traced, engine = self.trace.calls[entry.call], self.engine
+        self._check_inputs(entry, traced)
+        refuse_hooked_module(entry)
+        if entry.hooks:
+            with self._glue_again(entry.home):
+                entry.run_hooks(self._boundaries.transfer)
+        if not self._slots.holds(entry.call):
+            entry.graph = None
+        slot = self._slots.backward(self.index, entry.call, entry.layer, sums)
+        self._foresight.backward(self.index, self._tape, self.trace)
+        worker, runner = engine.workers[slot.worker], engine.runners[slot.worker]
+        with noted(lambda: Place(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)):
+            grads = worker.run(lambda: runner.backward(slot, entry, self._boundaries), self._control)
+        self._slot, self._last = slot, f"layer {entry.layer.name!r}"
+        self._boundaries.settle()
+        if self.learning and entry.found != traced.flags:
+            traced.precedent = None
+        self._hand_on(entry, grads, worker.device)
+        self._slots.after(self.index, slot, entry.call)
 
     def _hand_over(self, entry: Entry, index: int, grad: Tensor | None, device: Device) -> None:
         """Add to another call's gradient, on the device where that gradient is already."""

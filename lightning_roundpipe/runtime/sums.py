@@ -22,10 +22,15 @@ from lightning_roundpipe.runtime.weights import HostLayer, Segment, aligned, seg
 
 
 class GradientLayout:
-    """Where the gradients of one layer's trainable parameters lie in a flat buffer."""
+    """Where the gradients of one layer's trainable parameters lie in a flat buffer.
 
-    def __init__(self, layer: HostLayer) -> None:
-        self.positions = [i for i, p in enumerate(layer.masters) if p.requires_grad]
+    Args:
+        layer: whose.
+        trainable: which of its parameters those are; by default those that are trained now.
+    """
+
+    def __init__(self, layer: HostLayer, trainable: Sequence[bool] | None = None) -> None:
+        self.positions = [i for i, trained in enumerate(trainable or layer.trainable()) if trained]
         self.segments: list[Segment] = []
         offset = 0
         for position in self.positions:
@@ -41,9 +46,9 @@ class GradientBuffers:
     one, and the two take turns.
     """
 
-    def __init__(self, layer: HostLayer, device: Device) -> None:
+    def __init__(self, layer: HostLayer, device: Device, layout: GradientLayout | None = None) -> None:
         self.layer = layer
-        self.layout = GradientLayout(layer)
+        self.layout = layout or GradientLayout(layer)
         self._device = device
         self._flats: list[tuple[Tensor, int]] = []
         """Buffers, and how many hold their memory when there is nobody else."""

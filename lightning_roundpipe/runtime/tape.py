@@ -132,7 +132,8 @@ class Entry:
         if self.done:
             raise RoundPipeError(
                 f"a gradient reached layer {self.layer.name!r} after its backward: a tensor of an earlier batch, or of "
-                "another microbatch, was used again. Detach what is kept from one training_step to the next."
+                "another microbatch, was used again. Detach what is kept from one training_step to the next. (Under "
+                "manual optimization a first backward of several through the same calls needs retain_graph=True.)"
             )
         parts = self.grads[index]
         if len(parts) == 1 and parts[0][1] is device:
@@ -188,7 +189,8 @@ class _BoundaryFunction(torch.autograd.Function):
 def _refuse(entry: Entry) -> NoReturn:
     raise RoundPipeError(
         f"a backward pass inside training_step reached layer {entry.layer.name!r}: gradients across layers "
-        "(torch.autograd.grad, loss.backward(), create_graph) are not supported in automatic optimization."
+        "(torch.autograd.grad, loss.backward(), create_graph) are not supported. (Under manual optimization "
+        "self.manual_backward(loss) and loss.backward() are, and torch.autograd.backward is not.)"
     )
 
 

@@ -20,15 +20,21 @@ def mlp() -> nn.Module:
 
 
 class Manual(zoo.PlainClassifier):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, written_between: bool = False, twice: bool = False, **options: Any) -> None:
         super().__init__(model)
         self.automatic_optimization = False
+        self.written_between, self.twice, self.backward_options = written_between, twice, options
 
     def training_step(self, batch: zoo.Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
         loss, _ = self.loss_and_logits(batch)
+        if self.written_between:
+            with torch.no_grad():
+                self.model.head.weight.mul_(1.0)
         optimizer.zero_grad()
-        self.manual_backward(loss)
+        self.manual_backward(loss, **self.backward_options)
+        if self.twice:
+            self.manual_backward(loss)
         optimizer.step()
         self.log("loss", loss)
 
@@ -135,24 +141,37 @@ SECTION = "The module, its optimizer and its loss"
 MODULES = [
     Mistake(
         SECTION,
-        "several microbatches under manual optimization",
-        "automatic_optimization=False (manual optimization) is not built yet in the roundpipe strategy, and would need "
-        "num_microbatches=1 instead of …",
-        "let Lightning optimize, or use another strategy for this module",
+        "several microbatches, or a plan, under manual optimization",
+        "… with automatic_optimization=False: under manual optimization training_step runs once, on the whole batch",
+        "Leave it out, or set num_microbatches=1 alone",
         (
             lambda user: user.fit(Manual(mlp()), num_microbatches=2),
             lambda user: user.fit(Manual(mlp()), microbatch_size=2),
+            lambda user: user.fit(
+                Manual(mlp()), num_microbatches=1, plan="forward 0-1; fused 2-5; backward 0-1; round 1"
+            ),
         ),
     ),
     Mistake(
         SECTION,
-        "manual optimization",
-        "automatic_optimization=False (manual optimization) is not built yet in the roundpipe strategy",
-        "let Lightning optimize, or use another strategy for this module",
-        (
-            lambda user: user.fit(Manual(mlp())),
-            lambda user: user.fit(Manual(mlp()), num_microbatches=1),
-        ),
+        "weights that are written to between a call and its backward",
+        "weights of layer '…' were written to (by an optimizer's step, most likely) between its call and the backward",
+        "Run backward before the step, or call the model again after it",
+        (lambda user: user.fit(Manual(mlp(), written_between=True)),),
+    ),
+    Mistake(
+        SECTION,
+        "two backward passes through the same calls",
+        "a gradient reached layer '…' after its backward",
+        "a first backward of several through the same calls needs retain_graph=True",
+        (lambda user: user.fit(Manual(mlp(), twice=True)),),
+    ),
+    Mistake(
+        SECTION,
+        "second derivatives, or a choice of inputs, under manual optimization",
+        "backward(…) is not supported by the roundpipe strategy",
+        "choose what gets gradients with requires_grad (toggle_optimizer)",
+        (lambda user: user.fit(Manual(mlp(), create_graph=True)),),
     ),
     Mistake(
         SECTION,

@@ -1,0 +1,294 @@
+"""A step under manual optimization: training_step differentiates, and steps its optimizers, by itself.
+
+It runs on the calling thread, on the whole batch, as one microbatch without a plan:
+
+    layer call ─► worker ── its weights are there before user code goes on, which may write to them next ── [1]
+    loss.backward() ── through the glue behind the layers, then the tape, deepest call first ── [2]
+                    ── gradients come down and are added to .grad; nothing is on its way when it returns ── [3]
+    optimizer.step(), p.clamp_(), ... write to masters; the next call uploads what they are then ── [4]
+
+A call is recomputed for its backward, so its weights must be what they were. Plain training keeps what it needs of them
+and complains if that was written to; here it is an error if any weight of the layer was.
+
+Calls stay on the tape until a backward has used them up, so a step may have several, for different losses. Glue draws
+from the caller's own generators, as in plain training; layers that draw have seeds of their own, as ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.belongings import Spot
+from lightning_roundpipe.runtime.calls import Call
+from lightning_roundpipe.runtime.crew import WatchedControl
+from lightning_roundpipe.runtime.glue import GlueMode
+from lightning_roundpipe.runtime.gradients import StepGradients
+from lightning_roundpipe.runtime.interception import calling
+from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
+from lightning_roundpipe.runtime.run import MicrobatchRun
+from lightning_roundpipe.runtime.segments import Segments
+from lightning_roundpipe.runtime.slots import Slot, SlotsOnArrival
+from lightning_roundpipe.runtime.step import Step
+from lightning_roundpipe.runtime.sums import GradientBuffers, GradientLayout, HostGradients
+from lightning_roundpipe.runtime.surroundings import Surroundings
+from lightning_roundpipe.runtime.tape import Entry, driven_backward
+from lightning_roundpipe.runtime.trace import TracedCall
+from lightning_roundpipe.runtime.weights import HostLayer
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.planning.costs import Phase
+    from lightning_roundpipe.runtime.engine import Engine
+
+
+class ManualStep(Step):
+    """One batch.
+
+    Args:
+        engine: what outlives it.
+        seed: of this batch.
+        buffers: of earlier steps, for gradients; updated.
+    """
+
+    def __init__(self, engine: Engine, seed: tuple[int, ...], buffers: dict[Hashable, GradientBuffers]) -> None:
+        super().__init__(engine, seed, [1], None)
+        self.control: WatchedControl = WatchedControl(engine.crew)
+        self._buffers = buffers
+        self._trainable: dict[int, tuple[bool, ...]] = {}
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """``function()``, the user's training_step."""
+        engine = self.engine
+        engine.plans, engine.randomness.learning, engine.randomness.comparing = False, True, False
+        slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
+        run = ManualRun(self, slots)
+        self.runs = [run]
+        output: Any = None
+        try:
+            output = run.train(function)
+        except BaseException as error:
+            self.control.fail(error)
+        engine.crew.rest(self.control, given_up=self.control.given_up)
+        self.seconds = time.perf_counter() - self._started
+        self.control.raise_error()
+        return output
+
+    def new_slot(
+        self,
+        phase: Phase,
+        calls: range,
+        layers: Sequence[HostLayer],
+        sums: dict[int, HostGradients],
+        microbatches: Sequence[int],
+        round_: int = 0,
+        predecessor: Slot | None = None,
+    ) -> Slot:
+        """A layer is always on the same worker, so that what is logged is on the same device in each step."""
+        slot = super().new_slot(phase, calls, layers, sums, microbatches, round_, predecessor)
+        slot.worker = layers[0].index % len(self.engine.workers)
+        return slot
+
+    def called(self, call: TracedCall, trainable: list[bool]) -> None:
+        """What was trained of the layer when it was called: optimizers are toggled within the step."""
+        self._trainable[id(call)] = tuple(trainable)
+
+    def sums_of(self, call: TracedCall) -> HostGradients | None:
+        """Where the gradients of a call are summed, in the backward that is under way."""
+        key = (call.layer.index, call.use)
+        if key not in self._sums:
+            trainable = self._trainable[id(call)]
+            # Not by its number in the step, which may call a layer in a loop, with a backward after each time.
+            nth = sum(layer == call.layer.index for layer, _ in self._sums)
+            place = (call.layer.index, nth, trainable)
+            if place not in self._buffers:
+                layout = GradientLayout(call.layer, trainable)
+                self._make_room(layout.nbytes)
+                self._buffers[place] = GradientBuffers(call.layer, self.engine.devices[0], layout)
+            self._sums[key] = self._buffers[place].begin()
+        known = self._sums[key]
+        return known if known.layout.nbytes else None
+
+    def _make_room(self, nbytes: int) -> None:
+        """What was frozen before may be trained now."""
+        for worker in self.engine.workers:
+            worker.run(lambda w=worker: w.reserve(0, nbytes), self.control)  # type: ignore[misc]
+
+    def hand_out(self) -> None:
+        """Add what a backward has summed to ``.grad`` [3], as autograd does: hooks of parameters are called."""
+        sums, self._sums = [self._sums[key] for key in sorted(self._sums)], {}
+        for worker in self.engine.workers:
+            self.control.wait(worker.fence())  # slots are closed, and gradients on their way
+        # What was foreseen and did not come must not be uploaded while user code writes to weights, either.
+        for worker in self.engine.workers:
+            worker.run(worker.device.weights_up.synchronize, self.control)
+        gradients = StepGradients(sums, [], 1.0)
+        self.engine.workers[0].run(gradients.arrive, self.control)
+        loss = gradients.loss(torch.zeros(()), differentiable=True)
+        try:
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            gradients.let_go()
+            for total in sums:
+                total.end()
+
+
+class ManualRun(MicrobatchRun):
+    """The batch, as the one microbatch of its step."""
+
+    def __init__(self, step: ManualStep, slots: SlotsOnArrival) -> None:
+        super().__init__(step, 0, None, slots)
+        self._manual = step
+        self.segments = self._pieces = _Pieces(step)
+        self.mode = _Glue(self._differentiate, step.engine.accelerator)
+        self._weights: dict[Entry, list[tuple[int, int]]] = {}
+        """What the masters of a call's layer were when it was made: version and place."""
+
+    def train(self, function: Callable[[], Any]) -> Any:
+        """``function()`` with its layer calls on the workers."""
+        try:
+            with calling(self), self.mode:
+                self._enter_glue()
+                self._surroundings = Surroundings()
+                with self._noted(), allowed():
+                    output = function()
+                self._watched.check()
+            return output
+        finally:
+            for entry in self._tape:  # what is kept for the next step has no gradients there
+                entry.done = True
+                entry.let_go()
+            self._tape.clear()
+            self._leave_glue()
+            self._pieces.end()
+            self._boundaries.move_to(None)
+
+    # -- layer calls --------------------------------------------------------------------------------------------------
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with allowed(False):
+            layer.adopt()
+            layer.remember()  # [4]
+            output = super().call(layer, args, kwargs)
+            assert self._slot is not None
+            worker, uploaded = self.engine.workers[self._slot.worker], self._slot.uploaded[layer.index]
+            worker.run(uploaded.wait, self._control)  # [1]
+            return output
+
+    def _new_entry(self, call: Call, traced: TracedCall) -> Entry:
+        entry = super()._new_entry(call, traced)
+        self._weights[entry] = _weights_of(call.layer)
+        self._manual.called(traced, call.trainable)
+        return entry
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _differentiate(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """What ``loss.backward()`` does in training_step [2]."""
+        if create_graph or inputs is not None:
+            raise RoundPipeError(
+                f"backward({'create_graph=True' if create_graph else 'inputs=...'}) is not supported by the roundpipe "
+                "strategy: a layer is differentiated on its worker, once, by all that is trained. Differentiate twice "
+                "inside a layer, and choose what gets gradients with requires_grad (toggle_optimizer)."
+            )
+        with allowed(False), torch._C.DisableTorchFunction():
+            self._phase = "backward"
+            with self._noted(), driven_backward:
+                torch.autograd.backward(loss, gradient, retain_graph=True)
+            self._leave_glue()
+            self._walk_losses(retain=bool(retain_graph))
+            self._slots.finish(self.index)
+            self._manual.hand_out()
+            self._enter_glue()
+            self._phase = "forward"
+
+    def _walk_losses(self, *, retain: bool) -> None:
+        """The calls that the gradient reaches; others may be reached by another loss."""
+        left: list[Entry] = []
+        while self._tape:
+            entry = self._tape.pop()
+            reached = entry.wants_backward()
+            if reached:
+                if self._weights[entry] != _weights_of(entry.layer):
+                    _refuse_written(entry.layer)
+                outputs = len(entry.grads)
+                entry.done = not retain
+                self._walk_back(entry, self._manual.sums_of(self.trace.calls[entry.call]))
+                entry.grads, entry.arrivals = [[] for _ in range(outputs)], 0
+            if retain or not reached:
+                left.append(entry)
+            else:
+                del self._weights[entry]
+        self._tape = left[::-1]
+
+
+def _weights_of(layer: HostLayer) -> list[tuple[int, int]]:
+    return [(master._version, master.data_ptr()) for master in layer.masters]
+
+
+def _refuse_written(layer: HostLayer) -> NoReturn:
+    raise RoundPipeError(
+        f"weights of layer {layer.name!r} were written to (by an optimizer's step, most likely) between its call and "
+        "the backward of that call, for which it is computed once more. Run backward before the step, or call the "
+        "model again after it."
+    )
+
+
+class _Pieces(Segments):
+    """The glue of a step that has no other: nobody to take turns with, and the caller's own random state."""
+
+    def __init__(self, step: ManualStep) -> None:
+        super().__init__(step, 0, learning=True)
+        self._before = GlobalRandomState(step.engine.devices)
+        self._now: GlobalRandomState | None = None
+
+    def enter(self, slot: int, spot: Spot | None, device: Device | None, what: str, *, astray: bool) -> None:
+        device = device or self._step.engine.devices[0]
+        self._around.enter_context(device.activate())
+        if self._now is not None:
+            self._now.restore()  # layers and the way back have seeds of their own
+        if device.generator is not torch.default_generator:  # which device it is depends on how many there are
+            device.generator.manual_seed(derive(*self._step.seed, self._index, -1 - self._count))
+        self._count += 1
+
+    def leave(self, spot: Spot | None) -> None:
+        self._now = GlobalRandomState(self._step.engine.devices)
+        self.close()
+
+    def end(self) -> None:
+        """Afterwards the host's generators are where plain training leaves them, and the devices' where they were."""
+        host = GlobalRandomState([])
+        self._before.restore()
+        host.restore()
+
+
+class _Glue(GlueMode):
+    """Masters are read as they are, and nothing is weighed; ``backward`` is ours."""
+
+    def __init__(self, differentiate: Callable[..., None], accelerator: str | None) -> None:
+        super().__init__((), lambda master: master, train=True, accelerator=accelerator)
+        self._differentiate = differentiate
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.backward:
+            return self._differentiate(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _count(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        pass

@@ -1,0 +1,364 @@
+"""Manual optimization: training_step differentiates and steps by itself, and it is as in plain Lightning."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_identical, assert_same, ours
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+
+UNKIND = {"poison": True, "delay_seed": 3}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout))
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.inner(x))
+
+
+def tower(inside: int, outside: int, dropout: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inside, 8), Block(dropout), Block(dropout), nn.Linear(8, outside))
+
+
+class Manual(pl.LightningModule):
+    """One model, two heads; ``step`` is a training_step, called with the module, its optimizers and a batch."""
+
+    def __init__(self, step: Callable[[Any, Any, Tensor], Any], make: Any = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.trunk, self.one, self.two = tower(6, 8, dropout), nn.Linear(8, 1), nn.Linear(8, 1)
+        self.scale = nn.Parameter(torch.tensor(0.9))  # which glue reads
+        self.step, self.make = step, make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+
+    def losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.trunk(batch) * self.scale
+        return self.one(hidden).square().mean(), (self.two(hidden.tanh()) - 1).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.step(self, self.optimizers(), batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validated", sum(self.losses(batch)))
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def samples(count: int = 3) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(7)
+    return [torch.randn(5, 6, generator=drawn) for _ in range(count)]
+
+
+def run(strategy: Any, module: pl.LightningModule, batches: Any = None, **options: Any) -> harness.Result:
+    batches = samples() if batches is None else batches
+    return harness.run(strategy, module, batches, watch=False, **options)
+
+
+def plain_and_ours(
+    module: pl.LightningModule, *, devices: int = 2, **options: Any
+) -> tuple[harness.Result, harness.Result]:
+    plain, result = run("auto", module, **options), run(ours(emulation=UNKIND), module, devices=devices, **options)
+    assert any(not torch.equal(result.state[name], before) for name, before in module.state_dict().items())
+    return plain, result
+
+
+# ------------------------------------------------------------------------------------------------------ what it can do
+
+
+class Gan(pl.LightningModule):
+    """As in Lightning's documentation, with a schedule for each optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.discriminator = tower(4, 6), tower(6, 1)
+
+    def judged(self, made: Tensor, real: bool) -> Tensor:
+        logits = self.discriminator(made)
+        return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        noise = torch.randn(len(batch), 4)
+
+        self.toggle_optimizer(first)
+        loss = self.judged(self.generator(noise), True)
+        self.log("generator", loss, prog_bar=True, on_epoch=True)
+        self.manual_backward(loss)
+        assert all(p.grad is None for p in self.discriminator.parameters())
+        self.clip_gradients(first, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+
+        self.toggle_optimizer(second)
+        loss = (self.judged(batch, True) + self.judged(self.generator(noise).detach(), False)) / 2
+        self.log("discriminator", loss)
+        self.manual_backward(loss)
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+
+        for scheduler in self.lr_schedulers():  # type: ignore[union-attr]
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.Adam(part.parameters(), lr=0.02) for part in (self.generator, self.discriminator)]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_optimizers(devices: int) -> None:
+    """Noise is drawn by glue, from the generator that plain training draws from."""
+    plain, result = plain_and_ours(Gan(), devices=devices)
+    assert {"generator_step", "generator_epoch", "discriminator"} <= set(plain.metrics)
+    assert_same(plain, result)
+    assert result.report is not None
+    assert {slot["phase"] for slot in result.report["slots"]} == {"forward", "backward"}
+    assert len({slot["worker"] for slot in result.report["slots"]}) == devices
+
+
+def _one_after_another(self: Any, optimizer: Any, batch: Tensor) -> Any:
+    """What was not reached by the first loss is there for the second one; in between weights of others change."""
+    one, two = optimizer
+    optimizer[0].zero_grad()
+    optimizer[1].zero_grad()
+    hidden = self.trunk(batch)
+    loss = self.one(hidden.detach()).square().mean()
+    other = self.two(hidden).square().mean()
+    self.manual_backward(loss)
+    one.step()
+    self.manual_backward(other)
+    two.step()
+    self.log("sum", loss + other)
+
+
+def _shared_trunk(self: Any, optimizer: Any, batch: Tensor) -> Any:
+    optimizer.zero_grad()
+    loss, other = self.losses(batch)
+    self.manual_backward(loss, retain_graph=True)
+    self.log("so far", self.trunk[1].out.weight.grad.norm())
+    self.manual_backward(other, gradient=torch.tensor(0.5))
+    optimizer.step()
+    return {"loss": loss, "other": other.detach()}
+
+
+def _by_hand(self: Any, optimizer: Any, batch: Tensor) -> Any:
+    """Past Lightning: torch's own backward, clipping, optimizer, and weights that are written to."""
+    bare = optimizer.optimizer
+    for _ in range(2):
+        bare.zero_grad(set_to_none=False)
+        sum(self.losses(batch)).backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        bare.step()
+        for parameter in self.trunk.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+    with torch.no_grad():
+        self.one.weight.mul_(0.9)
+        self.log("after", sum(self.losses(batch)))
+
+
+def _accumulated(self: Any, optimizer: Any, batch: Tensor) -> Any:
+    self.manual_backward(sum(self.losses(batch)) / 2)
+    self.batches = getattr(self, "batches", 0) + 1
+    if self.batches % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _with_closures(self: Any, optimizer: Any, batch: Tensor) -> Any:
+    for index, part in enumerate(optimizer):
+
+        def closure(part: Any = part, index: int = index) -> Tensor:
+            part.zero_grad()
+            loss: Tensor = self.losses(batch)[index]
+            self.manual_backward(loss)
+            return loss
+
+        with part.toggle_model():
+            part.step(closure=closure)
+
+
+def _hooked(self: Any, optimizer: Any, batch: Tensor) -> Any:
+    """On a layer's output, and on the batch itself, whose gradient is asked for."""
+    optimizer.zero_grad()
+    batch = batch.clone().requires_grad_()
+    hidden = self.trunk(batch)
+    hidden.register_hook(lambda grad: grad * 2)
+    self.manual_backward(self.one(hidden).square().mean())
+    self.log("of the batch", batch.grad.norm())
+    optimizer.step()
+
+
+def _parts(parameters: Any) -> Any:
+    every = list(parameters)
+    one, two = every[-4:-2], every[:-4] + every[-2:]
+    return [torch.optim.Adam(part, lr=0.03) for part in (one, two)]
+
+
+def _halves(parameters: Any) -> Any:
+    """Both hold the trunk."""
+    every = list(parameters)
+    return [torch.optim.SGD(every, lr=0.05), torch.optim.SGD(every[:-2], lr=0.03)]
+
+
+def _lbfgs(parameters: Any) -> Any:
+    return [torch.optim.LBFGS(list(parameters), lr=0.1, max_iter=2)]
+
+
+WAYS: dict[str, tuple[Any, Any]] = {
+    "one loss after another": (_one_after_another, _parts),
+    "a shared trunk": (_shared_trunk, None),
+    "by hand": (_by_hand, None),
+    "accumulated": (_accumulated, None),
+    "with closures": (_with_closures, _halves),
+    "lbfgs": (lambda self, optimizer, batch: _with_closures(self, [optimizer], batch), lambda p: _lbfgs(p)[0]),
+    "hooks on tensors": (_hooked, None),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_as_in_plain_training(way: str) -> None:
+    step, make = WAYS[way]
+    plain, result = plain_and_ours(Manual(step, make), val_batches=samples(1))
+    assert "validated" in plain.metrics
+    assert_same(plain, result)
+
+
+def test_on_any_number_of_workers() -> None:
+    """To the bit, dropout included; and a mask is the same when a call is computed again."""
+    module = Manual(_shared_trunk, dropout=0.5)
+    one, two = (run(ours(), module, devices=devices) for devices in (1, 2))
+    assert_identical(one, two)
+
+
+def test_mixed_precision() -> None:
+    plain, result = plain_and_ours(Manual(_shared_trunk), precision="bf16-mixed")
+    assert_same(plain, result, rtol=0.02, atol=0.02)
+
+
+class Order(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.seen.append(("before backward", round(float(loss), 4)))
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(("after backward", round(float(pl_module.one.weight.grad.norm()), 4)))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.seen.append("before step")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(sorted(outputs))
+        self.seen.append(trainer.global_step)
+
+
+def test_hooks_come_where_they_come_in_plain_training() -> None:
+    module, seen = Manual(_shared_trunk), [Order(), Order()]
+    for strategy, order in zip(("auto", ours()), seen, strict=True):
+        run(strategy, module, callbacks=[order])
+    assert len(seen[0].seen) == 3 * 7
+    assert seen[0].seen == seen[1].seen
+
+
+# ------------------------------------------------------------------------------------------------------ what it cannot
+
+
+def _stepped_between(self: Any, optimizer: Any, batch: Tensor) -> Any:
+    loss, other = self.losses(batch)
+    self.manual_backward(loss, retain_graph=True)
+    optimizer.step()
+    self.manual_backward(other)
+
+
+def _twice(self: Any, optimizer: Any, batch: Tensor) -> Any:
+    loss, other = self.losses(batch)
+    self.manual_backward(loss)
+    self.manual_backward(other)
+
+
+def _kept(self: Any, optimizer: Any, batch: Tensor) -> Any:
+    self.hidden = getattr(self, "hidden", 0) + self.trunk(batch)
+    self.manual_backward(self.hidden.square().mean())
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a step between a call and its backward": (_stepped_between, "were written to .*before the step"),
+    "a second backward": (_twice, "retain_graph=True"),
+    "a tensor of the batch before": (_kept, "Detach what is kept"),
+    "create_graph": (
+        lambda self, optimizer, batch: self.manual_backward(self.losses(batch)[0], create_graph=True),
+        r"backward\(create_graph=True\) is not supported",
+    ),
+    "inputs": (
+        lambda self, optimizer, batch: self.losses(batch)[0].backward(inputs=[self.scale]),
+        r"backward\(inputs=...\) is not supported",
+    ),
+    "torch.autograd.backward": (
+        lambda self, optimizer, batch: torch.autograd.backward(self.losses(batch)[0]),
+        "torch.autograd.backward is not",
+    ),
+    "torch.autograd.grad": (
+        lambda self, optimizer, batch: torch.autograd.grad(self.losses(batch)[0], self.trunk[1].out.weight),
+        "autograd.grad",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what: str) -> None:
+    step, message = REFUSED[what]
+    with pytest.raises(RoundPipeError, match=message):
+        run(ours(), Manual(step, lambda parameters: torch.optim.SGD(list(parameters)[1:], lr=0.1)))  # not self.scale
+
+
+def test_after_an_error_training_goes_on() -> None:
+    """Nothing of the step is left on the module or in its generators' way."""
+    fails = [True]
+
+    def step(self: Any, optimizer: Any, batch: Tensor) -> Any:
+        _shared_trunk(self, optimizer, batch)
+        if fails:
+            fails.pop()
+            raise KeyError("once")
+
+    module = Manual(step)
+    trainer = harness.trainer_of(ours(), devices=2)
+    with pytest.raises(KeyError, match="once"), harness.quiet():
+        trainer.fit(module, harness.loader(samples()))
+    assert not any("forward" in vars(part) for part in module.modules())
+    before = module.one.weight.detach().clone()
+    with contextlib.suppress(StopIteration), harness.quiet():
+        trainer.fit(module, harness.loader(samples()))
+    assert not torch.equal(module.one.weight, before)
+
+
+def test_it_cannot_be_switched_off_during_training() -> None:
+    class Switching(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            if not self.automatic_optimization:
+                return super().training_step(batch, batch_idx)
+            return self.losses(batch)[0]
+
+        def on_train_epoch_start(self) -> None:
+            self.automatic_optimization = self.current_epoch == 0
+
+    module = Switching(_shared_trunk)
+    module.automatic_optimization = True
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="during training"):
+        run(ours(), module, max_epochs=2)
