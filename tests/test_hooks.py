@@ -1,0 +1,290 @@
+"""What a LightningModule may override, under automatic optimization: the same numbers at the same places as in plain
+Lightning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from harness import Result, assert_same, ours, run
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+MLP = zoo.make_module("mlp").model
+STEP = torch.optim.lr_scheduler.ExponentialLR
+
+
+def both(module: Any, batches: Any = None, **options: Any) -> tuple[Result, Result]:
+    batches = zoo.make_batches("mlp", 4) if batches is None else batches
+    plain = run("auto", module, batches, **options)
+    return plain, run(ours(num_microbatches=3), module, batches, devices=2, **options)
+
+
+# ------------------------------------------------------------------------------------------------- configure_optimizers
+
+
+def _by_frequency(optimizer: Any) -> Any:
+    scheduler = {"scheduler": STEP(optimizer, 0.5), "interval": "step", "frequency": 2}
+    return [{"optimizer": optimizer, "lr_scheduler": scheduler}]
+
+
+def _by_metric(optimizer: Any) -> Any:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+    scheduler = {"scheduler": plateau, "monitor": "train/loss", "interval": "step", "frequency": 2, "strict": True}
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+CONFIGURED: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda optimizer: [optimizer],
+    "a tuple": lambda optimizer: (optimizer,),
+    "two lists": lambda optimizer: ([optimizer], [STEP(optimizer, 0.5)]),
+    "a list and dicts": lambda optimizer: ([optimizer], [{"scheduler": STEP(optimizer, 0.5), "interval": "step"}]),
+    "a list of dicts, every other step": _by_frequency,
+    "a monitored value": _by_metric,
+    "a dict without a schedule": lambda optimizer: {"optimizer": optimizer},
+}
+
+
+class Configured(zoo.PlainClassifier):
+    def __init__(self, configure: Callable[[Any], Any]) -> None:
+        super().__init__(MLP)
+        self.configure = configure
+
+    def configure_optimizers(self) -> Any:
+        return self.configure(torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9))
+
+
+@pytest.mark.parametrize("kind", CONFIGURED)
+def test_configured_optimizers(kind: str) -> None:
+    plain, result = both(Configured(CONFIGURED[kind]), max_epochs=2)
+    assert_same(plain, result)
+    schedules = [[config.scheduler.state_dict() for config in r.trainer.lr_scheduler_configs] for r in (plain, result)]  # type: ignore[union-attr]
+    assert schedules[0] == schedules[1]
+
+
+def test_no_optimizer() -> None:
+    """Nothing is trained, but gradients are there."""
+    plain, result = both(Configured(lambda optimizer: None), blocking=True)
+    assert any(grad is not None for grad in plain.grads[0].values())
+    assert_same(plain, result)
+    assert all(torch.equal(result.state[f"model.{name}"], value) for name, value in MLP.state_dict().items())
+
+
+@pytest.mark.parametrize("strategy", ["auto", "roundpipe"])
+def test_several_optimizers_are_refused_by_lightning(strategy: str) -> None:
+    module = Configured(lambda optimizer: [optimizer, copy.copy(optimizer)])
+    with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
+        run(strategy, module, zoo.make_batches("mlp", 1))
+
+
+# ------------------------------------------------------------------------------------------------- parts of the step
+
+
+class WarmUp(zoo.PlainClassifier):
+    """As in Lightning's documentation."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * (self.trainer.global_step + 1)
+
+
+class WarmUpAhead(WarmUp):
+    """Sets the rate of the step before it; and says that it looks at nothing, so that the optimizer steps apart."""
+
+    roundpipe_looks_away = ("optimizer_step",)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * (self.trainer.global_step + 1)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class EveryOtherStep(zoo.PlainClassifier):
+    """Between its steps the closure is called by itself, so that losses and gradients are there."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class LateClosure(zoo.PlainClassifier):
+    """Steps without a closure, once the module has called it itself and has changed the gradients."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+        optimizer.step()
+
+
+class Accumulating(zoo.PlainClassifier):
+    """Drops gradients only now and then, by two hooks."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad(set_to_none=False)
+
+
+class ClippingApart(zoo.PlainClassifier):
+    """As in Lightning's documentation: only from some step on."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        assert gradient_clip_val is None
+        if self.global_step:
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+class BackwardTwiceAsFar(zoo.PlainClassifier):
+    def backward(self, loss: Tensor) -> None:
+        (loss * 2).backward()
+
+
+class SchedulerByHand(zoo.PlainClassifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
+        return [optimizer], [{"scheduler": STEP(optimizer, 0.5), "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if self.trainer.global_step != 2:
+            scheduler.step()
+
+
+class Transferred(zoo.PlainClassifier):
+    """Each of the three changes the batch, and none commutes with another."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch | {"x": batch["x"] + 1}
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        assert device.type == "cpu"
+        return super().transfer_batch_to_device(batch | {"x": batch["x"] * 2}, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert batch["x"].device.type == "cpu"
+        return batch | {"x": batch["x"].square()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (WarmUp, {}),
+        (WarmUpAhead, {}),
+        (EveryOtherStep, {}),
+        (LateClosure, {}),
+        (Accumulating, {}),
+        (ClippingApart, {}),
+        (BackwardTwiceAsFar, {}),
+        (SchedulerByHand, {}),
+        (Transferred, {"val_batches": zoo.make_batches("mlp", 1)}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_overridden(kind: type[zoo.PlainClassifier], options: Any) -> None:
+    plain, result = both(kind(MLP), watch=kind is not LateClosure, **options)
+    without = run("auto", zoo.PlainClassifier(MLP), zoo.make_batches("mlp", 4))
+    assert any(not torch.equal(without.state[name], value) for name, value in plain.state.items())  # it does something
+    assert_same(plain, result)
+
+
+class Seen(zoo.PlainClassifier):
+    """What each hook of the step finds: loss, gradients and weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.seen: list[tuple[str, float, float]] = []
+
+    def _note(self, what: str, value: Any = 0.0) -> None:
+        grads = [p.grad.square().sum() for p in self.parameters() if p.grad is not None]
+        weights = sum(float(p.detach().square().sum()) for p in self.parameters())
+        self.seen.append((what, float(value.detach()) if isinstance(value, Tensor) else float(sum(grads)), weights))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self._note("before zero_grad")
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self._note("before backward", loss)
+
+    def on_after_backward(self) -> None:
+        self._note("after backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._note("before step")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._note("batch start")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._note("batch end")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_hooks_find(accumulate: int) -> None:
+    plain, result = both(Seen(MLP), accumulate_grad_batches=accumulate, gradient_clip_val=0.2)
+    expected, found = plain.module.seen, result.module.seen  # type: ignore[union-attr]
+    assert [what for what, *_ in found] == [what for what, *_ in expected]
+    assert {what for what, *_ in expected} >= {"before zero_grad", "before backward", "after backward", "before step"}
+    for (what, *values), (_, *others) in zip(expected, found, strict=True):
+        assert others == pytest.approx(values, rel=1e-4, abs=1e-6), what
+
+
+# -------------------------------------------------------------------------------------------------- several model calls
+
+
+class Preference(zoo.PlainClassifier):
+    """A policy against a frozen reference, on what is preferred and what is not, as in preference tuning."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.reference = copy.deepcopy(model).requires_grad_(False)
+        self.model.head = copy.deepcopy(self.model.head)
+        with torch.no_grad():
+            self.model.head.weight.mul_(1.2)
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        preferred, other = batch["x"], batch["x"].flip(1)
+        with torch.no_grad():
+            before = self.reference(preferred) - self.reference(other)
+        now = self.model(preferred) - self.model(other)
+        margin = (now - before).gather(1, batch["y"][:, None])
+        self.log("margin", margin.mean())
+        return -F.logsigmoid(margin).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+class Towers(zoo.PlainClassifier):
+    """Two models whose outputs meet in the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.other = copy.deepcopy(model)
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+        one, two = self.model(batch["x"]), self.other(batch["x"].roll(1, 1))
+        return {"loss": (F.normalize(one) - F.normalize(two)).square().sum(1).mean(), "distance": (one - two).detach()}
+
+
+@pytest.mark.parametrize("kind", [Preference, Towers])
+def test_several_model_calls(kind: type[zoo.PlainClassifier]) -> None:
+    plain, result = both(kind(copy.deepcopy(MLP)))
+    assert_same(plain, result, outputs=True)
+
+
+def test_accumulating_and_clipping_by_lightning_are_refused_under_manual_optimization() -> None:
+    module = zoo.make_module("mlp")
+    module.automatic_optimization = False
+    for options in ({"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}):
+        with pytest.raises(MisconfigurationException, match="manual optimization"):
+            harness.trainer_of(ours(), **options).fit(module, harness.loader(zoo.make_batches("mlp", 1)))
