@@ -64,6 +64,43 @@ def test_the_table_is_whole(command: Any, monkeypatch: pytest.MonkeyPatch, width
         assert text in " ".join(out.split())
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_pictures_and_traces(command: Any, tmp_path: Path, staleness: int) -> None:
+    picture, trace = tmp_path / "plan.png", tmp_path / "plan.trace.json"
+    options = [*TINY_4090, "microbatches=4", "microbatch_size=2", "workers=2", f"staleness={staleness}", "format=json"]
+    code, out, err = command(*options, f"picture={picture}", f"trace={trace}")
+    assert (code, err) == (0, "")
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    found, processes = json.loads(out), _events(trace)
+    steps = 3 if staleness else 2
+    _, ours = (max(event["ts"] + event["dur"] for event in events) / 1e3 for events in processes.values())
+    assert found["makespan_ms"] < ours < steps * found["makespan_ms"] * 1.001
+    stages = {event["args"]["stage"] for event in processes[2]}
+    assert len(stages) == steps * (len(found["forward"]) + 1 + 2 * len(found["backward"]))  # recomputations, too
+    assert {stage.partition(" of step ")[2] for stage in stages} == {str(step) for step in range(steps)}
+
+
+def test_the_papers_plan_is_drawn_once(command: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "plan.trace.json"
+    assert command(*TINY_4090, "partitioner=paper", "microbatch_size=2", f"trace={trace}")[0] == 0
+    assert len(_events(trace)) == 1
+
+
+def _events(trace: Path) -> dict[int, list[Any]]:
+    processes: dict[int, list[Any]] = {}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            processes.setdefault(event["pid"], []).append(event)
+    return processes
+
+
+def test_what_does_not_fit_has_no_picture(command: Any, tmp_path: Path) -> None:
+    code, out, err = command(*TINY_4090, "memory=300KB", "microbatch_size=2", f"picture={tmp_path / 'plan.png'}")
+    assert (code, out) == (2, "")
+    assert "picture= has no steps to draw, as tiny_llama does not fit" in err
+    assert not (tmp_path / "plan.png").exists()
+
+
 def test_adapters_need_less(command: Any) -> None:
     full, lora = (
         json.loads(command(*TINY, "format=json", f"lora={name}", "microbatches=4")[1]) for name in ("none", "attention")
@@ -139,6 +176,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (("model=tiny_llama", "hardware=cpu", "staleness=2"), "must be 0 or 1"),
         (("model=tiny_llama", "hardware=cpu", "microbatches=5000"), "more than the 4,096"),
         (("model=tiny_llama", "hardware=cpu", "case=x"), "case= is about costs="),
+        (("model=tiny_llama", "hardware=cpu", "picture=plan.txt"), "must be the name of a file that ends in .png"),
         (("costs=x.json", "lora=attention"), "lora= is about model="),
     ],
 )

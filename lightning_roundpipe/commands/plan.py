@@ -16,7 +16,6 @@ from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 
 _OF_MODELS = ("hardware", "lora", "precision", "sequence_length", "microbatch_size")
-_OF_FILES = ("case", "picture", "trace")
 _MOST = {"workers": 1024, "microbatches": 4096, "microbatch_size": 65536, "sequence_length": 2**24}
 
 
@@ -82,14 +81,14 @@ def plan(options: PlanOptions) -> RenderableType:
 def _plan_model(options: PlanOptions) -> RenderableType:
     if options.hardware is None:
         raise ValueError("hardware= is missing: it names the machine, such as hardware=rtx4090x8.")
-    for name in _OF_FILES:
-        if getattr(options, name) is not None:
-            raise ValueError(f"{name}= is about costs=FILE.json, and model= needs no file: leave it out.")
+    if options.case is not None:
+        raise ValueError("case= is about costs=FILE.json, and model= needs no file: leave it out.")
     if options.staleness not in (None, 0, 1):
         raise ValueError(f"staleness={options.staleness} must be 0 or 1.")
     for name, most in _MOST.items():
         if (getattr(options, name) or 1) > most:
             raise ValueError(f"{name}={getattr(options, name)} is more than the {most:,} that can be planned for.")
+    check_targets({}, {"picture": options.picture, "trace": options.trace})
     # Imports that take longer than all else that costs= needs.
     from lightning_roundpipe.commands.plan_model import Wish, as_dict, look
     from lightning_roundpipe.commands.plan_model_table import as_table
@@ -112,4 +111,8 @@ def _plan_model(options: PlanOptions) -> RenderableType:
         search=options.partitioner == "search",
     )
     found = look(wish)
+    if options.picture or options.trace:
+        from lightning_roundpipe.commands.plan_charts import draw_model
+
+        draw_model(found, options.picture, options.trace)
     return as_json(as_dict(found)) if options.format == "json" else as_table(found)

@@ -2,55 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.plan_costs import Answer, Question, answer, run_answer
 from lightning_roundpipe.gantt import Block, Chart, draw_charts, write_charts_trace
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.pipeline import COMPUTE, Event, Run
+from lightning_roundpipe.planning.pipeline import COMPUTE, Event, Run, run_steps
+from lightning_roundpipe.planning.search import baseline_within
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.commands.plan_model import Outlook  # and with it torch
 
 _STEPS = {0: 1, 1: 3}
-"""Steps that are drawn, by staleness: more than one where they overlap."""
+"""Steps that are drawn, by staleness: more than one where they overlap,"""
+_MODEL_STEPS = {0: 2, 1: 3}
+"""and where the optimizer takes time between them."""
 
 
 _LONGEST_NAME = 40
 
 
 def draw(question: Question, found: Answer, picture: Path | None, trace: Path | None) -> None:
-    """Writes the picture and the trace, whichever is wanted."""
-    name = " ".join(question.name.split())[:_LONGEST_NAME]
+    """Writes the picture and the trace of an answer for given times, whichever is wanted."""
+    steps = _STEPS[question.staleness]
+
+    def chart(shown: Answer, how: str) -> Chart:
+        facts = f"{1e3 * shown.makespan_s:,.1f} ms a step, bubble {shown.bubble_pct:.1f} %"
+        if question.staleness:
+            facts = f"{1e3 * shown.period_s:,.1f} ms each of many steps, bubble {shown.bubble_pct:.1f} %; {steps} steps"
+        run = run_answer(question, shown.plan, steps)
+        return _chart(run, question.costs, question.microbatches, steps, _title(question.name, how), facts)
+
     charts = [
-        _chart(question, answer(question, partitioner="paper"), f"{name}, the paper's algorithm"),
-        _chart(question, found, f"{name}, found by simulation"),
+        chart(answer(question, partitioner="paper"), "the paper's algorithm"),
+        chart(found, "found by simulation"),
     ]
+    _write(charts, picture, trace)
+
+
+def draw_model(found: Outlook, picture: Path | None, trace: Path | None) -> None:
+    """The same of an estimate.
+
+    Raises:
+        ValueError: there are no steps, because it does not fit.
+    """
+    if found.run is None:
+        name = "picture" if picture else "trace"
+        raise ValueError(
+            f"{name}= has no steps to draw, as {found.wish.model} does not fit: leave it out to see what is missing."
+        )
+    costs, workers, microbatches = found.costs, found.workers, found.microbatches
+    paper = baseline_within(costs, workers, microbatches, found.limits)
+    runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, found.rules, len(found.run.ends_s))}
+    if found.plan != paper:
+        runs["found by simulation"] = found.run
+    steps = _MODEL_STEPS[found.wish.staleness]
+    charts = []
+    for how, run in runs.items():
+        facts = f"{1e3 * found.period_of(run):,.1f} ms each of many steps; {steps} steps"
+        charts.append(_chart(run, costs, microbatches, steps, _title(found.wish.model, how), facts))
+    _write(charts, picture, trace)
+
+
+def _write(charts: Sequence[Chart], picture: Path | None, trace: Path | None) -> None:
     if picture:
         draw_charts(charts, picture)
     if trace:
         write_charts_trace(charts, trace)
 
 
-def _chart(question: Question, shown: Answer, title: str) -> Chart:
-    steps = _STEPS[question.staleness]
-    run = run_answer(question, shown.plan, steps)
-    facts = f"{1e3 * shown.makespan_s:,.1f} ms a step, bubble {shown.bubble_pct:.1f} %"
-    if question.staleness:
-        facts = f"{1e3 * shown.period_s:,.1f} ms each of many steps, bubble {shown.bubble_pct:.1f} %; {steps} steps"
-    stages = len(shown.plan.stages())
-    rounds = -(-question.microbatches // shown.plan.round_microbatches)
+def _title(name: str, how: str) -> str:
+    return f"{' '.join(name.split())[:_LONGEST_NAME]}, {how}"
+
+
+def _chart(run: Run, costs: Costs, microbatches: int, steps: int, title: str, facts: str) -> Chart:
+    """The first ``steps`` of the run."""
     blocks = [
         Block(
             worker=event.worker,
             microbatch=event.microbatch,
             stage=f"{event.kind} stage {event.position}" + (f" of step {event.step}" if steps > 1 else ""),
-            turn=event.slot // question.workers,
+            turn=event.slot // run.workers,
             start_ms=1e3 * event.start_s,
-            parts=_parts(event, run, question.costs),
+            parts=_parts(event, run, costs),
         )
         for event in run.events
-        if event.kind in COMPUTE
+        if event.kind in COMPUTE and event.step < steps
     ]
-    cut = f"{stages} stages" + (f", {rounds} rounds" if rounds > 1 else "")
-    return Chart(title, f"{facts}; {cut}", "plans", question.workers, 1e3 * run.makespan_s, blocks)
+    rounds = -(-microbatches // run.plan.round_microbatches)
+    cut = f"{len(run.plan.stages())} stages" + (f", {rounds} rounds" if rounds > 1 else "")
+    span_ms = 1e3 * max(run.ends_s[:steps])
+    return Chart(title, f"{facts}; {cut}", "plans", run.workers, span_ms, blocks)
 
 
 def _parts(event: Event, run: Run, costs: Costs) -> tuple[tuple[str, float], ...]:
@@ -61,7 +105,7 @@ def _parts(event: Event, run: Run, costs: Costs) -> tuple[tuple[str, float], ...
     times = {
         "forward": sum(call.forward_s for call in layers),
         "head forward": head.forward_s,
-        "head backward": head.backward_s,
-        "backward": sum(call.backward_s for call in layers),
+        "head backward": head.backward_s if head.needs_backward else 0.0,
+        "backward": sum(call.backward_s for call in layers if call.needs_backward),
     }
     return tuple((kind, 1e3 * seconds) for kind, seconds in times.items() if seconds)

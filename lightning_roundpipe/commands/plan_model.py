@@ -109,7 +109,8 @@ class Outlook:
     workers: int
     microbatches: int
     microbatch_size: int
-    memory: int | None
+    limits: Limits
+    rules: Rules
     plan: Plan
     run: Run | None
     longest: Longest
@@ -121,6 +122,10 @@ class Outlook:
     @cached_property
     def host_items(self) -> list[Item]:
         return host_items(self.plan, self.costs, self.parameters)
+
+    @property
+    def memory(self) -> int | None:
+        return self.limits.memory
 
     @property
     def fits_device(self) -> bool:
@@ -137,7 +142,11 @@ class Outlook:
     @property
     def period_s(self) -> float:
         assert self.run is not None
-        return self.run.period_s(_STEPS)
+        return self.period_of(self.run)
+
+    def period_of(self, run: Run) -> float:
+        """Seconds of each of many steps, under this plan or another one."""
+        return run.period_s(_STEPS)
 
     @property
     def tokens_per_s(self) -> float:
@@ -172,10 +181,13 @@ def look(wish: Wish) -> Outlook:
     microbatches = wish.microbatches or 2 * workers
     memory = wish.memory or (None if machine.memory is None else int(MEMORY_SHARE * machine.memory))
     size, costs = _choose_size(shape, wish, microbatches, memory)
-    plan, fits = _make_plan(costs, wish, workers, microbatches, memory)
-    run = run_steps(plan, costs, workers, microbatches, shape.rules(wish.staleness), 2 * _STEPS) if fits else None
+    limits, rules = _limits(costs, wish, workers, microbatches, memory), shape.rules(wish.staleness)
+    plan, fits = _make_plan(costs, wish, workers, microbatches, limits, rules.host)
+    run = run_steps(plan, costs, workers, microbatches, rules, 2 * _STEPS) if fits else None
     longest = find_longest(shape, microbatches, memory)
-    return Outlook(wish, machine, shape.parameters, costs, workers, microbatches, size, memory, plan, run, longest)
+    return Outlook(
+        wish, machine, shape.parameters, costs, workers, microbatches, size, limits, rules, plan, run, longest
+    )
 
 
 def _choose_size(shape: Shape, wish: Wish, microbatches: int, memory: int | None) -> tuple[int, Costs]:
@@ -188,17 +200,21 @@ def _choose_size(shape: Shape, wish: Wish, microbatches: int, memory: int | None
     return sizes[-1], shape.costs(sizes[-1], wish.sequence_length)
 
 
-def _make_plan(costs: Costs, wish: Wish, workers: int, microbatches: int, memory: int | None) -> tuple[Plan, bool]:
-    """A plan, and whether it keeps to the memory; if none does, the one that takes least."""
-    smallest = Plan.per_call(len(costs), microbatches)
-    if memory is not None and device_bytes(smallest, costs) > memory:
-        return smallest, False
+def _limits(costs: Costs, wish: Wish, workers: int, microbatches: int, memory: int | None) -> Limits:
     usual = Limits.usual(costs, workers, microbatches, memory)
     fused = usual.max_fused if wish.max_fused is None else wish.max_fused
-    limits = Limits(min(wish.min_round or usual.min_round, microbatches), fused, memory)
+    return Limits(min(wish.min_round or usual.min_round, microbatches), fused, memory)
+
+
+def _make_plan(
+    costs: Costs, wish: Wish, workers: int, microbatches: int, limits: Limits, host: HostTime
+) -> tuple[Plan, bool]:
+    """A plan, and whether it keeps to the memory; if none does, the one that takes least."""
+    smallest = Plan.per_call(len(costs), microbatches)
+    if limits.memory is not None and device_bytes(smallest, costs) > limits.memory:
+        return smallest, False
     if not wish.search:
         return baseline_within(costs, workers, microbatches, limits), True
-    host = HostTime()
     return search_partition(costs, workers, microbatches, limits, wish.staleness, host, wish.search_seconds), True
 
 

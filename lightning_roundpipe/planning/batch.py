@@ -10,17 +10,18 @@ of the turn may come before that (the recomputation),
 
 Where a slot's ends grow by ever larger steps, which those of a first stage do, ``left[j] - j d`` is largest at one of
 the two ends of its range, so that only j = 0 and j = m count; and a maximum of such rows is such a row again. So the
-last end follows from the first one and the last one of the stage before, whatever the number of microbatches.
+last end follows from the first one and the last one of the stage before, whatever the number of microbatches. A step's
+first stage comes behind the last one of the step before in the same way: each microbatch has to be through there.
 
-Two simplifications, both of which can only make a plan look slower, never faster: a recomputation is not assumed to
-begin before all forward stages are done (it matters when a stage recomputes for longer than all before it compute), and
-with staleness 1 a step waits for the whole step before the last one.
+One simplification, which can only make a plan look slower, never faster: a recomputation is not assumed to begin before
+all forward stages are done (it matters when a stage recomputes for longer than all before it compute).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,8 +60,24 @@ def _sums(times: Sequence[float]) -> Floats:
     return np.concatenate([[0.0], np.cumsum(times)])
 
 
-def stage_times(pace: Pace, forward: int, sizes: Sizes) -> tuple[Floats, Floats]:
-    """Length and lead of each stage's turns, (stages, plans) each. ``forward``: the number of forward stages."""
+class Turns(NamedTuple):
+    """What turns take under plans of one shape, in seconds.
+
+    Attributes:
+        forward: the number of forward stages, and so the fused stage's position.
+        length: of each stage's turns, (stages, plans).
+        lead: how much of them may come before the microbatch does, (stages, plans).
+        behind_loss: what a fused turn still does when its loss is known, (plans,).
+    """
+
+    forward: int
+    length: Floats
+    lead: Floats
+    behind_loss: Floats
+
+
+def stage_times(pace: Pace, forward: int, sizes: Sizes) -> Turns:
+    """What turns take under the plans, rows of ``sizes`` with ``forward`` forward stages."""
     starts, ends = stage_ends(forward, sizes)
 
     def sums(elapsed: Floats, stages: slice) -> Floats:
@@ -75,7 +92,8 @@ def stage_times(pace: Pace, forward: int, sizes: Sizes) -> tuple[Floats, Floats]
         # What has passed since the microbatch left the forward stages; see the module's head.
         since = np.cumsum(np.concatenate([fused, backward], axis=1) + pace.hop_s, axis=1)
         lead[:, forward + 1 :] = np.minimum(recompute, since[:, :-1])
-    return np.ascontiguousarray(length.T), np.ascontiguousarray(lead.T)
+    behind_loss = sums(pace.backward, middle)[:, 0]
+    return Turns(forward, np.ascontiguousarray(length.T), np.ascontiguousarray(lead.T), behind_loss)
 
 
 def stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
@@ -87,22 +105,24 @@ def stage_ends(forward: int, sizes: Sizes) -> tuple[Sizes, Sizes]:
     return starts, ends
 
 
-def step_ends(length: Floats, lead: Floats, hop_s: float, workers: int, rounds: Sequence[int], steps: int) -> Floats:
+def step_ends(turns: Turns, hop_s: float, workers: int, rounds: Sequence[int], steps: int) -> Floats:
     """When each of ``steps`` steps ends, (steps, plans). ``rounds``: the microbatches of each round of a step.
 
-    With several steps these are steps under staleness 1: the next one starts as soon as workers are free, the one after
-    it when this one has ended.
+    With several steps these are steps under staleness 1: the next one starts when this one's losses are known.
     """
+    length = turns.length
     stages, plans = length.shape
     hop = hop_s if workers > 1 else 0.0
-    comes = length - lead + hop  # from a microbatch's end in the stage before to its own, if nobody is waited for
+    comes = length - turns.lead + hop  # from a microbatch's end in the stage before to its own, if nobody is waited for
     behind = {members: length * (members - 1) for members in set(rounds)}  # from the first turn's end to the last one's
     free = [np.zeros(plans) for _ in range(workers)]
     ends = np.empty((steps, plans))
+    begin = np.zeros(plans)
+    through = [(begin, begin)] * len(rounds)  # when each round's first microbatch ended the last step, and its last one
     slot = 0
     for step in range(steps):
         closed: list[Floats] = []
-        for members in rounds:
+        for round_, members in enumerate(rounds):
             rest, before, closed = behind[members], closed, []
             first = last = free[slot % workers]
             for s in range(stages):
@@ -113,12 +133,12 @@ def step_ends(length: Floats, lead: Floats, hop_s: float, workers: int, rounds: 
                     first = np.maximum(ready + length[s], first + comes[s])
                     last = np.maximum(first + rest[s], last + comes[s])
                 else:
-                    if step >= 2:
-                        ready = np.maximum(ready, ends[step - 2])
-                    first = ready + length[0]
-                    last = first + rest[0]
+                    first = np.maximum(np.maximum(ready, begin), through[round_][0]) + length[0]
+                    last = np.maximum(first + rest[0], through[round_][1] + length[0])
                 free[slot % workers] = last
                 closed.append(last)
                 slot += 1
+            through[round_] = first, last
         ends[step] = np.maximum.reduce(closed)
+        begin = closed[turns.forward] - turns.behind_loss
     return ends

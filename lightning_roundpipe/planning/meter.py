@@ -31,6 +31,9 @@ ATTENTION = "roundpipe_meter"
 _BACKWARD_FLOPS = 2.5
 """Of flash attention's forward: it computes the scores again, and four products instead of two."""
 
+_TILE = 128
+"""Rows that a kernel for experts' products takes at once; each expert's last tile is half empty, on average."""
+
 _FORMATS: Mapping[torch.dtype, Format] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::lift_fresh", "aten::_local_scalar_dense")
 _ROWS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
@@ -87,15 +90,18 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 read = sum(map(_touched, inputs))
             form = _FORMATS.get(inputs[0].dtype, "fp32") if inputs else "fp32"
-            # Each row of experts' inputs meets one of their matrices, whichever.
-            flops = 2.0 * args[0].numel() * args[1].shape[-1] if grouped else _flops(func, args, kwargs, out)
-            self.add(flops, read + written, form)
+            if grouped:
+                # Each row of experts' inputs meets one of their matrices, whichever.
+                flops = 2.0 * args[0].numel() * args[1].shape[-1]
+                self.add(flops, read + written, _summed_in_fp32(form), _filling(*args, **kwargs))
+            else:
+                self.add(_flops(func, args, kwargs, out), read + written, form)
         return out
 
-    def add(self, flops: float, nbytes: float, form: Format) -> None:
-        """One operation."""
+    def add(self, flops: float, nbytes: float, form: Format, filling: float = 1.0) -> None:
+        """One operation. ``filling``: how many times as much it computes, with what only fills its tiles."""
         work = self._scopes[-1]
-        work.seconds += self._hardware.product_s(flops, nbytes, form)
+        work.seconds += self._hardware.product_s(flops * filling, nbytes, form)
         work.flops += flops
         work.nbytes += nbytes
 
@@ -156,12 +162,16 @@ class _Attention(torch.autograd.Function):
 
 
 def _count(flops: float, tensors: Iterable[Tensor]) -> None:
-    """Attention sums up in fp32, also where matrix products do not, so fp16 is no faster than bf16."""
     meter = _current()
     if meter is not None:
         tensors = list(tensors)
-        form: Format = "bf16" if tensors[0].dtype in _FORMATS else "fp32"
+        form = _summed_in_fp32(_FORMATS.get(tensors[0].dtype, "fp32"))
         meter.add(flops, sum(map(_touched, tensors)), form)
+
+
+def _summed_in_fp32(form: Format) -> Format:
+    """Attention and experts' products sum up in fp32, also where matrix products do not: fp16 is as fast as bf16."""
+    return "bf16" if form == "fp16" else form
 
 
 def _current() -> Meter | None:
@@ -188,6 +198,15 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     if counted is not None:
         return float(counted(*args, **kwargs, out_val=out))
     return 0.0
+
+
+def _filling(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> float:
+    """By how much tiles that are not full make experts' products longer, with rows spread over all of them."""
+    if offsets is None or left.ndim == 3:
+        return 1.0
+    rows = left.shape[0] if right.ndim == 3 else left.shape[1]  # or, for weights' gradients, they are what is summed
+    experts = min(len(offsets), rows)
+    return max(rows + experts * _TILE / 2, experts * _TILE) / rows if rows else 1.0
 
 
 def _grouped(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

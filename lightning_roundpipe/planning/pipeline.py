@@ -12,6 +12,8 @@ which can be switched on alone:
     weights travel while the slot before runs, into the other one of two arenas; so do gradients           [7]
     an update begins when a layer's gradients are on the host, first layers first; see `updates`           [8]
     what a turn takes in and gives out travels before all weights and gradients                            [9]
+    a step begins, and weights are sent for it, when all losses of the last one are known; a microbatch of  [10]
+    it begins when the same one of the last step is over
 
 Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
 the whole simulation. What is left at nothing (links, updates, host time) takes no time.
@@ -101,6 +103,7 @@ class Run:
         workers: N.
         events: all that took time, in order of slots.
         waits: of all turns that did not begin when their worker was free.
+        losses_s: when all losses of each step were known, and the next one could begin.
         ends_s: the end of each step's last backward.
     """
 
@@ -108,6 +111,7 @@ class Run:
     workers: int
     events: tuple[Event, ...]
     waits: tuple[Wait, ...]
+    losses_s: tuple[float, ...]
     ends_s: tuple[float, ...]
 
     @property
@@ -140,7 +144,9 @@ def run_steps(
     pipeline = _Pipeline(plan, costs, workers, microbatches, rules or Rules())
     for _ in range(steps):
         pipeline.step()
-    return Run(plan, workers, tuple(pipeline.events), tuple(pipeline.waits), tuple(pipeline.ends))
+    return Run(
+        plan, workers, tuple(pipeline.events), tuple(pipeline.waits), tuple(pipeline.losses), tuple(pipeline.ends)
+    )
 
 
 class _Stage:
@@ -158,6 +164,8 @@ class _Stage:
         backward = sum(call.backward_s for call in self.trained)
         self.compute_s = {"forward": forward, "fused": forward + backward, "backward": backward}[stage.phase]
         self.host_s = rules.host.turn_s + calls_made(costs, stage) * rules.host.call_s
+        # What a fused turn still does when the loss is known.
+        self.behind_loss_s = backward + len(self.trained) * rules.host.call_s
         inputs = sum(call.boundary_bytes for call in (self.trained if stage.phase == "backward" else calls[:1]))
         after = costs.calls[stage.last + 1].boundary_bytes if stage.last + 1 < len(costs) else 0
         # A backward stage also gets the gradient of what it gave out, and gives out that of what it took in.
@@ -199,16 +207,20 @@ class _Pipeline:
         self._slot = 0
         self.events: list[Event] = []
         self.waits: list[Wait] = []
+        self.losses: list[float] = []
         self.ends: list[float] = []
+        self._left: dict[int, tuple[float, int]] = {}  # per microbatch, when and where it left its last stage
 
     def step(self) -> None:
-        self._left: dict[int, tuple[float, int]] = {}  # per microbatch, when and where it left its last stage
+        self._begin = self.losses[-1] if self.losses else 0.0  # [10]
+        self._loss = self._begin
         self._saved: dict[tuple[int, int], tuple[float, int]] = {}  # likewise each forward stage
         self._arrived: dict[str, float] = {}
         closed: dict[int, float] = {}
         for members in self._rounds():
             for stage in self._stages:
                 closed[stage.position] = self._run_slot(stage, members, closed.get(stage.position, 0.0))
+        self.losses.append(self._loss)
         self.ends.append(max(closed.values()))
         updates = self._updating.step(self._arrived)
         published = self._updating.published(updates)
@@ -253,7 +265,7 @@ class _Pipeline:
             return updated
         arenas = self._arena[worker]
         size = stage.weights + (stage.gradients if again else 0)
-        start, end = self._up[worker].copy_behind(max(updated, arenas[0]), size)
+        start, end = self._up[worker].copy_behind(max(updated, arenas[0], self._begin), size)
         self._note("upload_weights", worker, stage, -1, start, end)
         return end
 
@@ -298,6 +310,8 @@ class _Pipeline:
             end = begin + hosted + stage.compute_s  # [5]
             self._note("host", worker, stage, microbatch, begin, begin + hosted)
             self._note(stage.phase, worker, stage, microbatch, begin + hosted, end)
+            if stage.phase == "fused":
+                self._loss = max(self._loss, end - stage.behind_loss_s)
         self._free[worker] = end
         left = self._give_out(stage, worker, microbatch, end)
         self._left[microbatch] = left, worker
@@ -313,9 +327,9 @@ class _Pipeline:
         return left + self._hop(where, worker), given
 
     def _given(self, stage: _Stage, worker: int, microbatch: int) -> float:
-        """When what the stage before gave out is on this worker. [3] [9]"""
+        """When what the stage before gave out is on this worker. [3] [9] [10]"""
         if not stage.position:
-            left, where = 0.0, worker
+            left, where = max(self._begin, self._left.get(microbatch, (0.0, worker))[0]), worker
         else:
             left, where = self._left[microbatch]
         if self._up is not None and (where != worker or not stage.position):
@@ -342,10 +356,3 @@ class _Pipeline:
     def _note(self, kind: Kind, worker: int, stage: _Stage, microbatch: int, start: float, end: float) -> None:
         if end > start:
             self.events.append(Event(kind, worker, len(self.ends), self._slot, stage.position, microbatch, start, end))
-
-
-def steps_of(run: Run) -> Sequence[range]:
-    """The slots of each step."""
-    slots = 1 + max(event.slot for event in run.events)
-    each = slots // len(run.ends_s)
-    return [range(step * each, (step + 1) * each) for step in range(len(run.ends_s))]

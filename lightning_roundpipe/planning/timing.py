@@ -49,8 +49,8 @@ class Timing:
 
     def least_s(self, shape: Shape, sizes: Sizes) -> Floats:
         """What the plans take at least: their work, shared by all workers."""
-        length, _ = stage_times(self.pace, shape.forward, sizes)
-        return np.asarray(length.sum(axis=0) * (self.microbatches / self.workers))
+        turns = stage_times(self.pace, shape.forward, sizes)
+        return np.asarray(turns.length.sum(axis=0) * (self.microbatches / self.workers))
 
     def settled(self, plan: Plan) -> Floats:
         """How long steps take in the end: one step, or means of `PERIOD_STEPS` steps, from each of as many on.
@@ -58,10 +58,10 @@ class Timing:
         Where the pattern of steps does not repeat after `PERIOD_STEPS`, one mean alone may be too low or too high.
         """
         shape, sizes = sizes_of(plan)
-        length, lead = stage_times(self.pace, shape.forward, np.array([sizes]))
+        turns = stage_times(self.pace, shape.forward, np.array([sizes]))
         steps = 2 * PERIOD_STEPS if self.staleness else 1
         rounds = shape.rounds(self.microbatches)
-        ends = step_ends(length, lead, self.pace.hop_s, self.workers, rounds, steps)[:, 0]
+        ends = step_ends(turns, self.pace.hop_s, self.workers, rounds, steps)[:, 0]
         return (ends[PERIOD_STEPS:] - ends[:-PERIOD_STEPS]) / PERIOD_STEPS if self.staleness else ends
 
     def times(self, shape: Shape, sizes: Sizes) -> Floats:
@@ -77,8 +77,8 @@ class Timing:
             if self.is_over():
                 times.append(np.full(len(part), np.inf))
                 continue
-            length, lead = stage_times(self.pace, shape.forward, part)
-            ends = step_ends(length, lead, self.pace.hop_s, self.workers, rounds, steps)
+            turns = stage_times(self.pace, shape.forward, part)
+            ends = step_ends(turns, self.pace.hop_s, self.workers, rounds, steps)
             self.work_left -= _CALL_S + steps * slots * (_SLOT_S + _PLAN_S * len(part))
             if steps == 1:
                 times.append(ends[0])

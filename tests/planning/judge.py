@@ -20,19 +20,36 @@ class Times:
 
 
 def step_ends(
-    times: Times, plan: dict[str, Any], workers: int, microbatches: int, steps: int, *, same_sums: bool = True
+    times: Times,
+    plan: dict[str, Any],
+    workers: int,
+    microbatches: int,
+    steps: int,
+    *,
+    same_sums: bool = True,
+    in_turn: bool = True,
 ) -> list[float]:
-    """The end of each step. ``same_sums``: a later round's slot waits for the same stage of the round before."""
+    """The end of each step.
+
+    Args:
+        same_sums: a later round's slot waits for the same stage of the round before.
+        in_turn: a step waits for all losses of the last one, and each microbatch for the end of the same one there; if
+            not, for free workers and gradients only.
+    """
     t, members = times, plan["round_microbatches"]
     free = [0.0] * workers
     gradients: list[dict[int, float]] = []  # per step and layer; the head is layer t.layers
     slot, ends = 0, []
+    losses: list[float] = []
+    through: dict[int, float] = {}
     for step in range(steps):
         done: dict[int, float] = {}
         closed: dict[int, float] = {}
+        starts = losses[-1] if losses and in_turn else 0.0
+        losses.append(starts)
         for begin in range(0, microbatches, members):
             batch = range(begin, min(begin + members, microbatches))
-            left = dict.fromkeys(batch, (0.0, slot % workers))
+            left = {m: (max(starts, through.get(m, 0.0)) if in_turn else 0.0, slot % workers) for m in batch}
             saved: dict[tuple[int, int], tuple[float, int]] = {}  # the input of a layer of a microbatch
             first_slot, low = slot, 0
             kinds = [("forward", n) for n in plan["forward"]] + [("fused", plan["fused"])]
@@ -54,7 +71,9 @@ def step_ends(
                         start = max(start, given) + n * t.forward
                         saved[m, low + n] = start, worker
                     elif kind == "fused":
-                        start = max(start, given) + t.head_forward + t.head_backward + n * (t.forward + t.backward)
+                        start = max(start, given) + n * t.forward + t.head_forward
+                        losses[-1] = max(losses[-1], start)
+                        start += t.head_backward + n * t.backward
                     else:
                         at, where = saved.get((m, low - n), (0.0, worker))
                         if low - n and (m, low - n) not in saved:  # inside a forward stage: when that has ended
@@ -69,6 +88,7 @@ def step_ends(
                         done[layer] = max(done.get(layer, 0.0), start)
                 low = low - n if kind == "backward" else low + (n if kind == "forward" else 0)
                 slot += 1
+            through.update((m, at) for m, (at, _) in left.items())
         gradients.append(done)
         ends.append(max(done.values()))
     return ends

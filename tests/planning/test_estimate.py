@@ -74,6 +74,18 @@ def test_experts_cost_what_their_rows_meet_and_all_their_bytes(dtype: torch.dtyp
         assert torch.ops.aten._grouped_mm(rows.t(), out, offs=ends).shape == experts.shape
 
 
+def test_experts_compute_whole_tiles() -> None:
+    """128 rows each, of which the last one of each expert is half empty; fp16 is summed up in fp32, as bf16 is."""
+    for rows, filled in ((1000, 1000 + 3 * 64), (100, 3 * 128), (2, 2 * 128)):
+        left, experts = meta(rows, 4, dtype=torch.float16), meta(3, 4, 6, dtype=torch.float16)
+        ends = meta(3, dtype=torch.int32)
+        for one, other in ((left, experts), (left.t(), meta(rows, 6, dtype=torch.float16))):
+            with Meter(SLOW_ARITHMETIC) as meter, meter.scope() as work:
+                torch.ops.aten._grouped_mm(one, other, offs=ends)
+            assert work.seconds == pytest.approx(2 * filled * 4 * 6, rel=1e-6)
+            assert work.flops == 2 * rows * 4 * 6
+
+
 def test_memory_is_what_lives_at_once() -> None:
     with Meter(SLOW_MEMORY) as meter, meter.scope() as work:
         first = meta(100)

@@ -57,13 +57,62 @@ def test_hops() -> None:
 
 
 def test_staleness() -> None:
-    """Under staleness 0 the second step's forward waits for the first one's last gradient; under 1 the third's does."""
-    fused = Plan.single(1)
-    exact = run_steps(fused, even(1), 4, 1, Rules(staleness=0), 4)
-    assert exact.ends_s == (3, 6, 9, 12)
-    late = run_steps(fused, even(1), 4, 1, Rules(staleness=1), 4)
-    assert late.ends_s == (3, 3, 6, 6)
-    assert late.period_s(2) == 1.5
+    """Turns of 1 + 2: the next step waits for the last gradient, at 6, or (1) for the last loss only, at 4."""
+    plan = Plan.parse("forward none; fused 0; backward none; round 1")
+    exact = run_steps(plan, even(1), 4, 2, Rules(staleness=0), 3)
+    assert rows(exact)[:4] == [
+        ("fused", 0, 0, 0, 3),
+        ("fused", 1, 1, 3, 6),  # adds to the same sums
+        ("fused", 2, 0, 6, 9),
+        ("fused", 3, 1, 9, 12),
+    ]
+    assert exact.losses_s == (4, 10, 16)
+    late = run_steps(plan, even(1), 4, 2, Rules(staleness=1), 3)
+    assert rows(late) == [
+        ("fused", 0, 0, 0, 3),
+        ("fused", 1, 1, 3, 6),
+        ("fused", 2, 0, 4, 7),
+        ("fused", 3, 1, 7, 10),
+        ("fused", 0, 0, 8, 11),
+        ("fused", 1, 1, 11, 14),
+    ]
+    assert (late.losses_s, late.ends_s) == ((4, 8, 12), (6, 10, 14))
+    assert late.period_s(2) == 4
+
+
+def test_no_step_begins_before_all_losses_of_the_last_one_are_known() -> None:
+    """Three workers, two rounds of two: the first worker is free at 4, and the last loss is known at 11."""
+    run = run_steps(TWO, even(2), 3, 4, Rules(staleness=1), 2)
+    assert rows(run, "forward", "fused")[:8] == [
+        ("forward", 0, 0, 0, 1),
+        ("forward", 0, 1, 1, 2),
+        ("fused", 1, 0, 1, 4),
+        ("fused", 1, 1, 4, 7),
+        ("forward", 0, 2, 2, 3),
+        ("forward", 0, 3, 3, 4),
+        ("fused", 1, 2, 7, 10),
+        ("fused", 1, 3, 10, 13),
+    ]
+    assert run.losses_s[0] == 11
+    assert rows(run, "backward")[2:4] == [("backward", 2, 2, 10, 12), ("backward", 2, 3, 13, 15)]
+    assert rows(run, "forward", "fused")[8:] == [
+        ("forward", 0, 0, 11, 12),
+        ("forward", 0, 1, 12, 13),
+        ("fused", 1, 0, 13, 16),
+        ("fused", 1, 1, 16, 19),
+        ("forward", 0, 2, 13, 14),
+        ("forward", 0, 3, 15, 16),  # whose own backward of the step before has ended only now
+        ("fused", 1, 2, 19, 22),
+        ("fused", 1, 3, 22, 25),
+    ]
+    assert [wait[:3] for wait in run.waits if wait.worker == 0] == [(0, 4, 11), (0, 14, 15)]
+
+
+def test_weights_are_sent_for_a_step_that_has_begun() -> None:
+    run = run_steps(TWO, sized(2), 3, 4, Rules(1, links=Links(1e3, 1e12)), 3)
+    for step in (1, 2):
+        uploads = [e.start_s for e in run.events if e.kind == "upload_weights" and e.step == step]
+        assert min(uploads) == run.losses_s[step - 1]
 
 
 COMPOSITIONS = st.lists(st.integers(1, 4), max_size=5)
@@ -119,8 +168,8 @@ def test_batches_of_plans_take_what_plans_take(case: tuple[Times, dict[str, obje
     for ahead in (False, True):
         host = HostTime(call_s=0.1, turn_s=0.2, hop_s=times.hop)
         pace = batched.Pace.of(costs, host, ahead)
-        length, lead = batched.stage_times(pace, shape.forward, np.array([sizes] * 2))
-        ends = batched.step_ends(length, lead, times.hop, workers, members, 4)
+        turns = batched.stage_times(pace, shape.forward, np.array([sizes] * 2))
+        ends = batched.step_ends(turns, times.hop, workers, members, 4)
         assert (ends[:, 0] == ends[:, 1]).all()
         assert Clock(pace, workers)(shape.forward, sizes, members) == pytest.approx(ends[0, 0], abs=1e-9)
         run = run_steps(made, costs, workers, microbatches, Rules(1, ahead, host), 4)
@@ -267,6 +316,9 @@ def test_the_rules_hold(
     made, costs = ours(times, plan)
     rules = Rules(1 if staleness else 0, links=Links(rate, 2 * rate), updates=Updates(speed, **kind))
     run = run_steps(made, costs, workers, microbatches, rules, 3)
+    begins = [0.0, *run.losses_s]
+    assert all(event.start_s >= begins[event.step] for event in run.events if event.kind != "update")
+    assert all(later >= end for later, end in zip(run.losses_s[1:], run.ends_s, strict=False))  # two on their way
     free = run_steps(made, costs, workers, microbatches, Rules(1 if staleness else 0), 3)
     assert all(a >= b - 1e-9 for a, b in zip(run.ends_s, free.ends_s, strict=True))
     for kinds in (COMPUTE, ("upload_weights",), ("download_gradients",), ("update",), ("upload_boundary",)):
