@@ -21,7 +21,7 @@ from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
 from lightning_roundpipe.runtime.cutting import given_weights_of, sizes_for
-from lightning_roundpipe.runtime.evaluation import Evaluation
+from lightning_roundpipe.runtime.evaluation import Evaluation, Order
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, without_caches
@@ -70,7 +70,7 @@ class Engine:
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)
         self.randomness = Randomness()
-        self.user_lock = UserLock()
+        self.user_lock, self.order = UserLock(), Order()
         self.trace: Trace | None = None
         self.recent: Trace | None = None
         """What the last batch of one microbatch called, as a guess at what the next one will."""

@@ -3,6 +3,12 @@
 The user's step runs once, on the calling thread, on the whole batch; each layer call goes to a worker with the layer's
 weights and leaves nothing behind. A layer always goes to the same worker, so that a key-value cache that it fills in
 one call is where the next one needs it, and calls may come in any order (`generate`, beam search).
+
+    layer call ── its weights are in the arena, if it was foreseen ── [1]
+               ── what came after it last time is uploaded to its own worker ── [2]   while this one runs ── [3]
+
+A wrong guess costs an upload. What is uploaded ahead must not be written to meanwhile: user code that writes to weights
+between layer calls shows by their version counters, or by taking hold of ``.data``, and then nothing is uploaded ahead.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.arguments import flatten_call
@@ -32,9 +38,36 @@ from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.surroundings import Surroundings
 from lightning_roundpipe.runtime.trace import TracedCall
 from lightning_roundpipe.runtime.weights import HostLayer
+from lightning_roundpipe.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class Order:
+    """What was called last time after which two layers. Outlives a batch.
+
+    Two, because a shared layer is followed by different ones.
+    """
+
+    def __init__(self) -> None:
+        self._following: dict[tuple[int, int], HostLayer] = {}
+        self._last = (-1, -1)
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._last = (-1, -1)
+
+    def see(self, layer: HostLayer) -> None:
+        """``layer`` is called."""
+        self._following[self._last] = layer
+        self._last = (self._last[1], layer.index)
+
+    def following(self) -> HostLayer | None:
+        """What will probably be called next."""
+        return self._following.get(self._last)
 
 
 class Evaluation:
@@ -42,6 +75,9 @@ class Evaluation:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._order = engine.order
+        self._ahead = bool(engine.options.prefetch)
+        self._foreseen: Slot | None = None
         self._control = WatchedControl(engine.crew)
         self.recorder = Recorder()
         self._boundaries = Boundaries(-1, self.recorder)
@@ -53,15 +89,16 @@ class Evaluation:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` with its layer calls on the workers."""
-        follow = GlueMode((), lambda master: master, train=False, accelerator=self._engine.accelerator)
-        # Where host and device are the same there is nothing to follow, and user code keeps its speed.
-        mode = follow if self._engine.accelerator else contextlib.nullcontext()
         output: Any = None
+        self._order.begin()
         try:
-            with calling(self), mode, self._glue, noted(self._place), allowed():
+            with calling(self), _Glue(self._engine, self._stay_behind), self._glue, noted(self._place), allowed():
                 self._glue.enter_context(self._engine.devices[0].activate())
                 self._surroundings = Surroundings()
+                self._foresee()
                 output = function(*args, **kwargs)
+            if (left := self._drop_foreseen()) is not None:  # nobody reads weights any more
+                left.run(left.device.weights_up.synchronize, self._control)
         except BaseException as error:
             self._control.fail(error)
         crew = self._engine.crew
@@ -78,7 +115,7 @@ class Evaluation:
             engine = self._engine
             layer.check()
             self._surroundings.refuse(layer.name)
-            worker = engine.workers[layer.index % len(engine.workers)]
+            worker = self._worker_of(layer)
             state = layer.state.current()
             leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
             originals = list(leaves)
@@ -90,13 +127,12 @@ class Evaluation:
                 Ambient.capture(engine.device_types), state, None, contextvars.copy_context(), originals,
             )  # fmt: skip
             self._calls += 1
-            slot = Slot(
-                engine.next_slot(), worker.index, 0, "forward", range(0), [layer], {}, [0],
-                recorder=self.recorder, control=self._control,
-            )  # fmt: skip
+            slot = self._slot_for(layer)
             with noted(lambda: Place(f"layer {layer.name!r}", "evaluation", 0, slot, worker.device)):
                 worker.run(lambda: worker.open(slot), self._control)
-                forward = worker.run(
+                self._order.see(layer)
+                self._foresee()  # [2]
+                forward = worker.run(  # [3]
                     lambda: engine.runners[worker.index].forward(slot, call, self._boundaries), self._control
                 )
             # Glue goes on in the stream that made the newest tensors.
@@ -106,3 +142,60 @@ class Evaluation:
             self._boundaries.settle()
             worker.post(lambda: worker.close_slot(slot), self._control)
             return hand_back(call, None, TracedCall(layer, 0), forward, args, kwargs, Watched())[0]
+
+    # -- uploading ahead ----------------------------------------------------------------------------------------------
+
+    def _worker_of(self, layer: HostLayer) -> Worker:
+        return self._engine.workers[layer.index % len(self._engine.workers)]
+
+    def _new_slot(self, layer: HostLayer) -> Slot:
+        return Slot(
+            self._engine.next_slot(), self._worker_of(layer).index, 0, "forward", range(0), [layer], {}, [0],
+            recorder=self.recorder, control=self._control,
+        )  # fmt: skip
+
+    def _slot_for(self, layer: HostLayer) -> Slot:
+        """The slot that ``layer`` is to run in [1]."""
+        foreseen = self._foreseen
+        if foreseen is not None and foreseen.layers[0] is layer:
+            self._foreseen = None
+            return foreseen
+        self._drop_foreseen()
+        return self._new_slot(layer)
+
+    def _foresee(self) -> None:
+        following = self._order.following() if self._ahead else None
+        if following is not None:
+            slot, worker = self._new_slot(following), self._worker_of(following)
+            self._foreseen = slot
+            worker.post(lambda: worker.prepare(slot), self._control)
+
+    def _drop_foreseen(self) -> Worker | None:
+        """Take back what was foreseen. Who has uploaded it for nothing, if somebody has."""
+        slot, self._foreseen = self._foreseen, None
+        if slot is None:
+            return None
+        worker = self._engine.workers[slot.worker]
+        worker.post(lambda: worker.cancel(slot), self._control)
+        return worker
+
+    def _stay_behind(self) -> None:
+        """User code may write to weights without anybody seeing it: for the rest of the batch each is uploaded late."""
+        if self._ahead:
+            self._ahead = False
+            self._drop_foreseen()
+
+
+class _Glue(GlueMode):
+    """Host tensors follow the device of what they meet; ``touched`` is called where a master's ``.data`` is read."""
+
+    def __init__(self, engine: Engine, touched: Callable[[], None]) -> None:
+        super().__init__((), lambda master: master, train=False, accelerator=engine.accelerator)
+        self._all, self._touched = engine.unit_of, touched
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(args[0] if args else None, nn.Parameter) and func == _DATA and id(args[0]) in self._all:
+            self._touched()
+        return super().__torch_function__(func, types, args, kwargs)
