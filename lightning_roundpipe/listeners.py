@@ -315,17 +315,17 @@ class Settle(Callback):
         """Stand first among ``trainer``'s callbacks. Nothing changes if it does already."""
         listed = _callbacks(trainer)
         if not listed or listed[0] is not self:
-            _set_callbacks(trainer, [self, *_others(listed)])
+            _set_callbacks(trainer, [self, *others(trainer)])
 
     def remove(self, trainer: Trainer) -> None:
         """Leave no trace among ``trainer``'s callbacks."""
-        listed = _callbacks(trainer)
-        if len(others := _others(listed)) < len(listed):
-            _set_callbacks(trainer, others)
+        if len(left := others(trainer)) < len(_callbacks(trainer)):
+            _set_callbacks(trainer, left)
 
 
-def _others(listed: Iterable[Callback]) -> list[Callback]:
-    return [callback for callback in listed if not isinstance(callback, Settle)]
+def others(trainer: Trainer) -> list[Callback]:
+    """The callbacks of ``trainer`` that are not ours."""
+    return [callback for callback in _callbacks(trainer) if not isinstance(callback, Settle)]
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Container, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.planning.schedule import Plan
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 """What every checkpoint holds that Lightning wrote."""
@@ -34,6 +35,16 @@ def refuse_several_processes(world_size: int, num_nodes: int) -> None:
             "and start the script with plain `python` (no torchrun, one SLURM task, no WORLD_SIZE in the "
             "environment). All GPUs of the machine are used by that one process."
         )
+
+
+def refuse_accelerator(kind: str) -> Literal["cpu", "cuda"]:
+    """Devices of a kind that there is no façade for. ``kind`` as it is, otherwise."""
+    if kind in ("cpu", "cuda"):
+        return cast(Literal["cpu", "cuda"], kind)
+    raise MisconfigurationException(
+        f"accelerator of type {kind!r} is not supported by the roundpipe strategy; use accelerator='gpu' "
+        "(NVIDIA) or accelerator='cpu' (emulated devices)."
+    )
 
 
 def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -> None:
@@ -73,6 +84,18 @@ def _refuse_shared_memory(module: LightningModule) -> None:
                 f"parameters {one!r} and {other!r} share memory without being one parameter, and would be parted. Tie "
                 "them by assigning the same nn.Parameter to both, or clone one of them."
             )
+
+
+def refuse_plan(text: str, round_microbatches: int | None) -> None:
+    """What can be said of a plan before there is a trace."""
+    plan = Plan.parse(text)
+    plan.validate()
+    size = plan.round_microbatches
+    if round_microbatches is not None and round_microbatches != size:
+        raise ValueError(
+            f"plan: it says 'round {size}', and round_microbatches={round_microbatches}, which are the same: set only "
+            "the plan."
+        )
 
 
 def refuse_layer_sync(layer_sync: object) -> None:

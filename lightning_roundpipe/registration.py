@@ -42,20 +42,16 @@ def _make_strategy(**kwargs: Any) -> Any:
     return RoundPipeStrategy(**kwargs)
 
 
-def _refuse_pytorch_lightning(**kwargs: Any) -> Any:
-    """What ``pytorch_lightning``'s registry calls: its Strategy is another class, and ours for it is not built yet."""
-    from lightning_fabric.utilities.exceptions import MisconfigurationException
+def _make_strategy_of_the_other_flavour(**kwargs: Any) -> Any:
+    """What ``pytorch_lightning``'s registry calls: its Strategy is another class."""
+    from lightning_roundpipe.pytorch_lightning import RoundPipeStrategy
 
-    raise MisconfigurationException(
-        f"strategy={NAME!r} works with the package `lightning` only, and this Trainer comes from `pytorch_lightning`. "
-        "The two have different base classes that do not mix. Write `import lightning.pytorch as pl` instead of "
-        "`import pytorch_lightning as pl`, for the Trainer, the LightningModule and the callbacks alike."
-    )
+    return RoundPipeStrategy(**kwargs)
 
 
 FACTORIES: dict[str, Callable[..., Any]] = {
     "lightning.pytorch.strategies": _make_strategy,
-    "pytorch_lightning.strategies": _refuse_pytorch_lightning,
+    "pytorch_lightning.strategies": _make_strategy_of_the_other_flavour,
 }
 """The module that holds a flavour's ``StrategyRegistry``, and what that flavour's name makes."""
 

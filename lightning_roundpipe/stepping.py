@@ -16,13 +16,15 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_roundpipe.listeners import Settle, looks_at_weights, needs_gradients, slowed_by
+from lightning_roundpipe.listeners import Settle, looks_at_weights, needs_gradients, others, slowed_by
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.shadow import fused_for, stepped_by_parameter
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.engine import Engine
+from lightning_roundpipe.windows import restore
 
 
 class Stepping:
@@ -47,8 +49,8 @@ class Stepping:
         self._trainer, self._module, self._optimizers = trainer, module, list(optimizers)
         self._engine = engine
         self._inform = inform
-        self._chosen = False
-        self._looks: dict[str, str] = {}
+        self._listening: list[Any] | None = None
+        """The callbacks that the way of stepping was chosen for."""
         self._settle = Settle(engine.settle)
         self._hooks = contextlib.ExitStack()
         self._watch()
@@ -70,8 +72,7 @@ class Stepping:
 
     def started(self) -> None:
         """All callbacks are known, those that came meanwhile too: they stand behind the one that settles."""
-        self._looks = looks_at_weights(self._trainer, self._module)
-        self._settle = Settle(self._engine.settle, self._looks)
+        self._settle = Settle(self._engine.settle, looks_at_weights(self._trainer, self._module))
         self._settle.install(self._trainer)
 
     def ended(self) -> None:
@@ -87,34 +88,39 @@ class Stepping:
     def choose(self) -> None:
         """At the first batch, when everybody who wants to see gradients has said so [1].
 
+        And again when callbacks have changed: the tuner tries batch sizes and learning rates without the user's.
+
         Raises:
             MisconfigurationException: if ``staleness=1`` was asked for, which is not possible without a thread.
         """
-        if self._chosen:
-            if self.apart and not self._module.automatic_optimization:
-                raise MisconfigurationException(
-                    "automatic_optimization was set to False during training, when the optimizer has begun to step "
-                    "beside it: set it in the LightningModule's __init__."
-                )
+        if self.apart and not self._module.automatic_optimization:
+            raise MisconfigurationException(
+                "automatic_optimization was set to False during training, when the optimizer has begun to step beside "
+                "it: set it in the LightningModule's __init__."
+            )
+        listening = others(self._trainer)
+        if listening == self._listening or not (self._listening is None or self.begins_anew()):
             return
-        self._chosen = True
+        self._listening = listening
         reason = needs_gradients(self._trainer, self._module, self._optimizers)
         for optimizer in self._optimizers:
             reason = reason or stepped_by_parameter(optimizer)
-        if reason is None and (looking := slowed_by(self._looks)) is not None:
+        if reason is None and (looking := slowed_by(looks_at_weights(self._trainer, self._module))) is not None:
             reason = (
                 f"{looking} may look at weights or gradients after each batch; what does not can say so with a class "
                 "attribute, roundpipe_looks_away = True"
             )
         if reason is None:
-            self._engine.step_apart()
-            self._say_how()
+            if not self.apart:
+                self._engine.step_apart(True)
+                self._say_how()
         elif staleness := self._engine.options.staleness:
             raise MisconfigurationException(
                 f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "
                 "Set staleness=0, or change that."
             )
         else:
+            self._engine.step_apart(False)
             self._inform(
                 f"roundpipe: the optimizer steps when all gradients are there, and training waits for it: {reason}."
             )
@@ -128,7 +134,8 @@ class Stepping:
 
     def step(self, optimizer: Optimizer, plugin: RoundPipePrecision, run: Callable[[], Any]) -> Any:
         """One optimizer step; ``run`` is Lightning's part of it [2]."""
-        self.choose()
+        if self._listening is None:
+            self.choose()
         clips: list[Clip] = []
         plugin.clipping = clips.append if self.apart else None
         try:
@@ -139,6 +146,22 @@ class Stepping:
         if updates is not None:
             updates.submit(optimizer, clips[-1] if clips else None)  # [3]
         return result
+
+    def begin(self, accumulated: dict[str, Tensor]) -> bool:
+        """Before a batch.
+
+        Args:
+            accumulated: gradients that a checkpoint holds, by parameter name; is emptied.
+
+        Returns:
+            whether gradients of the batches before it are dropped.
+        """
+        self.choose()
+        anew = self.begins_anew()
+        if accumulated and not anew:
+            restore(accumulated, self._module, self._engine.updates)
+        accumulated.clear()
+        return anew
 
     def begins_anew(self) -> bool:
         """Whether Lightning drops the gradients that were accumulated, before this batch's."""

@@ -15,7 +15,6 @@ from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -31,14 +30,16 @@ from typing_extensions import override
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import make_devices
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.monitors import profile_all_threads, tell_of_all_workers
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.refusals import (
     load_optimizer,
+    refuse_accelerator,
     refuse_foreign_parameters,
     refuse_layer_sync,
     refuse_missing_states,
     refuse_module,
+    refuse_plan,
     refuse_several_processes,
     refuse_strange_checkpoint,
     unfitting_weights,
@@ -47,6 +48,7 @@ from lightning_roundpipe.refusals import (
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.interrupts import held
 from lightning_roundpipe.stepping import Stepping
+from lightning_roundpipe.windows import ACCUMULATED, save
 
 _CPU = torch.device("cpu")
 
@@ -118,22 +120,14 @@ class RoundPipeStrategy(ParallelStrategy):
             emulation=Emulation.of(emulation),
         )
         if plan is not None:
-            self._check_plan(plan)
+            refuse_plan(plan, round_microbatches)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._engine: Engine | None = None
         self._last_report: dict[str, Any] = {}
         self._seed = 0
         self._stepping: Stepping | None = None
-
-    def _check_plan(self, text: str) -> None:
-        """What can be said of a plan before there is a trace."""
-        plan = Plan.parse(text)
-        plan.validate()
-        size, asked = plan.round_microbatches, self.options.round_microbatches
-        if asked is not None and asked != size:
-            raise ValueError(
-                f"plan: it says 'round {size}', and round_microbatches={asked}, which are the same: set only the plan."
-            )
+        self._quieten: Callable[[], object] = lambda: None
+        self._accumulated: dict[str, Tensor] = {}
 
     # -- devices and processes ----------------------------------------------------------------------------------------
 
@@ -146,6 +140,11 @@ class RoundPipeStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """False: one process, so every sample belongs to it."""
         return False
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        profile_all_threads(model)
 
     @override
     def setup_environment(self) -> None:
@@ -197,9 +196,7 @@ class RoundPipeStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if trainer.num_nodes > 1:
-            self._num_nodes = trainer.num_nodes
-            refuse_several_processes(self.world_size, self.num_nodes)
+        refuse_several_processes(self.world_size, trainer.num_nodes)
         module = self.lightning_module
         assert module is not None
         refuse_layer_sync(self._layer_sync)
@@ -207,11 +204,12 @@ class RoundPipeStrategy(ParallelStrategy):
         self.model = module
         with held():
             self._start_engine(module)
+        assert self._engine is not None
+        self._quieten = tell_of_all_workers(trainer, str(self.precision_plugin.precision), self._engine.devices)
         # The base class would move the optimizer's state to the first device here; it belongs to the masters.
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
-            assert self._engine is not None
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
         self.setup_precision_plugin()
 
@@ -229,12 +227,7 @@ class RoundPipeStrategy(ParallelStrategy):
         if self._engine is not None:
             self._stop_engine()
         assert self.parallel_devices
-        kind = cast(Literal["cpu", "cuda"], self.root_device.type)
-        if kind not in ("cpu", "cuda"):
-            raise MisconfigurationException(
-                f"accelerator of type {kind!r} is not supported by the roundpipe strategy; use accelerator='gpu' "
-                "(NVIDIA) or accelerator='cpu' (emulated devices)."
-            )
+        kind = refuse_accelerator(self.root_device.type)
         plugin = self.precision_plugin
         if isinstance(plugin, RoundPipePrecision):
             plugin.device = kind
@@ -268,6 +261,7 @@ class RoundPipeStrategy(ParallelStrategy):
             stepping.close()
         engine, self._engine = self._engine, None
         if engine is not None:
+            self._quieten()
             try:
                 self._last_report = engine.report() or self._last_report
             finally:
@@ -284,8 +278,8 @@ class RoundPipeStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, engine = self._running()
         assert self._stepping is not None
-        self._stepping.choose()
-        seed, anew = (self._seed, self._stepping.batch_number()), self._stepping.begins_anew()
+        anew = self._stepping.begin(self._accumulated)
+        seed = (self._seed, self._stepping.batch_number())
         batch, *rest = (*args, *kwargs.values())
         with self.precision_plugin.train_step_context():
             if not module.automatic_optimization:
@@ -348,7 +342,14 @@ class RoundPipeStrategy(ParallelStrategy):
             reason = unreadable_checkpoint(checkpoint_path, error)
             raise reason from (None if reason is error else error)
         refuse_strange_checkpoint(checkpoint_path, checkpoint)
+        self._accumulated = dict(checkpoint.get(ACCUMULATED, {}))
         return checkpoint
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._engine is not None and self._stepping is not None:
+            save(checkpoint, self._running()[0], self._engine.updates)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

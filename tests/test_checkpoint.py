@@ -20,6 +20,8 @@ from harness import Result, assert_identical, loader, ours, run, trainer_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from lightning_roundpipe.windows import ACCUMULATED
+
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
@@ -128,6 +130,54 @@ def test_resume_one_step_late(tmp_path: Path) -> None:
     whole = train(OURS, module, batches, callbacks=[saving], strategy_options={"staleness": 1})
     late = {"fit": {"ckpt_path": tmp_path / "at.ckpt"}, "strategy_options": {"staleness": 1}}
     assert_continues(whole, train(OURS, fresh(), batches, **late), 2)
+
+
+class SaveAfter(pl.Callback):
+    """Writes a checkpoint after ``batches`` batches."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.batches and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("precision", "staleness", "blocking"),
+    [("32-true", 0, False), ("bf16-mixed", 0, True), ("bf16-mixed", 1, False)],
+)
+def test_resume_within_an_accumulation_window(precision: str, staleness: int, blocking: bool, tmp_path: Path) -> None:
+    """One batch after the second of three windows of three has begun, and one before the third, that is shorter, ends.
+
+    The run that is compared saves too: with staleness 1 a checkpoint is where training goes on with the newest weights.
+    """
+    for saved in (4, 7):
+        path = tmp_path / f"{saved}.ckpt"
+        options: dict[str, Any] = {
+            "steps": 8, "accumulate_grad_batches": 3, "precision": precision, "blocking": blocking,
+            "strategy_options": {"staleness": staleness},
+        }  # fmt: skip
+        whole = train(OURS, fresh(), BATCH, **copy.deepcopy(options), callbacks=[SaveAfter(saved, path)])
+        resumed = train(OURS, fresh(), BATCH, **options, fit={"ckpt_path": path})
+        assert len(resumed.losses) == 8 - saved
+        whole.losses, whole.grads = whole.losses[saved:], whole.grads[-len(resumed.grads) :]
+        whole.logged = resumed.logged = None
+        assert_identical(whole, resumed)
+        loaded = torch.load(path, weights_only=True)
+        assert set(loaded[ACCUMULATED]) == {name for name, _ in fresh().named_parameters()}
+
+
+def test_plain_training_takes_a_checkpoint_from_within_a_window(tmp_path: Path) -> None:
+    """And goes on without the window's first gradients, as it does from its own."""
+    resumed = []
+    for kind in (PLAIN, OURS):
+        path = tmp_path / f"{kind}.ckpt"
+        train(kind, fresh(), BATCH, steps=6, accumulate_grad_batches=3, callbacks=[SaveAfter(4, path)])
+        resumed.append(train(PLAIN, fresh(), BATCH, steps=6, accumulate_grad_batches=3, fit={"ckpt_path": path}))
+    harness.assert_same(*resumed, rtol=1e-4, atol=1e-5)
 
 
 def test_saving_changes_nothing(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"devices", "planning", "model", "optim"},
     {"runtime"},
-    {"precision", "checkpoint_io", "refusals", "listeners"},
+    {"precision", "checkpoint_io", "refusals", "listeners", "monitors", "windows"},
     {"stepping"},
     {"strategy"},
+    {"pytorch_lightning"},
     {"callbacks", "timeline", "gantt", "tasks", "data", "sweep"},
     {"train", "commands"},
 ]

@@ -75,8 +75,8 @@ def test_trainer_knows_the_name_without_an_import_of_ours(tmp_path: Path) -> Non
     )
 
 
-def test_name_resolves_lazily_and_the_other_flavour_is_refused(tmp_path: Path) -> None:
-    """And a package that is broken breaks nothing but itself."""
+def test_name_resolves_lazily(tmp_path: Path) -> None:
+    """A package that is broken breaks nothing but itself."""
     place = copy_of_the_package(tmp_path)
     run(
         """
@@ -97,18 +97,68 @@ def test_name_resolves_lazily_and_the_other_flavour_is_refused(tmp_path: Path) -
         assert type(trainer.strategy).__name__ == "RoundPipeStrategy"
         assert type(strategies.__loader__).__name__ == type(strategies.__spec__.loader).__name__ == "SourceFileLoader"
         assert strategies.StrategyRegistry["roundpipe"]["strategy"](staleness=1).given == {"staleness": 1}
-
-        import pytorch_lightning as pl
-        try:
-            pl.Trainer(strategy="roundpipe", accelerator="cpu", logger=False)
-        except pl.utilities.exceptions.MisconfigurationException as error:
-            assert "import lightning.pytorch as pl" in str(error)
-        else:
-            raise AssertionError("pytorch_lightning's Trainer took a strategy of the other flavour")
         """,
         place,
         PYTHONPATH=str(place),
         BROKEN="1",
+    )
+
+
+def test_the_other_flavour(tmp_path: Path) -> None:
+    """``pytorch_lightning`` has classes of its own: trains, steps apart, clips, saves and resumes with these."""
+    run(
+        """
+        import sys
+        import pytorch_lightning as pl
+        import torch
+        from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
+        from torch import nn
+
+        class Module(pl.LightningModule):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(1)
+                self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+            def training_step(self, batch, batch_idx):
+                loss = self.layers(batch).square().mean()
+                self.log("loss", loss, on_epoch=True)
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
+
+        def train(strategy, devices, steps=4, ckpt_path=None):
+            keep = ModelCheckpoint(strategy, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+            trainer = pl.Trainer(
+                accelerator="cpu", devices=devices, strategy=strategy, max_steps=steps, max_epochs=9, logger=False,
+                enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=0.1, precision="bf16-mixed",
+                callbacks=[keep],
+            )
+            batches = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0)).repeat(4, 1, 1)
+            module = Module()
+            trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+            return trainer, torch.cat([p.detach().flatten() for p in module.parameters()])
+
+        _, plain = train("auto", 1)
+        trainer, own = train("roundpipe", 2)
+        assert isinstance(trainer.strategy, pl.strategies.Strategy)
+        assert trainer.strategy.report()["workers"] == 2
+        torch.testing.assert_close(own, plain, rtol=1e-2, atol=1e-4)
+        _, resumed = train("roundpipe", 2, ckpt_path="roundpipe/step=2.ckpt")
+        assert torch.equal(own, resumed)
+        assert "lightning" not in sys.modules, "both flavours in one process"
+
+        from lightning_roundpipe.pytorch_lightning import RoundPipeStrategy
+        assert type(trainer.strategy) is RoundPipeStrategy
+        try:
+            RoundPipeStrategy(staleness=2)
+        except ValueError as error:
+            assert "staleness" in str(error)
+        else:
+            raise AssertionError
+        """,
+        tmp_path,
     )
 
 

@@ -7,11 +7,9 @@ weights, dropout, the report), the test says what must hold instead.
 from __future__ import annotations
 
 import copy
-import csv
 import math
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -19,18 +17,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-import torchmetrics
 import zoo
-from harness import Result, assert_same, loader, ours, run, trainer_of
+from harness import assert_same, loader, ours, run, trainer_of
 from lightning.pytorch.callbacks import (
-    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateMonitor,
-    ModelCheckpoint,
-    RichProgressBar,
-    StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
 
 LLAMA = zoo.make_module("llama")
@@ -151,116 +143,7 @@ def test_learning_rate_schedulers(kind: str) -> None:
     assert_same(plain, result)
 
 
-# ------------------------------------------------------------------------------------------------ callbacks and loggers
-
-
-def test_model_checkpoint(tmp_path: Path) -> None:
-    def train(strategy: Any, folder: Path) -> tuple[ModelCheckpoint, dict[str, Any]]:
-        callback = ModelCheckpoint(folder, filename="{epoch}-{step}", monitor="val/loss", save_top_k=2, save_last=True)
-        run(
-            strategy,
-            MLP,
-            zoo.make_batches("mlp", 3),
-            devices=2 if strategy != "auto" else 1,
-            val_batches=zoo.make_batches("mlp", 2, seed=50),
-            callbacks=[callback],
-            max_epochs=3,
-            enable_checkpointing=True,
-        )
-        return callback, torch.load(callback.best_model_path, weights_only=True)
-
-    plain, plain_best = train("auto", tmp_path / "plain")
-    result, result_best = train(ours(num_microbatches=3), tmp_path / "ours")
-    assert Path(result.best_model_path).name == Path(plain.best_model_path).name
-    assert sorted(p.name for p in (tmp_path / "ours").iterdir()) == sorted(
-        p.name for p in (tmp_path / "plain").iterdir()
-    )
-    harness.assert_tensors_same(plain.best_model_score, result.best_model_score)
-    harness.assert_tensors_same(plain_best["state_dict"], result_best["state_dict"], what="best")
-
-
-def test_early_stopping() -> None:
-    def train(strategy: Any, devices: int) -> tuple[EarlyStopping, Result]:
-        callback = EarlyStopping("val/loss", patience=1, min_delta=0.02)
-        result = run(
-            strategy,
-            MLP,
-            zoo.make_batches("mlp", 2),
-            devices=devices,
-            val_batches=zoo.make_batches("mlp", 2, seed=50),
-            callbacks=[callback],
-            max_epochs=12,
-        )
-        return callback, result
-
-    (plain_stop, plain), (stop, result) = train("auto", 1), train(ours(num_microbatches=3), 2)
-    assert 0 < stop.stopped_epoch == plain_stop.stopped_epoch < 11
-    assert_same(plain, result, rtol=1e-4, atol=1e-5)
-
-
-def test_csv_logger(tmp_path: Path) -> None:
-    rows = []
-    for name, strategy, devices in (("plain", "auto", 1), ("ours", ours(num_microbatches=3), 2)):
-        logger = CSVLogger(tmp_path, name=name, version=0)
-        run(strategy, LLAMA, zoo.make_batches("llama", 3), devices=devices, max_epochs=2, logger=logger, watch=False)
-        with open(tmp_path / name / "version_0" / "metrics.csv") as file:
-            rows.append(list(csv.DictReader(file)))
-    plain, result = rows
-    assert len(plain) == len(result) > 6
-    for a, b in zip(plain, result, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert (a[key] == "") == (b[key] == "")
-            if a[key]:
-                assert float(b[key]) == pytest.approx(float(a[key]), rel=1e-4), key
-
-
-def test_tensorboard_logger(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = []
-    for name, strategy, devices in (("plain", "auto", 1), ("ours", ours(num_microbatches=3), 2)):
-        logger = TensorBoardLogger(tmp_path, name=name, version=0)
-        run(strategy, LLAMA, zoo.make_batches("llama", 3), devices=devices, logger=logger, watch=False)
-        events = EventAccumulator(str(tmp_path / name / "version_0"))
-        events.Reload()
-        found.append(
-            {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}
-        )
-    plain, result = found
-    assert plain.keys() == result.keys() >= {"train/loss_step", "train/loss_epoch"}
-    for tag, points in plain.items():
-        assert [step for step, _ in result[tag]] == [step for step, _ in points]
-        assert [v for _, v in result[tag]] == pytest.approx([v for _, v in points], rel=1e-4), tag
-
-
-def test_rich_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    class Shown(zoo.PlainClassifier):
-        def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-            loss, _ = self.loss_and_logits(batch)
-            self.log("shown", loss, prog_bar=True)
-            return loss
-
-    plain, result = both(
-        Shown(MLP.model),
-        zoo.make_batches("mlp", 3),
-        make_callbacks=lambda: [RichProgressBar(leave=True)],
-        enable_progress_bar=True,
-    )
-    assert_same(plain, result)
-    assert "Epoch 0" in capsys.readouterr().out
-
-
-def test_weight_averaging_swaps_weights_in_place() -> None:
-    """SWA writes the averaged weights into the parameters; the strategy must not go on with what it uploaded before."""
-    plain, result = both(
-        MLP,
-        zoo.make_batches("mlp", 3),
-        max_epochs=4,
-        val_batches=zoo.make_batches("mlp", 2, seed=50),
-        make_callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2)],
-    )
-    assert_same(plain, result)
+# --------------------------------------------------------------------------------------------------------------- hooks
 
 
 class Recorder(pl.Callback):
@@ -358,75 +241,6 @@ def test_generate_in_validation() -> None:
     plain, result = both(Generating(LLAMA.model), batches, val_batches=batches)
     assert "val/tokens" in plain.metrics
     assert_same(plain, result)
-
-
-# -------------------------------------------------------------------------------------------------------------- logging
-
-
-class Logging(zoo.PlainClassifier):
-    """Logs in every way there is."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(5, average="micro")
-        self.spread = torchmetrics.MeanMetric()
-
-    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        loss, logits = self.loss_and_logits(batch)
-        x = batch["x"]
-        self.log("loss", loss, prog_bar=True)
-        self.log("step only", x.mean(), on_step=True, on_epoch=False)
-        self.log("epoch only", x.mean(), on_step=False, on_epoch=True)
-        self.log("both", x.square().mean(), on_step=True, on_epoch=True)
-        self.log("sized", x.mean(), on_step=True, on_epoch=True, batch_size=len(x))
-        self.log("lowest", x.min(), on_step=True, on_epoch=True, reduce_fx="min")
-        self.log("highest", logits.detach().max(), on_step=True, on_epoch=True, reduce_fx=torch.max)
-        self.log("samples", float(len(x)), on_step=True, on_epoch=True, reduce_fx="sum")
-        self.log("summed", x.sum(), on_step=False, on_epoch=True, reduce_fx=torch.sum)
-        self.log("number", 3.5)
-        self.log("whole number", 2)
-        self.log_dict({"a": x[:, 0].mean(), "b": x[:, 1].mean()}, on_step=True, on_epoch=True)
-        self.log("nowhere", x.mean(), logger=False)
-        self.accuracy(logits, batch["y"])
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        self.spread.update(x.std(dim=1))
-        self.log("spread", self.spread, on_step=False, on_epoch=True)
-        return loss
-
-
-@pytest.mark.parametrize(("samples", "microbatches"), [(6, 3), (5, 3), (5, 1)])
-def test_logged_values_are_merged(samples: int, microbatches: int) -> None:
-    """Means by the microbatches' sizes, sums and extremes over them, metric objects fed once with each."""
-    batches = [*zoo.make_batches("mlp", 3, samples), *zoo.make_batches("mlp", 1, 3, seed=9)]
-    plain, result = both(Logging(MLP.model), batches, microbatches=microbatches, max_epochs=2)
-    assert {"accuracy", "spread", "lowest_epoch", "samples_epoch"} <= plain.metrics.keys()
-    assert_same(plain, result)
-
-
-def test_a_mean_over_targets_is_logged_as_the_loss_is_weighed() -> None:
-    class Sized(zoo.CausalLM):
-        """Gives the number of samples for the epoch's mean; a step's value is still the mean over its targets."""
-
-        def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-            loss, _ = self.loss_and_logits(batch)
-            self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["labels"]))
-            return loss
-
-    assert_same(*both(Sized(LLAMA.model), zoo.make_batches("llama")))
-
-
-def test_logging_in_hooks_and_submodules() -> None:
-    class Hooked(zoo.PlainClassifier):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.log("before", float(batch_idx))
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log("after", outputs["loss"])
-
-        def on_train_epoch_end(self) -> None:
-            self.log("end", 1.0)
-
-    assert_same(*both(Hooked(MLP.model), zoo.make_batches("mlp")))
 
 
 # ----------------------------------------------------------------------------------- what training_step takes and gives

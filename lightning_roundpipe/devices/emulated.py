@@ -43,7 +43,7 @@ class EmulatedDevice(Device):
         self._closed = False
         limit = emulation.memory
         assert limit is None or isinstance(limit, int)  # Emulation has parsed it
-        self._ledger = Ledger(f"Device {index}", limit)
+        self._ledger = Ledger(f"Emulated CUDA device {index}", limit)
         self._arenas: dict[int, tuple[Tensor, str]] = {}
         self._permits = permit.semaphore()
         self._permit_delays = self._delays("permit")

@@ -99,7 +99,7 @@ class Engine:
         """Whether somebody may have seen weights, or written to them, since the last batch."""
         self._interceptors = [Interceptor(layer) for layer in self.layers]
         self._buffers: dict[Hashable, GradientBuffers] = {}
-        self._slot_numbers, self._step_numbers = itertools.count(), itertools.count()
+        self.next_step, self.next_slot = itertools.count().__next__, itertools.count().__next__
         self._trainable = self._trainable_now()
         self.belongings = Belongings(module, self.layers)
         self._in_glue = parameters_outside(module, [x.module for x in self.layers])
@@ -273,10 +273,13 @@ class Engine:
         return self._switched_off
 
     @held()
-    def step_apart(self) -> None:
-        """From now on gradients are not handed to ``.grad``: `updates` applies them when it is told to."""
-        if self.updates is None:
-            self.updates = Updates(self.units, self.options.staleness)
+    def step_apart(self, apart: bool) -> None:
+        """From now on `updates` applies gradients when it is told to; or, if not, they are handed to ``.grad``."""
+        if apart != (self.updates is not None):
+            self._drain()
+            before, self.updates = self.updates, Updates(self.units, self.options.staleness) if apart else None
+            if before is not None:
+                before.retire()
 
     @held()
     def settle(self) -> None:
@@ -363,12 +366,6 @@ class Engine:
         return [p.requires_grad for layer in self.layers for p in layer.masters]
 
     # -- shared by the microbatches -----------------------------------------------------------------------------------
-
-    def next_step(self) -> int:
-        return next(self._step_numbers)
-
-    def next_slot(self) -> int:
-        return next(self._slot_numbers)
 
     def buffers_of(self, call: TracedCall) -> GradientBuffers:
         """The host memory for the gradients of a call; made when first needed."""

@@ -4,16 +4,19 @@ Called once per microbatch, Lightning's own ``log`` would keep the last microbat
 lose updates between threads. So it is shadowed during the step, and what was said is merged by its reduction and said
 once, on the main thread. Scalars are merged by the weights of the loss: what a step logs is most often the loss itself,
 or a mean over the same targets.
+
+Metric objects gather over an epoch, and see each microbatch once. Their value for the batch is another matter, see
+`BatchValues`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.runtime.microbatch import weighted_mean
@@ -26,33 +29,89 @@ class LogRecorder:
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
-        if isinstance(value, Metric):
-            cache = getattr(value, "_forward_cache", None)
-            self.calls.append((name, (value, _to_host(cache)), kwargs))
-        else:
-            self.calls.append((name, _to_host(value), kwargs))
+        self.calls.append((name, _to_host(value), kwargs))
 
 
 def _to_host(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_host(item) for key, item in value.items()}
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 @contextlib.contextmanager
-def shadowed_log(module: Any, current: Any) -> Iterator[None]:
+def shadowed_log(module: Any, current: Any, microbatches: int) -> Iterator[None]:
     """Send ``module.log`` to ``current().log`` (the calling microbatch's recorder)."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > len(_POSITIONAL):
+            raise TypeError(f"log() takes {2 + len(_POSITIONAL)} positional arguments, {2 + len(args)} were given")
         kwargs.update(zip(_POSITIONAL, args, strict=False))
         current().log(name, value, **kwargs)
 
-    object.__setattr__(module, "log", log)
-    try:
+    with contextlib.ExitStack() as stack:
+        object.__setattr__(module, "log", log)
+        stack.callback(object.__delattr__, module, "log")
+        for metric in module.modules() if microbatches > 1 else ():
+            if isinstance(metric, Metric):
+                stack.enter_context(BatchValue(metric))
         yield
-    finally:
-        object.__delattr__(module, "log")
 
 
-_POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+_POSITIONAL = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
+
+
+class BatchValue:
+    """The value of a metric for all microbatches that it is called with in one step, as if they had been one batch.
+
+    Calling a metric adds to what it gathers and returns the value for this call alone, which it also keeps for
+    ``log(on_step=True)``. From the values of microbatches that of the batch does not follow, be they weighted or not:
+    sums, extremes, F1. So what the step's calls were given is gathered once more, apart, and the value made of that is
+    what the metric keeps.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._parts = [part for part in metric.modules() if isinstance(part, Metric)]  # wrappers hold others
+        self._metric = metric
+        self._apart: list[dict[str, Any]] | None = None
+
+    def __enter__(self) -> None:
+        self._hook = self._metric.register_forward_hook(self._called, with_kwargs=True)
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self._hook.remove()
+        if self._apart is None or error is not None:
+            return
+        with self._swapped():
+            value = self._metric.compute()
+        self._metric._forward_cache = value
+
+    def _called(self, metric: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        with self._swapped():
+            self._metric.update(*args, **kwargs)
+            self._apart = [dict(vars(part)) for part in self._parts]
+
+    @contextlib.contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """The metric holds what was gathered in this step, at first nothing."""
+        kept = [dict(vars(part)) for part in self._parts]
+        try:
+            if self._apart is not None:
+                self._load(self._apart)
+            else:
+                for part in self._parts:  # ``reset`` empties lists where they are
+                    vars(part).update({k: [] for k, v in vars(part).items() if type(v) is list})
+                self._metric.reset()
+            yield
+        finally:
+            self._load(kept)
+
+    def _load(self, state: list[dict[str, Any]]) -> None:
+        for part, attributes in zip(self._parts, state, strict=True):
+            vars(part).clear()
+            vars(part).update(attributes)
 
 
 def issue(module: Any, recorders: list[LogRecorder], sizes: list[int], weights: list[float]) -> None:
@@ -76,12 +135,8 @@ def issue(module: Any, recorders: list[LogRecorder], sizes: list[int], weights: 
 
 def _merged(values: list[Any], reduce_fx: Any, weights: list[float]) -> Any:
     first = values[0]
-    if isinstance(first, tuple) and isinstance(first[0], Metric):
-        metric = first[0]
-        caches = [v[1] for v in values if isinstance(v[1], Tensor) and v[1].numel() == 1]
-        if len(caches) == len(values):
-            cast(Any, metric)._forward_cache = weighted_mean(caches, weights)
-        return metric
+    if isinstance(first, Metric):
+        return first
     if isinstance(first, dict):
         return {k: _merged([v[k] for v in values], reduce_fx, weights) for k in first}
     if len(values) == 1:

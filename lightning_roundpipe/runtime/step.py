@@ -128,7 +128,7 @@ class Step:
 
     def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
         crew, given_up = self.engine.crew, False
-        with shadowed_log(self.engine.module, self._current_log):
+        with shadowed_log(self.engine.module, self._current_log, len(self.runs)):
             if self.belongings is not None:
                 self.belongings.begin()
             try:

@@ -86,6 +86,9 @@ class _Accumulated:
         if not self._present:
             return gradients
         self.add(gradients)
+        return self.present()
+
+    def present(self) -> dict[int, Tensor]:
         return {key: self._memory[key] for key in self._present}
 
     def forget(self) -> None:
@@ -107,7 +110,7 @@ class Updates:
     def __init__(self, units: Sequence[Unit], staleness: int = 0) -> None:
         self.units = list(units)
         self.staleness = staleness
-        self.submitted = 0
+        self.submitted = max(unit.version for unit in self.units)  # there may have been another one before
         self.torn = self._applying = False
         self._controls: list[Control] = []
         self._thread = TaskThread("roundpipe-optimizer")
@@ -156,6 +159,16 @@ class Updates:
         step = _Step(self.submitted, batch, Hyperparameters.of(optimizer), clip, self._shadow_of(optimizer))
         self._post(lambda: self._run(step))
 
+    def accumulated(self) -> dict[int, Tensor]:
+        """What batches gave to the optimizer step that is still to come, by the ids of masters. Settle first."""
+        return {key: gradient for unit in self.units for key, gradient in self._accumulated[unit].present().items()}
+
+    def go_on(self, gradients: dict[int, Tensor]) -> None:
+        """Begin with ``gradients``, as ``accumulated`` gave them to a run before this one."""
+        for unit in self.units:
+            mine = {id(master): gradients[id(master)] for master in unit.masters if id(master) in gradients}
+            self._accumulated[unit].add(mine)
+
     @property
     def wanted(self) -> int:
         """The version that the next step is to compute with."""
@@ -200,6 +213,12 @@ class Updates:
                 raise error
         finally:
             del error
+
+    def retire(self) -> None:
+        """Everything is settled and seen, and the thread has stopped: others step from here on."""
+        self.settle()
+        self.publish_all()
+        self.close()
 
     def close(self) -> None:
         """Finish what was submitted, and stop the thread."""

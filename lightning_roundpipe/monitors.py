@@ -1,0 +1,95 @@
+"""What Lightning's monitors and profilers measure of one device and one thread, they are given of all workers.
+
+``DeviceStatsMonitor`` and ``ThroughputMonitor`` take it that a process has one device, ``root_device``: the others'
+memory would never show, and the model FLOPs of all devices would be compared with what one of them can do. Lightning
+reads the number format that this is about off the class of its own precision plugins, which ours is not. torch's
+profiler records the thread that started it, where no layer runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.profilers import PyTorchProfiler
+
+from lightning_roundpipe.devices import Device
+
+_COMPUTED_IN = {
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.half,
+    "16-true": torch.half,
+}
+
+
+def tell_of_all_workers(trainer: Trainer, precision: str, workers: Sequence[Device]) -> Callable[[], object]:
+    """Let Lightning's monitors see all ``workers``. Call it when callbacks have been set up.
+
+    Args:
+        trainer: whose callbacks and accelerator are meant.
+        precision: that layers compute in.
+        workers: of the strategy.
+
+    Returns:
+        what ends it.
+    """
+    _rate(trainer, precision, workers)
+    accelerator = trainer.accelerator
+    vars(accelerator)["get_device_stats"] = _stats_of(workers, accelerator.get_device_stats)
+    return lambda: vars(accelerator).pop("get_device_stats", None)
+
+
+def _rate(trainer: Trainer, precision: str, workers: Sequence[Device]) -> None:
+    """``ThroughputMonitor`` rates the run by what all devices together can do; one that is listed twice counts once."""
+    rated = [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, ThroughputMonitor)]
+    if not rated:
+        return
+    dtype = _COMPUTED_IN.get(precision, torch.float32)
+    peaks = [get_available_flops(device, dtype) for device in _distinct(workers)]
+    known = [peak for peak in peaks if peak is not None]
+    for monitor in rated:
+        monitor.available_flops = sum(known) if len(known) == len(peaks) else None
+        for throughput in monitor._throughputs.values():
+            throughput.available_flops = monitor.available_flops
+
+
+def _distinct(workers: Sequence[Device]) -> list[torch.device]:
+    return [*dict.fromkeys(worker.torch_device for worker in workers)]
+
+
+def _stats_of(workers: Sequence[Device], ask: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """What ``DeviceStatsMonitor`` logs.
+
+    What ``ask`` says of the device it is asked for keeps its names. Other GPUs' comes under ``cuda:1/...``, and what
+    the engine counts itself, on emulated devices too, under ``worker 0/resident_bytes`` and ``worker 0/peak_bytes``.
+    """
+
+    def stats(device: Any) -> dict[str, Any]:
+        found = dict(ask(device))
+        for other in _distinct(workers):
+            if other.type != "cpu" and other != torch.device(device):
+                found |= {f"{other}/{name}": value for name, value in ask(other).items()}
+        for worker in workers:
+            found[f"worker {worker.index}/resident_bytes"] = worker.resident_bytes()
+            found[f"worker {worker.index}/peak_bytes"] = worker.peak_bytes()
+        return found
+
+    return stats
+
+
+def profile_all_threads(module: LightningModule) -> None:
+    """Let the ``PyTorchProfiler`` of the module's trainer, if it has one, see the workers' threads.
+
+    Call it before the run's first action is profiled. What the user has configured in this respect is left alone.
+    """
+    profiler = getattr(module._trainer, "profiler", None)
+    if isinstance(profiler, PyTorchProfiler):
+        with contextlib.suppress(TypeError, AttributeError):  # a torch that cannot
+            everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            profiler._profiler_kwargs.setdefault("experimental_config", everywhere)

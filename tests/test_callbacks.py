@@ -1,0 +1,566 @@
+"""Lightning's callbacks, loggers and profilers do what they do in plain training: same values, same files, same stops.
+
+What a callback looks at is in `test_listeners.py`; that hooks come in order is in `test_training.py`.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import Result, assert_same, ours, run
+from lightning.fabric.utilities.throughput import measure_flops
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    throughput_monitor,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_roundpipe import monitors
+
+MLP = zoo.make_module("mlp")
+BATCHES = zoo.make_batches("mlp", 3)
+VALIDATION = zoo.make_batches("mlp", 2, seed=50)
+
+
+def pair(
+    make: Callable[[str], Any], batches: Any = BATCHES, module: pl.LightningModule = MLP, **options: Any
+) -> list[tuple[Any, Result]]:
+    """The same run plainly and with the strategy, each with what ``make`` gives it: a callback or several.
+
+    Args:
+        make: called with ``"plain"`` and ``"ours"``.
+        options: of `harness.run`; what is callable is called with the same.
+    """
+    found = []
+    for kind, strategy, devices in (("plain", "auto", 1), ("ours", ours(num_microbatches=3), 2)):
+        made = make(kind)
+        given = {name: value(kind) if callable(value) else value for name, value in options.items()}
+        listed = made if isinstance(made, list) else [made]
+        found.append((made, run(strategy, module, batches, devices=devices, callbacks=listed, **given)))
+    return found
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def assert_same_checkpoints(folder: Path) -> list[str]:
+    """``folder/plain`` and ``folder/ours`` hold the same files, of the same steps and weights."""
+    names = files(folder / "plain")
+    assert names == files(folder / "ours")
+    for name in names:
+        plain, own = (torch.load(folder / kind / name, weights_only=True) for kind in ("plain", "ours"))
+        assert (own["epoch"], own["global_step"]) == (plain["epoch"], plain["global_step"]), name
+        harness.assert_tensors_same(plain["state_dict"], own["state_dict"], rtol=1e-4, atol=1e-5, what=name)
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------- saving, stopping
+
+
+def test_model_checkpoint_keeps_the_best(tmp_path: Path) -> None:
+    (plain, _), (own, _) = pair(
+        lambda kind: ModelCheckpoint(
+            tmp_path / kind, filename="{epoch}-{step}", monitor="val/loss", save_top_k=2, save_last=True
+        ),
+        val_batches=VALIDATION,
+        max_epochs=3,
+        enable_checkpointing=True,
+    )
+    assert len(assert_same_checkpoints(tmp_path)) == 3
+    assert Path(own.best_model_path).name == Path(plain.best_model_path).name
+    harness.assert_tensors_same(plain.best_model_score, own.best_model_score)
+
+
+def test_model_checkpoint_every_n_steps(tmp_path: Path) -> None:
+    """In the middle of epochs, where the step before has only just given its gradients."""
+    pair(
+        lambda kind: ModelCheckpoint(tmp_path / kind, filename="{step}", every_n_train_steps=2, save_top_k=-1),
+        max_epochs=2,
+        enable_checkpointing=True,
+    )
+    assert assert_same_checkpoints(tmp_path) == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+
+
+class Boom(Exception):
+    pass
+
+
+class FailAt(pl.Callback):
+    """Raises when a batch starts."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            raise Boom
+
+
+def test_model_checkpoint_on_exception(tmp_path: Path) -> None:
+    def saving(kind: str) -> list[pl.Callback]:
+        return [ModelCheckpoint(tmp_path / kind, filename="{step}", save_on_exception=True), FailAt(2)]
+
+    for kind, strategy, devices in (("plain", "auto", 1), ("ours", ours(num_microbatches=3), 2)):
+        with pytest.raises(Boom):
+            run(strategy, MLP, BATCHES, devices=devices, callbacks=saving(kind), enable_checkpointing=True)
+    [name] = assert_same_checkpoints(tmp_path)
+    assert "step=2" in name
+
+
+def test_early_stopping() -> None:
+    (plain, expected), (own, result) = pair(
+        lambda kind: EarlyStopping("val/loss", patience=1, min_delta=0.02),
+        zoo.make_batches("mlp", 2),
+        val_batches=VALIDATION,
+        max_epochs=12,
+    )
+    assert 0 < own.stopped_epoch == plain.stopped_epoch < 11
+    assert_same(expected, result, rtol=1e-4, atol=1e-5)
+
+
+def test_timer_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a second whenever it is read."""
+
+    def make(kind: str) -> pl.Callback:
+        monkeypatch.setattr(callbacks.timer, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+        return callbacks.Timer({"seconds": 5}, interval="step")
+
+    (_, plain), (_, result) = pair(make, max_epochs=3)
+    assert 0 < len(result.losses) == len(plain.losses) < 9
+    assert_same(plain, result)
+
+
+# -------------------------------------------------------------------------------------------------------------- tuning
+
+
+class Tuned(zoo.PlainClassifier):
+    """Has its own data, so that a batch size can be tried."""
+
+    def __init__(self) -> None:
+        super().__init__(zoo.make_module("mlp").model)
+        self.batch_size, self.lr = 2, 0.05
+        generator = torch.Generator().manual_seed(3)
+        self.data = TensorDataset(torch.randn(96, 8, generator=generator), torch.arange(96) % 5)
+
+    def train_dataloader(self) -> Any:
+        def collate(samples: Any) -> Any:
+            x, y = zip(*samples, strict=True)
+            return {"x": torch.stack(x), "y": torch.stack(y)}
+
+        return DataLoader(self.data, batch_size=self.batch_size, collate_fn=collate)
+
+    val_dataloader = train_dataloader
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class ReadsGradients(pl.Callback):
+    def __init__(self) -> None:
+        self.norms: list[Tensor] = []
+
+    def on_after_backward(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self.norms.append(torch.stack([p.grad.norm() for p in pl_module.parameters() if p.grad is not None]))
+
+
+def tune(kind: str, *given: pl.Callback, folder: Path, strategy: Any = None, **options: Any) -> SimpleNamespace:
+    """Train with the module's own data, which `harness.run` does not."""
+    strategy = strategy or (ours(num_microbatches=2) if kind == "ours" else "auto")
+    trainer = harness.trainer_of(
+        strategy,
+        devices=2 if kind == "ours" else 1,
+        callbacks=list(given),
+        default_root_dir=folder,
+        **({"max_steps": 4, "limit_val_batches": 1} | options),
+    )
+    module = Tuned()
+    trainer.fit(module)
+    assert not list(folder.glob("*.ckpt")), "what the tuner saved is still there"
+    return SimpleNamespace(module=module, trainer=trainer, given=given, state=dict(module.state_dict()))
+
+
+def test_batch_size_finder(tmp_path: Path) -> None:
+    """Trials run without the user's callbacks; the run behind them has these, and gives them what they need."""
+    plain, own = (
+        tune(kind, callbacks.BatchSizeFinder(steps_per_trial=2, max_trials=3), ReadsGradients(), folder=tmp_path)
+        for kind in ("plain", "ours")
+    )
+    assert own.module.batch_size == plain.module.batch_size == 8
+    harness.assert_tensors_same(plain.state, own.state)
+    harness.assert_tensors_same(plain.given[1].norms, own.given[1].norms)
+
+
+def test_batch_size_finder_stops_at_what_fits(tmp_path: Path) -> None:
+    strategy = ours(num_microbatches=1, emulation={"memory": 96 * 1024})
+    finder = callbacks.BatchSizeFinder(steps_per_trial=2, init_val=4)
+    found = tune("ours", finder, folder=tmp_path, strategy=strategy)
+    assert 4 < found.module.batch_size < 96
+    assert found.trainer.global_step > 2
+
+
+def test_learning_rate_finder(tmp_path: Path) -> None:
+    finders = [callbacks.LearningRateFinder(1e-3, 1.0, num_training_steps=20) for _ in range(2)]
+    plain, own = (
+        tune(kind, finder, ReadsGradients(), folder=tmp_path)
+        for kind, finder in zip(("plain", "ours"), finders, strict=True)
+    )
+    curves = [finder.optimal_lr.results for finder in finders]
+    harness.assert_tensors_same(*curves, rtol=1e-4, atol=1e-5)
+    assert own.module.lr == plain.module.lr != 0.05
+    harness.assert_tensors_same(plain.state, own.state, rtol=1e-4, atol=1e-5)
+    harness.assert_tensors_same(plain.given[1].norms, own.given[1].norms, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- weights, gradients
+
+
+def test_stochastic_weight_averaging() -> None:
+    """It writes averages into the parameters; the strategy must not go on with what it uploaded before."""
+    (_, plain), (_, result) = pair(
+        lambda kind: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2),
+        max_epochs=4,
+        val_batches=VALIDATION,
+    )
+    assert_same(plain, result)
+
+
+@pytest.mark.parametrize("kind", ["WeightAveraging", "EMAWeightAveraging"])
+def test_weight_averaging(kind: str, tmp_path: Path) -> None:
+    """Weights and average change places for each validation; the checkpoint has both, and training goes on from it."""
+
+    def make(folder: str) -> list[pl.Callback]:
+        averaging = (
+            callbacks.WeightAveraging() if kind == "WeightAveraging" else callbacks.EMAWeightAveraging(decay=0.5)
+        )
+        return [averaging, ModelCheckpoint(tmp_path / folder, filename="{step}", save_top_k=-1)]
+
+    options: dict[str, Any] = {"val_batches": VALIDATION, "enable_checkpointing": True}
+    (_, plain), (_, result) = pair(make, max_epochs=2, **options)
+    assert_same(plain, result)
+    assert assert_same_checkpoints(tmp_path) == ["step=3.ckpt", "step=6.ckpt"]
+    resuming = {"fit": {"ckpt_path": tmp_path / "ours" / "step=3.ckpt"}}
+    resumed = run(
+        ours(num_microbatches=3), MLP, BATCHES, devices=2, callbacks=make("again"), max_epochs=2, **options, **resuming
+    )
+    harness.assert_tensors_same(result.state, resumed.state, rtol=0.0, atol=1e-30)
+
+
+class Meddles(pl.Callback):
+    """Reads and changes gradients and weights wherever that is possible."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_after_backward(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self.seen.append(harness.gradients(pl_module))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5).add_(1e-3)
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self.seen.append({name: p.detach().clone() for name, p in pl_module.named_parameters()})
+
+
+class Shrinks(pl.Callback):
+    """Changes the weights between steps, which nobody has to be slowed down for within them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def shrink(self, trainer: Any, pl_module: pl.LightningModule, *args: Any) -> None:
+        self.seen.append({name: p.detach().clone() for name, p in pl_module.named_parameters()})
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.mul_(0.9)
+
+    on_train_epoch_end = on_validation_start = shrink
+
+
+class ShrinksEachBatch(Shrinks):
+    on_train_batch_end = Shrinks.shrink
+
+
+@pytest.mark.parametrize("kind", [Meddles, Shrinks, ShrinksEachBatch])
+def test_users_callbacks_read_and_change(kind: type[pl.Callback]) -> None:
+    (plain, expected), (own, result) = pair(
+        lambda _: kind(), max_epochs=2, val_batches=VALIDATION, blocking=kind is Meddles
+    )
+    assert len(own.seen) == len(plain.seen) > 3
+    harness.assert_tensors_same(plain.seen, own.seen)
+    assert_same(expected, result)
+
+
+# --------------------------------------------------------------------------------------------------- what is displayed
+
+
+class Shown(zoo.PlainClassifier):
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        loss, _ = self.loss_and_logits(batch)
+        self.log("shown", loss, prog_bar=True)
+        return loss
+
+
+class ReadsTheBar(pl.Callback):
+    """What the progress bar shows after each batch."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        bar = trainer.progress_bar_callback
+        assert bar is not None
+        self.shown.append(bar.get_metrics(trainer, pl_module))
+
+
+@pytest.mark.parametrize("bar", [RichProgressBar, callbacks.TQDMProgressBar])
+def test_progress_bars(bar: type[callbacks.ProgressBar], capsys: pytest.CaptureFixture[str]) -> None:
+    (plain, expected), (own, result) = pair(
+        lambda kind: [bar(leave=True), ReadsTheBar()], module=Shown(MLP.model), enable_progress_bar=True
+    )
+    assert_same(expected, result)
+    assert len(own[1].shown) == 3 and "shown" in own[1].shown[0]
+    harness.assert_tensors_same(plain[1].shown, own[1].shown)
+    assert capsys.readouterr().out.count("Epoch 0") >= 2
+
+
+def test_rich_model_summary(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for kind in ("plain", "ours"):
+        strategy = ours(num_microbatches=3) if kind == "ours" else "auto"
+        run(strategy, MLP, BATCHES, devices=1, callbacks=[callbacks.RichModelSummary(max_depth=2)])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert "model.blocks" in said[0] and "Trainable params" in said[0]
+
+
+def test_learning_rate_monitor() -> None:
+    class Scheduled(zoo.PlainClassifier):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=7)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    (_, plain), (_, result) = pair(
+        lambda kind: callbacks.LearningRateMonitor("step", log_momentum=True, log_weight_decay=True),
+        module=Scheduled(MLP.model),
+        max_epochs=2,
+    )
+    logged = [line for _, line in plain.logged or [] if "lr-SGD" in line]
+    assert len({line["lr-SGD"] for line in logged}) == 6
+    assert all({"lr-SGD-momentum", "lr-SGD-weight_decay"} <= line.keys() for line in logged)
+    assert_same(plain, result)
+
+
+# ------------------------------------------------------------------------------------------------- devices, throughput
+
+
+def test_device_stats_of_all_workers() -> None:
+    (_, plain), (_, result) = pair(lambda kind: callbacks.DeviceStatsMonitor())
+    prefix = "DeviceStatsMonitor.on_train_batch_end/"
+    [expected, *_] = [set(line) for _, line in plain.logged or [] if any(key.startswith(prefix) for key in line)]
+    lines = [line for _, line in result.logged or [] if any(key.startswith(prefix) for key in line)]
+    assert len(lines) == 3
+    own = {f"{prefix}worker {w}/{what}" for w in (0, 1) for what in ("resident_bytes", "peak_bytes")}
+    assert set(lines[0]) == expected | own
+    assert all(line[f"{prefix}worker {w}/peak_bytes"] > 0 for line in lines for w in (0, 1))
+    assert result.trainer is not None
+    assert "get_device_stats" not in vars(result.trainer.accelerator), "the accelerator is left changed"
+
+
+class Measured(zoo.PlainClassifier):
+    """Counts its own FLOPs, as Lightning's documentation shows."""
+
+    def setup(self, stage: str) -> None:
+        self.flops_per_batch = measure_flops(self, lambda: self.loss_and_logits(BATCHES[0])[0], lambda loss: loss)
+
+
+def test_throughput_counts_what_the_module_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputation is no useful work. The devices' peaks add up, as one process sees the samples of all of them."""
+    for place in (throughput_monitor, monitors):
+        monkeypatch.setattr(place, "get_available_flops", lambda device, dtype: PEAKS[dtype])
+    monkeypatch.setattr(monitors, "_distinct", lambda workers: [torch.device("cpu", w.index) for w in workers])
+    (plain, expected), (own, result) = pair(
+        lambda kind: callbacks.ThroughputMonitor(lambda batch: len(batch["x"])),
+        module=Measured(MLP.model),
+        precision="bf16-mixed",
+    )
+    for (_, a), (_, b) in zip(expected.logged or [], result.logged or [], strict=True):
+        assert a.keys() == b.keys()
+        for key in ("train/batches", "train/samples"):
+            assert a.get(key) == b.get(key)
+    counted = [list(monitor._throughputs[RunningStage.TRAINING]._flops) for monitor in (plain, own)]
+    assert counted[0] == counted[1] and counted[0][0] > 0
+    assert plain.available_flops == PEAKS[torch.bfloat16]
+    assert {t.available_flops for t in own._throughputs.values()} == {2 * PEAKS[torch.bfloat16]}
+
+
+PEAKS = {torch.float32: 1e9, torch.bfloat16: 1e10}
+
+
+# ------------------------------------------------------------------------------------------------------------- loggers
+
+
+def test_csv_logger(tmp_path: Path) -> None:
+    pair(
+        lambda kind: [],
+        max_epochs=2,
+        logger=lambda kind: CSVLogger(tmp_path, name=kind, version=0),
+        watch=False,
+    )
+    rows = []
+    for kind in ("plain", "ours"):
+        with open(tmp_path / kind / "version_0" / "metrics.csv") as file:
+            rows.append(list(csv.DictReader(file)))
+    plain, own = rows
+    assert len(plain) == len(own) > 6
+    for a, b in zip(plain, own, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert (a[key] == "") == (b[key] == "")
+            if a[key]:
+                assert float(b[key]) == pytest.approx(float(a[key]), rel=1e-4), key
+
+
+def test_tensorboard_logger(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    pair(lambda kind: [], logger=lambda kind: TensorBoardLogger(tmp_path, name=kind, version=0), watch=False)
+    found = []
+    for kind in ("plain", "ours"):
+        events = EventAccumulator(str(tmp_path / kind / "version_0"))
+        events.Reload()
+        found.append(
+            {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in sorted(events.Tags()["scalars"])}
+        )
+    plain, own = found
+    assert plain.keys() == own.keys() >= {"train/loss_step", "train/loss_epoch"}
+    for tag, points in plain.items():
+        assert [step for step, _ in own[tag]] == [step for step, _ in points]
+        assert [v for _, v in own[tag]] == pytest.approx([v for _, v in points], rel=1e-4), tag
+
+
+class OwnLogger(Logger):
+    """A user's: notes everything that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    name = "own"
+    version = 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.told.append(("metrics", step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.told.append(("hyperparameters", dict(params)))
+
+    def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
+        self.told.append(("graph", type(model).__name__))
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.told.append(("saved", checkpoint_callback.best_model_path.rsplit("/", 1)[-1]))
+
+    def save(self) -> None:
+        self.told.append(("save",))
+
+    def finalize(self, status: str) -> None:
+        self.told.append(("finalize", status))
+
+
+class WithHyperparameters(zoo.PlainClassifier):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__(zoo.make_module("mlp").model)
+        self.save_hyperparameters()
+
+
+def test_a_users_logger_is_told_the_same(tmp_path: Path) -> None:
+    loggers: list[OwnLogger] = []
+
+    def logger(kind: str) -> OwnLogger:
+        loggers.append(OwnLogger())
+        return loggers[-1]
+
+    pair(
+        lambda kind: ModelCheckpoint(tmp_path / kind, filename="{step}", every_n_train_steps=2),
+        module=WithHyperparameters(),
+        logger=logger,
+        enable_checkpointing=True,
+    )
+    plain, own = (logger.told for logger in loggers)
+    assert {"metrics", "hyperparameters", "graph", "saved", "save", "finalize"} == {what for what, *_ in plain}
+    harness.assert_tensors_same(plain, own)
+
+
+# ------------------------------------------------------------------------------------------------------------ profilers
+
+NAMES = ("training_step", "backward", "optimizer_step")
+
+
+def as_ours(action: str) -> str:
+    return action.replace("SingleDeviceStrategy", "RoundPipeStrategy")
+
+
+def test_simple_profiler_has_the_same_actions() -> None:
+    profilers: list[SimpleProfiler] = []
+
+    def profiler(kind: str) -> SimpleProfiler:
+        profilers.append(SimpleProfiler())
+        return profilers[-1]
+
+    pair(lambda kind: [], profiler=profiler, val_batches=VALIDATION, watch=False)
+    plain, own = (
+        {k: v for k, v in p.recorded_durations.items() if v and not k.startswith("[Callback]Settle.")}
+        for p in profilers
+    )
+    assert {as_ours(name): len(times) for name, times in plain.items()} == {k: len(v) for k, v in own.items()}
+    step = [next(k for k in own if k.endswith(f"Strategy.{name}")) for name in NAMES[:2]]
+    inside = sum(sum(own[name]) for name in step)
+    assert 0 < inside <= sum(own["run_training_batch"]) <= sum(own["run_training_epoch"])
+
+
+def test_advanced_profiler() -> None:
+    profiler = AdvancedProfiler()
+    summaries: list[str] = []
+    profiler.teardown = lambda stage: summaries.append(profiler.summary())  # type: ignore[method-assign]
+    run(ours(num_microbatches=3), MLP, BATCHES, devices=2, profiler=profiler, watch=False)
+    assert all(f"Strategy.{name}" in summaries[0] for name in NAMES[:2]) and "optimizer_step" in summaries[0]
+    assert "train_batch" in summaries[0], "where the time goes on the main thread"
+
+
+def test_pytorch_profiler_sees_the_workers(tmp_path: Path) -> None:
+    """Layers run on threads of their own, of which torch's profiler knows nothing by itself."""
+    profiler = PyTorchProfiler(tmp_path, filename="profile", row_limit=-1, export_to_chrome=False)
+    run(ours(num_microbatches=3), MLP, BATCHES * 2, devices=2, profiler=profiler, watch=False)
+    [file] = tmp_path.iterdir()
+    rows = {line.strip().split("  ")[0]: line.split()[-1] for line in file.read_text().splitlines() if line.strip()}
+    assert {"[pl][profile][Strategy]RoundPipeStrategy.backward", "aten::addmm"} <= rows.keys()
+    forwards = 3 * 3  # steps that are recorded, each of 3 microbatches
+    assert int(rows["[pl][module]zoo.plain.MLP: model"]) == forwards
+    assert int(rows["aten::addmm"]) >= forwards * 10, "MLP has 10 linear layers, and some run twice"

@@ -1,0 +1,175 @@
+"""What ``training_step`` logs from several microbatches reaches loggers and callbacks as from one batch.
+
+Batches are of uneven sizes and cut unevenly; plain training logs each of them whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+import torchmetrics.classification as classification
+import zoo
+from harness import Result, assert_same, ours, run
+from torch import Tensor, nn
+
+from lightning_roundpipe.runtime import logs
+
+MLP = zoo.make_module("mlp")
+LLAMA = zoo.make_module("llama")
+UNEVEN = [
+    batch for samples, seed in ((6, 1), (5, 2), (7, 3), (2, 4)) for batch in zoo.make_batches("mlp", 1, samples, seed)
+]
+
+
+def both(module: pl.LightningModule, batches: Any = UNEVEN, microbatches: int = 3, **options: Any) -> Any:
+    plain = run("auto", module, batches, **options)
+    return plain, run(ours(num_microbatches=microbatches), module, batches, devices=2, **options)
+
+
+class Everything(zoo.PlainClassifier):
+    """Logs with each combination of on_step, on_epoch, prog_bar, logger, reduce_fx and a given batch size."""
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        loss, logits = self.loss_and_logits(batch)
+        x = batch["x"]
+        values = {"mean": x.mean(), "sum": x.sum(), "max": logits.detach().max(), "min": x.min()}
+        reductions: dict[str, list[Any]] = {"mean": ["mean", torch.mean], "sum": ["sum", torch.sum]}
+        reductions |= {"max": ["max", torch.max], "min": ["min", torch.min]}
+        flags, levels = (True, False), ((True, True), (True, False), (False, True))
+        combinations = itertools.product(levels, flags, flags, (None, len(x)), values)
+        for number, ((on_step, on_epoch), prog_bar, logger, size, kind) in enumerate(combinations):
+            self.log(
+                f"{number} {kind}",
+                values[kind],
+                prog_bar=prog_bar,
+                logger=logger,
+                on_step=on_step,
+                on_epoch=on_epoch,
+                reduce_fx=reductions[kind][number % 2],
+                batch_size=size,
+            )
+        self.log("defaults", loss)
+        self.log("positional", x.mean(), True, True, True, True, "mean", False, False, None, True, len(x))
+        self.log("number", 2, on_step=True, on_epoch=True)
+        self.log("whole", batch["y"].sum(), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("one element", x.mean().reshape(1), on_epoch=True)
+        self.log_dict({"a": x[:, 0].mean(), "b": x[:, 1].mean()}, on_step=True, on_epoch=True, batch_size=len(x))
+        self.log_dict({"low": x.min(), "lower": x.min() - 1}, reduce_fx="min", prog_bar=True)
+        if batch_idx % 2:
+            self.log("now and then", x.mean(), on_step=True, on_epoch=True)
+        return loss
+
+
+class Displayed(pl.Callback):
+    """What a progress bar, a callback and the loggers would find after each batch."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        sources = (trainer.progress_bar_metrics, trainer.callback_metrics, trainer.logged_metrics)
+        self.found.append([{name: torch.as_tensor(v).clone() for name, v in source.items()} for source in sources])
+
+
+def test_every_combination() -> None:
+    found = []
+    results = []
+    for strategy in ("auto", ours(num_microbatches=3)):
+        displayed = Displayed()
+        devices = 1 if strategy == "auto" else 2
+        results.append(
+            run(strategy, Everything(MLP.model), UNEVEN, devices=devices, callbacks=[displayed], max_epochs=2)
+        )
+        found.append(Result(outputs=displayed.found))
+    assert len(results[0].metrics) > 150
+    assert_same(*results)
+    assert_same(*found, outputs=True)
+
+
+def test_positional_arguments_have_lightnings_names() -> None:
+    names = list(inspect.signature(pl.LightningModule.log).parameters)
+    assert (*names[3:],) == logs._POSITIONAL
+
+
+class Metrics(zoo.PlainClassifier):
+    """Metric objects whose value for a batch is no mean of its microbatches' values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.macro = classification.MulticlassF1Score(5, average="macro")
+        self.area = classification.MulticlassAUROC(5)  # gathers in lists
+        self.total = torchmetrics.SumMetric()
+        self.largest = torchmetrics.MaxMetric()
+        self.gathered = torchmetrics.CatMetric()  # logged by what is computed from it
+        self.range = torchmetrics.MinMaxMetric(classification.MulticlassAccuracy(5))  # a metric that holds another
+        self.updated = torchmetrics.MeanMetric()
+        scores = [classification.MulticlassAccuracy(5), classification.MulticlassPrecision(5, average="macro")]
+        self.called = torchmetrics.MetricCollection(scores, prefix="called/")
+        self.fed = self.called.clone(prefix="fed/")
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        loss, logits = self.loss_and_logits(batch)
+        logits, x, y = logits.detach(), batch["x"], batch["y"]
+        for name, metric in (("macro", self.macro), ("area", self.area)):
+            metric(logits, y)
+            self.log(name, metric, on_step=True, on_epoch=True)
+        self.total(x)
+        self.log("total", self.total)
+        self.largest(value=x)
+        self.log("largest", self.largest, on_step=True, on_epoch=True, prog_bar=True)
+        self.range(logits, y)
+        self.updated.update(x.std(dim=1))
+        self.log("updated", self.updated, on_step=False, on_epoch=True)
+        self.called(logits, y)
+        self.log_dict(self.called, on_step=True, on_epoch=True)
+        self.fed.update(logits, y)
+        self.log_dict(self.fed, on_step=False, on_epoch=True)
+        self.gathered(x.mean(dim=1))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("range", self.range.compute()["raw"])
+        self.log("gathered", self.gathered.compute().std())
+        self.range.reset()
+        self.gathered.reset()
+
+
+def test_metric_objects() -> None:
+    """A step's value is that of the whole batch, an epoch's of all that was seen; each microbatch is seen once."""
+    plain, result = both(Metrics(MLP.model), max_epochs=2)
+    expected = {"macro_step", "area_epoch", "total", "largest_epoch", "updated", "gathered", "range"}
+    assert expected | {"called/MulticlassPrecision_step", "fed/MulticlassPrecision"} <= plain.metrics.keys()
+    assert_same(plain, result)
+
+
+def test_means_of_targets_are_weighed_as_the_loss() -> None:
+    class Sized(zoo.CausalLM):
+        """The number of samples is for the epoch's mean; a step's value is still the mean over its targets."""
+
+        def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+            loss, _ = self.loss_and_logits(batch)
+            self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["labels"]))
+            return loss
+
+    assert_same(*both(Sized(LLAMA.model), zoo.make_batches("llama")))
+
+
+def test_logging_in_hooks() -> None:
+    class Hooked(zoo.PlainClassifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.log("before", float(batch_idx))
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("after", outputs["loss"])
+
+        def on_train_epoch_end(self) -> None:
+            self.log("end", 1.0)
+
+    assert_same(*both(Hooked(MLP.model), zoo.make_batches("mlp")))
