@@ -21,9 +21,9 @@ ACCUMULATED = "roundpipe_accumulated_gradients"
 def is_open(trainer: Trainer) -> bool:
     """Whether batches were accumulated that no optimizer step has used yet."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    done = progress.current.processed
-    ended = progress.is_last_batch and done == progress.current.ready
-    return bool(done % trainer.accumulate_grad_batches) and not ended
+    batches: Any = progress.current
+    ended = progress.is_last_batch and batches.processed == batches.ready
+    return bool(batches.processed % trainer.accumulate_grad_batches) and not ended
 
 
 def save(checkpoint: dict[str, Any], module: LightningModule, updates: Updates | None) -> None:

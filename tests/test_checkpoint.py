@@ -20,6 +20,7 @@ from harness import Result, assert_identical, loader, ours, run, trainer_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.windows import ACCUMULATED
 
 
@@ -348,3 +349,74 @@ def test_state_dict_in_the_middle_is_current() -> None:
         train(kind, fresh(), BATCH, steps=4, callbacks=[peek], watch=False)
         seen.append(peek.seen)
     harness.assert_tensors_same(*seen, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- other ways to a file
+
+
+class Saved(zoo.PlainClassifier):
+    """Made again from what its checkpoint holds."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(zoo.make_module("mlp").model)
+        self.save_hyperparameters()
+        self.make_optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=lr, eps=1e-3)
+
+
+def test_by_class_and_by_the_last(tmp_path: Path) -> None:
+    """``load_from_checkpoint`` gives a module that trains on; ``ckpt_path="last"`` finds the newest file."""
+    batches = zoo.make_batches("mlp", 1) * 3
+
+    def keeping(kind: str) -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / kind, filename="{step}", every_n_train_steps=2, save_last=True)
+
+    found = []
+    for kind in (PLAIN, OURS):
+        options: dict[str, Any] = {"enable_checkpointing": True, "max_epochs": 2}
+        train(kind, Saved(0.01), batches, callbacks=[keeping(kind)], max_steps=4, **options)
+        last = train(kind, Saved(0.02), batches, callbacks=[keeping(kind)], fit={"ckpt_path": "last"}, **options)
+        module = Saved.load_from_checkpoint(tmp_path / kind / "step=6.ckpt")
+        assert module.hparams["lr"] == 0.02 and module.device.type == "cpu"
+        found.append([last, train(kind, module, batches)])
+    for plain, own in zip(*found, strict=True):
+        harness.assert_same(plain, own, rtol=1e-4, atol=1e-5)
+
+
+def test_optimizer_state_stays_on_the_cpu(tmp_path: Path) -> None:
+    """``torch.optim`` puts state where the parameters are, Lightning's strategies where their first device is."""
+
+    class OnTheWay(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            [optimizer] = trainer.optimizers
+            for parameter, state in optimizer.state.items():
+                seen.update((v.device, v.dtype) for v in state.values() if isinstance(v, Tensor))
+                assert parameter.device == torch.device("cpu")
+
+    class Elsewhere(RoundPipeStrategy):
+        """As on a GPU: the first device is none that state may be moved to."""
+
+        away = False
+
+        @property
+        def root_device(self) -> torch.device:
+            return torch.device("meta" if self.away else "cpu")
+
+        def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+            self.away = True
+            super().load_optimizer_state_dict(checkpoint)
+            self.away = False
+
+    seen: set[Any] = set()
+    train(PLAIN, fresh(), BATCH, steps=2, callbacks=[SaveAt(1, tmp_path / "at.ckpt")])
+    run(Elsewhere(num_microbatches=3), fresh(), BATCH, devices=2, callbacks=[OnTheWay()], steps=3,
+        fit={"ckpt_path": tmp_path / "at.ckpt"})  # fmt: skip
+    assert seen == {(torch.device("cpu"), torch.float32)}
+
+
+def test_sharded_checkpoints_are_refused(tmp_path: Path) -> None:
+    """A folder, as strategies with sharded checkpoints write it."""
+    folder = tmp_path / "sharded.ckpt"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"ckpt_path='.*sharded.ckpt' is a folder.*consolidate_checkpoint"):
+        train(OURS, fresh(), BATCH, fit={"ckpt_path": folder})

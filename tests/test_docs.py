@@ -110,6 +110,20 @@ def test_quoted_messages_exist() -> None:
         assert any(fragment in string for string in strings), f"no message says {fragment!r}"
 
 
+def test_named_tests_exist() -> None:
+    """`docs/compatibility.md` says of each row which test shows it."""
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    for row in rows(page):
+        if row[0] == "feature" or set(row[0]) == {"-"}:
+            continue
+        assert len(row) == 3 and row[1].startswith(("works", "refused")), row
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row[2])
+        assert named, f"no test shows {row[0]!r}"
+        for file, name in named:
+            functions = re.findall(r"^def (test_\w+)", (ROOT / file).read_text(), flags=re.MULTILINE)
+            assert name in functions, f"{row[0]}: {file} has no {name}"
+
+
 # -- code --------------------------------------------------------------------------------------------------------------
 
 
