@@ -162,6 +162,30 @@ def test_the_next_forward_begins_before_backward_is_over(way: str) -> None:
     assert gate.reached.is_set() and not gate.in_vain
 
 
+class Ahead(Layer):
+    """Opens the gate when it runs forward in the batch behind."""
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        assert self.gate is not None
+        if int(which[0]) == self.gate.batch + 1:
+            self.gate.opened.set()
+        return super().forward(x, which)
+
+
+@pytest.mark.parametrize("way", ["accumulated", "stale"])
+def test_layers_run_forward_before_their_own_backward_of_the_step_before_is_over(way: str) -> None:
+    """With staleness 1 the update of the step before that is published as soon as this one's uploads are over."""
+    gate = Gate(2, 1)
+    module = Gated(gate)
+    ahead = Ahead(gate)
+    ahead.load_state_dict(module.layers[0].state_dict())
+    module.layers[0] = ahead
+    late = way == "stale"
+    strategy = ours(num_microbatches=2, layers=["Layer", "Ahead"], plan=PLAN, staleness=int(late), watchdog_timeout=60)
+    run(strategy, module, BATCHES, devices=2, watch=False, accumulate_grad_batches=1 if late else 5)
+    assert gate.reached.is_set() and not gate.in_vain
+
+
 class Reading(Gated):
     """Code between layers reads a weight, on its way back too; and a hook there asks for the lock."""
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_roundpipe.devices import Event
     from lightning_roundpipe.planning.costs import Phase
     from lightning_roundpipe.planning.schedule import Plan
+    from lightning_roundpipe.runtime.arrivals import Arrivals
     from lightning_roundpipe.runtime.sums import HostGradients
     from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -47,6 +48,7 @@ class Slot:
         uploaded: when each layer's weights are in the arena, once the upload has been enqueued.
         awaited: woken when that is so, for layers whose version was not there yet.
         cancelled: whether it will not come, so that nothing more is uploaded for it.
+        arrivals: told of each upload, by a step that expects them.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Slot:
         self.awaited: dict[int, Waiter] = {}
         self.cancelled = False
         self.uploading = threading.Lock()
+        self.arrivals: Arrivals | None = None
         self.opened = False
         self.closed = False
         self._successor: Waiter | None = None

@@ -11,7 +11,7 @@ A batch is either followed by an optimizer step or accumulated; which one is kno
 next batch begins. Hyperparameters are those of the moment when the step was submitted: schedulers go on.
 
 With staleness 1 a step computes with working copies, and what its gradients change is published after the next step's
-last upload of the unit: in front of [2], when that step's gradients of it have arrived.
+last upload of the unit, long before that step's gradients of it arrive: or the step behind it would wait for its end.
 
 Nothing here waits in a circle: what the thread waits for, the backward of a batch, needs only updates that were
 submitted before that batch.
@@ -271,14 +271,14 @@ class Updates:
 
         Args:
             batch: whose gradients; None: nobody has to be waited for.
-            came: called with each as soon as it is there.
+            came: called with each as soon as the batch needs its weights no more, and when it is there.
         """
         arrivals = batch.arrivals if batch is not None else None
         there: list[tuple[int, Unit]] = []
         coming = len(self.units)
         while coming or there:
             if coming:
-                units = self.units if arrivals is None else arrivals.take(wait=not there)
+                units = self.units if arrivals is None else arrivals.take(wait=not there, sent=came)
                 for unit in units:
                     came(unit)
                     heapq.heappush(there, (unit.index, unit))
@@ -301,7 +301,7 @@ class Updates:
 
     def _uploaded(self, unit: Unit, step: _Step) -> None:
         """The step's last upload of the unit is over: its successor sees the update before this one."""
-        if self.staleness:
+        if self.staleness and not unit.has(step.number - 1):
             unit.refresh()
             unit.publish(step.number - 1)
 

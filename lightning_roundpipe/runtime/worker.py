@@ -167,6 +167,8 @@ class Worker:
         slot.uploaded[layer.index] = end
         where = Where(slot.index, slot.phase, -1, layer.name)
         slot.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
+        if slot.arrivals is not None:
+            slot.arrivals.uploading(layer.unit, end)
 
     def _upload_later(self, slot: Slot, layer: HostLayer, segment: Tensor, waiter: Waiter) -> None:
         """On the optimizer's thread."""

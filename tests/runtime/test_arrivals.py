@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from patience import join, start
 from torch import nn
 
+from lightning_roundpipe.devices import StreamAborted
 from lightning_roundpipe.runtime.arrivals import Arrivals, Dropped
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.units import Unit
@@ -45,6 +47,52 @@ def test_a_unit_comes_when_all_slots_that_hold_it_are_closed() -> None:
     assert there(arrivals) == [0, 1]
     arrivals.ended()
     assert there(arrivals) == []
+
+
+class Upload:
+    """An event that notes that it was waited for."""
+
+    def __init__(self, name: str, notes: list[str], error: Exception | None = None) -> None:
+        self.name, self.notes, self.error = name, notes, error
+
+    def wait(self) -> None:
+        self.notes.append(self.name)
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_unit_is_sent_when_its_uploads_are_over() -> None:
+    a, b = units(2)
+    slots, notes = [slot(a), slot(b), slot(a)], list[str]()
+    arrivals = Arrivals([a, b])
+    arrivals.expect(slots)
+    send = functools.partial(arrivals.take, wait=False, sent=lambda unit: notes.append(f"unit {unit.index}"))
+    arrivals.uploading(b, Upload("b", notes))  # type: ignore[arg-type]
+    arrivals.uploading(a, Upload("a", notes))  # type: ignore[arg-type]
+    assert send() == [] and notes == []  # glue may still read them, before all losses
+    arrivals.passed([b])
+    assert send() == [] and notes == []  # a is to be uploaded once more, and glue has read b
+    arrivals.uploading(a, Upload("a again", notes))  # type: ignore[arg-type]
+    assert send() == [] and notes == ["a", "a again", "unit 0"]
+    arrivals.ended()
+    assert send() == [] and notes[3:] == ["b", "unit 1"]
+    for each in slots:
+        arrivals.closed(each)
+    assert send() == [b, a] and len(notes) == 5
+
+
+def test_an_upload_that_fails_sends_nothing() -> None:
+    """The devices are stopped by the step behind, or this one fails, which is said in another way."""
+    [a] = units(1)
+    held, notes = slot(a), list[str]()
+    arrivals = Arrivals([a])
+    arrivals.expect([held])
+    arrivals.passed(())
+    arrivals.uploading(a, Upload("a", notes, StreamAborted("aborted")))  # type: ignore[arg-type]
+    assert arrivals.take(wait=False, sent=lambda unit: notes.append("sent")) == []
+    arrivals.closed(held)
+    assert arrivals.take(wait=True) == [a]
+    assert notes == ["a"]
 
 
 def test_before_all_losses_nothing_comes() -> None:

@@ -135,6 +135,10 @@ WAITS = [
 ]
 
 ELSEWHERE = {
+    (
+        "runtime.arrivals:Arrivals.take",
+        "upload.wait()",
+    ),  # test_a_unit_is_sent_when_its_uploads_are_over
     ("runtime.crew:Crew.rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
     ("runtime.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
     ("runtime.sums:HostGradients.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
