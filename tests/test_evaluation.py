@@ -15,6 +15,7 @@ import zoo
 from harness import assert_tensors_same, loader, ours, quiet, trainer_of
 from torch import Tensor, nn
 
+from lightning_roundpipe.runtime import evaluation
 from lightning_roundpipe.runtime.evaluation import Evaluation
 
 UNKIND = {"poison": True, "delay_seed": 4}
@@ -268,3 +269,19 @@ def test_after_an_error_the_next_batch_is_right() -> None:
         found = trainer.validate(module, loader(batches), verbose=False)
     assert_tensors_same(validate("auto", module, batches), found)
     assert harness.roundpipe_threads() == []
+
+
+def test_a_long_text_keeps_no_tensors_that_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    real = Evaluation.call
+
+    def call(self: Any, *args: Any) -> Any:
+        kept.append(len(self._boundaries._saved) + len(self._boundaries._here))
+        return real(self, *args)
+
+    monkeypatch.setattr(Evaluation, "call", call)
+    monkeypatch.setattr(evaluation, "OFTEN", 10)
+    module = Generating(zoo.make_module("llama").model, "model.layers.0", max_new_tokens=20, min_new_tokens=20)
+    validate(ours(), module, zoo.make_batches("llama", 1), devices=2)
+    assert len(kept) > 100
+    assert max(kept[len(kept) // 2 :]) <= max(kept[: len(kept) // 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from harness import assert_identical, assert_same, ours
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.interception import current
+from lightning_roundpipe.runtime.manual import ManualRun
+from lightning_roundpipe.runtime.tape import Entry
 
 UNKIND = {"poison": True, "delay_seed": 3}
 
@@ -274,6 +278,40 @@ def test_hooks_come_where_they_come_in_plain_training() -> None:
         run(strategy, module, callbacks=[order])
     assert len(seen[0].seen) == 3 * 7
     assert seen[0].seen == seen[1].seen
+
+
+def test_nothing_is_left_of_a_step() -> None:
+    """Without Python's garbage collector, as a circle would live on with all boundary tensors in it."""
+    left: list[int] = []
+
+    class Counting(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            left.append(sum(isinstance(thing, (ManualRun, Entry)) for thing in gc.get_objects()))
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(ours(), Manual(_shared_trunk), callbacks=[Counting()])
+    finally:
+        gc.enable()
+    assert left == [0, 0, 0]
+
+
+def test_a_step_that_runs_the_model_often_keeps_what_one_run_needs() -> None:
+    """Gradients have one place in host memory, and boundary tensors go with the backward that they were for."""
+    kept: list[tuple[int, ...]] = []
+
+    def step(self: Any, optimizer: Any, batch: Tensor) -> None:
+        for _ in range(4):
+            optimizer.zero_grad()
+            self.manual_backward(sum(self.losses(batch)))
+            optimizer.step()
+            context = current()
+            kept.append((len(context._boundaries._saved), len(context._boundaries._here), len(context.engine._buffers)))
+
+    run(ours(), Manual(step), samples(1))
+    assert kept == [kept[0]] * 4
+    assert kept[0][:2] == (0, 0)
 
 
 # ------------------------------------------------------------------------------------------------------ what it cannot

@@ -85,6 +85,12 @@ class Boundaries:
         """Nothing is saved any more: from here on a copy lives as long as its call is on the tape."""
         self._saved.clear()
 
+    def forget_dead(self) -> None:
+        """Drop the copies of tensors that nobody holds any more. Where there is no tape, nobody needs them."""
+        self._saved = {key: known for key, known in self._saved.items() if known[0]() is not None}
+        alive = {id(copy) for _, _, copy in self._saved.values()}
+        self._here = {key: known for key, known in self._here.items() if key in alive}
+
     def on(self, device: Device, copy: HostCopy) -> Tensor:
         """``copy`` on ``device``, brought there once while the microbatch stays."""
         self.move_to(device)

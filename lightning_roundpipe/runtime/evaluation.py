@@ -43,6 +43,9 @@ from lightning_roundpipe.runtime.worker import Worker
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
 
+OFTEN = 64
+"""Calls between two looks for copies that nobody needs: a long text is thousands of calls in one step."""
+
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -140,6 +143,8 @@ class Evaluation:
             self._glue.enter_context(worker.device.activate())
             self._device, self._slot = worker.device, slot
             self._boundaries.settle()
+            if self._calls % OFTEN == 0:
+                self._boundaries.forget_dead()
             worker.post(lambda: worker.close_slot(slot), self._control)
             return hand_back(call, None, TracedCall(layer, 0), forward, args, kwargs, Watched())[0]
 

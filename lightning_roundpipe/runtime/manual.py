@@ -17,6 +17,7 @@ from the caller's own generators, as in plain training; layers that draw have se
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -213,6 +214,8 @@ class ManualRun(MicrobatchRun):
             self._walk_losses(retain=bool(retain_graph))
             self._slots.finish(self.index)
             self._manual.hand_out()
+            self._boundaries.end_forward()  # a step may run the model any number of times
+            self._boundaries.move_to(None)
             self._enter_glue()
             self._phase = "forward"
 
@@ -281,13 +284,15 @@ class _Glue(GlueMode):
 
     def __init__(self, differentiate: Callable[..., None], accelerator: str | None) -> None:
         super().__init__((), lambda master: master, train=True, accelerator=accelerator)
-        self._differentiate = differentiate
+        self._differentiate = weakref.WeakMethod(differentiate)  # of the run, which holds this
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is Tensor.backward:
-            return self._differentiate(*args, **(kwargs or {}))
+            differentiate = self._differentiate()
+            assert differentiate is not None
+            return differentiate(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     def _count(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
