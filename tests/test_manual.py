@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from harness import assert_identical, assert_same, ours
 from torch import Tensor, nn
 
@@ -192,7 +193,7 @@ def _with_closures(self: Any, optimizer: Any, batch: Tensor) -> Any:
             self.manual_backward(loss)
             return loss
 
-        with part.toggle_model():
+        with part.toggle_model(sync_grad=index == 0):
             part.step(closure=closure)
 
 
@@ -240,6 +241,45 @@ def test_as_in_plain_training(way: str) -> None:
     plain, result = plain_and_ours(Manual(step, make), val_batches=samples(1))
     assert "validated" in plain.metrics
     assert_same(plain, result)
+
+
+class Language(zoo.CausalLM):
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss, _ = self.loss_and_logits(batch)
+        self.log("loss", loss)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_language_model(lora: bool) -> None:
+    module = Language(zoo.make_module("llama", lora).model)
+    assert_same(*plain_and_ours(module, batches=zoo.make_batches("llama")))
+
+
+class Seeding(pl.Callback):
+    """Each batch draws from its own seed, as a resumed run is not where the other one was."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        torch.manual_seed(trainer.fit_loop.epoch_loop.total_batch_idx)
+
+
+def test_resuming_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """Two optimizers with their schedules and state."""
+    module = Gan()
+    whole = run(ours(), module, samples(2), devices=2, max_epochs=3, callbacks=[Seeding()])
+    half = run(ours(), module, samples(2), devices=2, max_epochs=1, callbacks=[Seeding()])
+    assert half.trainer is not None
+    half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+    fit = {"ckpt_path": tmp_path / "half.ckpt"}
+    resumed = run(ours(), Gan(), samples(2), devices=2, max_epochs=3, callbacks=[Seeding()], fit=fit)
+    assert all(torch.equal(resumed.state[name], value) for name, value in whole.state.items())
 
 
 def test_on_any_number_of_workers() -> None:
@@ -365,23 +405,46 @@ def test_refused(what: str) -> None:
         run(ours(), Manual(step, lambda parameters: torch.optim.SGD(list(parameters)[1:], lr=0.1)))  # not self.scale
 
 
-def test_after_an_error_training_goes_on() -> None:
-    """Nothing of the step is left on the module or in its generators' way."""
-    fails = [True]
+class Bomb(nn.Linear):
+    """Fails once, where it is told to."""
 
-    def step(self: Any, optimizer: Any, batch: Tensor) -> Any:
+    fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails == "forward":
+            self._fail()
+        out = super().forward(x)
+        if self.fails == "backward" and out.requires_grad:
+            out.register_hook(self._fail)
+        return out
+
+    def _fail(self, *_: Any) -> None:
+        raise KeyError("once")
+
+
+@pytest.mark.parametrize("where", ["glue", "forward", "backward"])
+def test_after_an_error_training_goes_on(where: str) -> None:
+    """Nothing of the step is left on the module, and the error says where it was."""
+
+    def step(self: Any, optimizer: Any, batch: Tensor) -> None:
         _shared_trunk(self, optimizer, batch)
-        if fails:
-            fails.pop()
+        if Bomb.fails == "glue":
             raise KeyError("once")
 
     module = Manual(step)
+    module.two = Bomb(8, 1)
     trainer = harness.trainer_of(ours(), devices=2)
-    with pytest.raises(KeyError, match="once"), harness.quiet():
-        trainer.fit(module, harness.loader(samples()))
+    try:
+        Bomb.fails = where
+        with pytest.raises(KeyError, match="once") as caught, harness.quiet():
+            trainer.fit(module, harness.loader(samples()))
+    finally:
+        Bomb.fails = ""
+    place = "glue after layer" if where == "glue" else f"layer 'two', phase {where}"
+    assert any(place in note for note in caught.value.__notes__)
     assert not any("forward" in vars(part) for part in module.modules())
     before = module.one.weight.detach().clone()
-    with contextlib.suppress(StopIteration), harness.quiet():
+    with harness.quiet():
         trainer.fit(module, harness.loader(samples()))
     assert not torch.equal(module.one.weight, before)
 
