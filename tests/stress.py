@@ -27,6 +27,8 @@ from patience import PATIENCE_S
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.ledger import Ledger
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import engine
 from lightning_roundpipe.runtime.report import report_of
 from lightning_roundpipe.runtime.step import Step
@@ -270,14 +272,29 @@ def faults(case: Case) -> list[str]:
     A hang, an error or too little memory is raised.
     """
     expected = reference(case)
-    easy = train(replace(case, emulation={}))
+    easy = train(replace(case, plan=_not_ahead(case.plan), emulation={}))
+    enough = easy.peak + _kept_ahead(case.plan, easy)
     with Ordering() as ordering:
-        hard = train(case, emulation=case.emulation | {"memory": easy.peak})
+        hard = train(case, emulation=case.emulation | {"memory": enough})
     assert ordering.accesses > 100, "nothing was followed"
     found = [f"{name} run, {text}" for name, run in (("easy", easy), ("hard", hard)) for text in wrong(run, expected)]
-    if hard.peak > easy.peak:
-        found.append(f"a device held {hard.peak} bytes, {easy.peak} are needed")
+    if hard.peak > enough:
+        found.append(f"a device held {hard.peak} bytes, {enough} are needed")
     return found + ordering.faults
+
+
+def _not_ahead(plan: str | None) -> str | None:
+    return None if plan is None else str(replace(Plan.parse(plan), recompute_ahead=False))
+
+
+def _kept_ahead(plan: str | None, easy: Run) -> int:
+    """What graphs that are kept until their gradients come add to a run that keeps none, in bytes."""
+    costs = easy.reports[-1]["costs"]
+    if plan is None or costs is None or not (parsed := Plan.parse(plan)).recompute_ahead:
+        return 0
+    calls = Costs.from_dict(costs).calls
+    stages = [[call.activation_bytes for call in calls[span.first : span.last + 1]] for span in parsed.backward]
+    return max((sum(stage) - max(stage) for stage in stages), default=0)
 
 
 def wrong(run: Run, expected: Result) -> list[str]:

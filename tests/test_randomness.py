@@ -17,6 +17,7 @@ import zoo
 from harness import Result, assert_identical, assert_same, ours, run
 from patience import longer_each_try
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe.devices import emulated
 from lightning_roundpipe.runtime.rng import Randomness
@@ -79,6 +80,36 @@ def test_recomputation_drops_what_the_forward_dropped(devices: int, cut: bool) -
     result = run(strategy, DROPPING, _wide(4), devices=devices)
     weights = dict(DROPPING.named_parameters())
     assert len({round(float(loss), 6) for loss in result.losses}) == 4
+    for loss, grads in zip(result.losses, result.grads, strict=True):
+        for name, weight in weights.items():
+            product = float((weight.detach() * grads[name]).sum())
+            assert product == pytest.approx(float(loss), rel=1e-4, abs=1e-6), name
+
+
+class Checkpointed(nn.Sequential):
+    """Drops again in its own backward, after others had the time to draw."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._slowly, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def _slowly(self, x: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return super().forward(x)
+
+
+class CheckpointedModule(DroppingModule):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.model.layers = nn.ModuleList(Checkpointed(*layer) for layer in self.model.layers)
+
+
+def test_checkpoints_inside_layers_drop_what_they_dropped() -> None:
+    strategy = ours(num_microbatches=4, layers=["Checkpointed"], plan=harness.per_call(5, 4))
+    module = CheckpointedModule()
+    result = run(strategy, module, _wide(6), devices=4)
+    weights = dict(module.named_parameters())
     for loss, grads in zip(result.losses, result.grads, strict=True):
         for name, weight in weights.items():
             product = float((weight.detach() * grads[name]).sum())

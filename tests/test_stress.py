@@ -38,7 +38,8 @@ def plans(draw: st.DrawFn, microbatches: int) -> str:
         ends = [0, *at, first]
         return tuple(Span(a, b - 1) for a, b in pairwise(ends)) if first else ()
 
-    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], draw(st.integers(1, microbatches))))
+    rounds, ahead = draw(st.integers(1, microbatches)), draw(st.booleans())
+    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], rounds, ahead))
 
 
 @st.composite

@@ -6,7 +6,8 @@ rule that they break:
     slot i on worker i mod N, stage by stage, round by round                                    [1]
     a worker runs one call at a time, and its slots one after another                           [2]
     a slot serves its microbatches in order, one at a time                                      [3]
-    a microbatch runs its calls in order, then their backward in reverse, each after the other  [4]
+    a microbatch runs its calls in order, then their backward in reverse, each after the other, [4]
+    and recomputes each right in front of its backward, or, if the plan says so, ahead of it
     a call runs when its weights are there, and they lie in an arena that its last user has left [5]
     gradients leave after the slot's work, and a later round starts from what an earlier one left [6]
 """
@@ -43,7 +44,11 @@ def faults(report: Mapping[str, Any]) -> list[str]:
     found += _places(compute, slots, plan, report["microbatches"])
     found += _workers(compute, slots, report["workers"])
     found += _microbatches_of_slots(compute)
-    found += _calls_of_microbatches(compute, slots)
+    if plan.recompute_ahead:
+        found += _recomputed_ahead([r for r in compute if r["kind"] == "recompute"], compute)
+        found += _calls_of_microbatches([r for r in compute if r["kind"] != "recompute"], [])
+    else:
+        found += _calls_of_microbatches(compute, slots)
     found += _weights(compute, copies, slots, report["workers"])
     found += _gradients(compute, copies, slots, plan, report["workers"])
     return found
@@ -134,7 +139,7 @@ def _calls_of_microbatches(compute: Sequence[Row], slots: Sequence[Row]) -> Iter
             (kind, r["call"])
             for r in rows
             if r["kind"] == "backward"
-            for kind in (("recompute", "backward") if phases[r["slot"]] == "backward" else ("backward",))
+            for kind in (("recompute", "backward") if phases.get(r["slot"]) == "backward" else ("backward",))
         ]
         if backward != sorted(set(backward), reverse=True) or made[len(forward) :] != expected:
             yield f"microbatch {microbatch} ran backward {made[len(forward) :]}"
@@ -142,6 +147,23 @@ def _calls_of_microbatches(compute: Sequence[Row], slots: Sequence[Row]) -> Iter
             yield f"microbatch {microbatch} ran backward {backward} of forward {forward}"
         if backward and backwards.setdefault(tuple(forward), tuple(backward)) != tuple(backward):
             yield f"microbatch {microbatch} ran the backward of {backward}, another one that of {backwards[*forward,]}"
+
+
+def _recomputed_ahead(recomputed: Sequence[Row], compute: Sequence[Row]) -> Iterator[str]:
+    """[4]"""
+    runs = {(r["kind"], r["microbatch"], r["call"]): r for r in compute}
+    if len(recomputed) != len({(r["microbatch"], r["call"]) for r in recomputed}):
+        yield "some call was recomputed twice for one microbatch"
+    for row in recomputed:
+        what = row["microbatch"], row["call"]
+        if row["start_s"] < runs["forward", *what]["end_s"]:
+            yield f"{_shown(row)} began before its forward was over"
+        backward = runs.get(("backward", *what))
+        if backward is not None and (backward["start_s"] < row["end_s"] or backward["slot"] != row["slot"]):
+            yield f"{_shown(backward)} began before its recomputation was over, or elsewhere"
+    for (kind, *what), row in runs.items():
+        if kind == "backward" and ("recompute", *what) not in runs and row["slot"] != runs["forward", *what]["slot"]:
+            yield f"{_shown(row)} was not recomputed"
 
 
 def _weights(compute: Sequence[Row], copies: Sequence[Row], slots: Sequence[Row], workers: int) -> Iterator[str]:

@@ -7,14 +7,15 @@ A plan's text names the calls of the trace by number::
 
     forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4
 
-    plan     = "forward" spans ";" "fused" span ";" "backward" spans ";" "round" number
+    plan     = "forward" spans ";" "fused" span ";" "backward" spans ";" "round" number [ ";" "recompute" "ahead" ]
     spans    = "none" | span { " " span }
     span     = number | number "-" number            (first and last call, both included; 5 is short for 5-5)
 
 Stages stand in the order in which they run: forward stages from the first call up, then the fused stage, which always
 ends with the last call, then backward stages from the deepest call down. ``none`` is a pass without stages of its own,
 which happens when the fused stage holds the whole model. Semicolons are for the reader: parsing needs only white space
-(and Hydra's command line takes the text unquoted without them).
+(and Hydra's command line takes the text unquoted without them). With ``recompute ahead`` a backward stage recomputes a
+microbatch before its gradient is there, and keeps the graph of the whole stage until it is.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ TABLE_COLUMNS = ("stage", "phase", "layers", "weights MiB", "ms per microbatch")
 """Headings of the rows that ``Plan.table`` returns."""
 
 _KEYWORDS = ("forward", "fused", "backward", "round")
+_OPTION = "recompute"
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Forward stages, the fused stage, backward stages (deepest first), and the microbatches of a round."""
+    """Forward stages, the fused stage, backward stages (deepest first), the microbatches of a round.
+
+    ``recompute_ahead``: whether a worker recomputes for the microbatch whose turn it is before its gradient is there.
+    """
 
     forward: tuple[Span, ...]
     fused: Span
     backward: tuple[Span, ...]
     round_microbatches: int
+    recompute_ahead: bool = False
 
     def __post_init__(self) -> None:
         if self.round_microbatches < 1:
@@ -64,7 +70,7 @@ class Plan:
 
         return (
             f"forward {spans(self.forward)}; fused {self.fused}; backward {spans(self.backward)}; "
-            f"round {self.round_microbatches}"
+            f"round {self.round_microbatches}{'; recompute ahead' if self.recompute_ahead else ''}"
         )
 
     @classmethod
@@ -78,7 +84,10 @@ class Plan:
         if len(round_) != 1 or not round_[0].isdecimal():
             raise ValueError(f"plan: round {_shown(round_)} must be one number of microbatches, like 'round 4'.")
         forward, backward = _spans("forward", parts["forward"]), _spans("backward", parts["backward"])
-        return cls(forward, fused[0], backward, int(round_[0]))
+        option = parts.get(_OPTION)
+        if option not in (None, ["ahead"]):
+            raise ValueError(f"plan: recompute {_shown(option)} must be 'recompute ahead', or be left out.")
+        return cls(forward, fused[0], backward, int(round_[0]), recompute_ahead=option is not None)
 
     # -- made by rule ------------------------------------------------------------------------------------------------
 
@@ -157,7 +166,7 @@ def _split(text: str) -> dict[str, list[str]]:
     for word in text.replace(";", " ").split():
         if word in parts:
             raise ValueError(f"plan: {text!r} says {word!r} twice: {example}.")
-        if word in _KEYWORDS:
+        if word in (*_KEYWORDS, _OPTION):
             words = parts[word] = []
         elif words is None:
             raise ValueError(f"plan: {text!r} starts with {word!r}: {example}.")

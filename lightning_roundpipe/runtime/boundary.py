@@ -32,8 +32,9 @@ class Boundaries:
         self._microbatch = microbatch
         self._recorder = recorder
         self._saved: dict[int, tuple[weakref.ref[Tensor], int, HostCopy]] = {}
-        self._here: dict[int, tuple[HostCopy, Tensor]] = {}
-        self._device: Device | None = None
+        self._copies: dict[Device, dict[int, tuple[HostCopy, Tensor]]] = {}
+        self._ahead: set[Device] = set()
+        """Where the microbatch has not been since something was recomputed there for it."""
         self._pending: list[tuple[Device, Event]] = []
 
     def save(self, tensor: Tensor, device: Device | None) -> HostCopy:
@@ -94,9 +95,18 @@ class Boundaries:
     def on(self, device: Device, copy: HostCopy) -> Tensor:
         """``copy`` on ``device``, brought there once while the microbatch stays."""
         self.move_to(device)
-        known = self._here.get(id(copy))
+        return self._known(device, copy)
+
+    def ahead_on(self, device: Device, copy: HostCopy) -> Tensor:
+        """``copy`` on ``device``, where the microbatch will come later: what it has elsewhere stays there."""
+        self._ahead.add(device)
+        return self._known(device, copy)
+
+    def _known(self, device: Device, copy: HostCopy) -> Tensor:
+        here = self._copies.setdefault(device, {})
+        known = here.get(id(copy))
         if known is None:
-            known = self._here[id(copy)] = (copy, self.fresh(device, copy))
+            known = here[id(copy)] = (copy, self.fresh(device, copy))
         return known[1]
 
     def fresh(self, device: Device, copy: HostCopy) -> Tensor:
@@ -104,10 +114,14 @@ class Boundaries:
         return upload(device, copy, self._recorder, self._microbatch)
 
     def move_to(self, device: Device | None) -> None:
-        """The microbatch goes on elsewhere: what it had on the last worker is dropped."""
-        if device is not self._device:
-            self._here.clear()
-            self._device = device
+        """The microbatch goes on elsewhere: what it had on the last worker is dropped. None: it has ended."""
+        if device is None:
+            self._ahead.clear()
+        else:
+            self._ahead.discard(device)
+        for other in list(self._copies):  # workers add to it meanwhile
+            if other is not device and other not in self._ahead:
+                self._copies.pop(other, None)
 
 
 def upload(device: Device, copy: HostCopy, recorder: Recorder, microbatch: int) -> Tensor:

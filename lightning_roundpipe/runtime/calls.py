@@ -26,8 +26,9 @@ from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import overlapping
 from lightning_roundpipe.runtime.precedent import Manner, Precedent, attempt
+from lightning_roundpipe.runtime.process_state import alone
 from lightning_roundpipe.runtime.rng import Randomness
-from lightning_roundpipe.runtime.sides import Doors, Key, Sides, named, refuse_new_gradients
+from lightning_roundpipe.runtime.sides import Doors, Sides, again, refuse_new_gradients
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.surroundings import parametrizing
 from lightning_roundpipe.runtime.tape import Entry, Inlet
@@ -331,11 +332,9 @@ class Runner:
             Per tensor argument, its gradient on this worker's device.
         """
         worker = self._worker
-        if entry.graph is None:
-            inlet, outputs = self._recompute(slot, entry, boundaries)
-        else:
-            inlet, outputs = entry.graph
-            entry.graph = None
+        kept = entry.graph or entry.recomputed
+        inlet, outputs = kept or self._recompute(slot, entry, boundaries)
+        entry.graph = entry.recomputed = None
         grads = [self._sum(parts, boundaries) for parts in entry.grads]
         entry.grads = []
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
@@ -348,7 +347,8 @@ class Runner:
             sums.attach(parameters)
         where = Where(slot.index, slot.phase, entry.call, entry.layer.name)
         if pairs:
-            with self._computing(slot, "backward", where, entry.microbatch), calling(Inside(entry.layer.name)), inlet:
+            name, computing = entry.layer.name, self._computing(slot, "backward", where, entry.microbatch)
+            with alone(name, self._device), computing, calling(Inside(name)), inlet:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if sums is not None:
             sums.detach(parameters)
@@ -362,11 +362,20 @@ class Runner:
             total = here if total is None else total + here
         return total
 
-    def _recompute(self, slot: Slot, entry: Entry, boundaries: Boundaries) -> tuple[Inlet, list[Tensor]]:
+    def recompute_ahead(self, slot: Slot, entry: Entry, boundaries: Boundaries) -> None:
+        """Keep the graph of a call whose gradient is not there yet; see `ahead`."""
+        recomputed = self._recompute(slot, entry, boundaries, ahead=True)
+        if not entry.done or entry.wants_backward():  # else its microbatch has found that no gradient reaches it
+            entry.recomputed = recomputed
+
+    def _recompute(
+        self, slot: Slot, entry: Entry, boundaries: Boundaries, *, ahead: bool = False
+    ) -> tuple[Inlet, list[Tensor]]:
         worker, device = self._worker, self._device
         worker.ready(slot, entry.layer)
         buffers = worker.buffers(entry.layer)
-        leaves = [boundaries.on(device, leaf) if isinstance(leaf, HostCopy) else leaf for leaf in entry.leaves]
+        bring = boundaries.ahead_on if ahead else boundaries.on
+        leaves = [bring(device, leaf) if isinstance(leaf, HostCopy) else leaf for leaf in entry.leaves]
         buffers.load(entry.buffers)
         call = Call(
             entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.trainable,
@@ -383,17 +392,6 @@ class Runner:
         refuse_new_gradients(ran.sides, entry.sides, entry.layer.name)
         outputs = ran.output.tensors() + [ran.given[i] for i in sorted(entry.mutates)]
         for key, count in entry.sides.items():
-            outputs += _again(ran.sides, key, count, entry.layer.name)
+            outputs += again(ran.sides, key, count, entry.layer.name)
         worker.retire(leaves)
         return ran.inlet, outputs
-
-
-def _again(sides: Sides, key: Key, count: int, layer: str) -> list[Tensor]:
-    """The tensors of a side door when the layer runs again."""
-    tensors = sides[key].tensors() if key in sides else []
-    if len(tensors) != count:
-        raise RoundPipeError(
-            f"layer {layer!r} put {count} tensors into {named(key)}, and {len(tensors)} when it was recomputed: what "
-            "it does must not depend on how often it ran. Return the tensors instead."
-        )
-    return tensors

@@ -21,6 +21,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.process_state import one_at_a_time
 from lightning_roundpipe.runtime.threads import Task, TaskThread, within
 from lightning_roundpipe.runtime.worker import Worker
 
@@ -47,6 +48,8 @@ class Crew:
         self.broken = False
         self._limit = watchdog_timeout
         self._threads: list[TaskThread] = []
+        self._around = contextlib.ExitStack()
+        self._around.enter_context(one_at_a_time(devices))
 
     def thread(self, index: int) -> TaskThread:
         """The thread of microbatch ``index``, started when first asked for."""
@@ -162,6 +165,7 @@ class Crew:
             thread.stop()  # all of them, before the first that is stuck takes all the time
         threads, self._threads = self._threads, []
         with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
+            rest.callback(self._around.close)
             if self.broken:
                 rest.callback(within, GRACE, self._close_devices)
             else:

@@ -82,7 +82,7 @@ class Engine:
         """Whether microbatches have to run one after another in every step."""
         self.probed: set[tuple[int, int]] = set()
         """Calls, by layer and use, of which it is known whether they compute other bits without grad."""
-        self.read_by_glue: set[Unit] = set()
+        self.read_by_glue: frozenset[Unit] = frozenset()
         """What the next step's glue waits for before it takes the lock."""
         self.walked: set[tuple[int, int]] = set()
         """Calls, by layer and use, whose graph was seen to stay inside the layer."""
@@ -287,7 +287,7 @@ class Engine:
         self._looked_at = True
         if isinstance(run := current(), MicrobatchRun):  # in training_step itself
             if self.updates is not None:
-                run.segments.aside(False, self.updates.settle)
+                run.segments.aside(self.updates.settle)
             return
         self._drain()
         if self.updates is not None:

@@ -108,11 +108,11 @@ class Inside:
     """The context of a worker that runs a layer: there are no layers inside layers, only calls to others of them."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RoundPipeError(
-            f"layer {layer.name!r} was called by code inside layer {self._name!r}, which runs on another device. Make "
+            f"layer {layer.name!r} was called by code inside layer {self.name!r}, which runs on another device. Make "
             "the module that calls both a layer: RoundPipeStrategy(layers=[...])."
         )
 

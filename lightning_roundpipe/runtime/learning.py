@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.planning.memory import partition_within
+from lightning_roundpipe.planning.memory import ahead_within, partition_within
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import check_plan_fits, worker_bytes
@@ -39,6 +39,7 @@ def plan_from(engine: Engine, step: Step) -> None:
         limit = worker_bytes(engine.options, engine.devices[0])
         with allowed():  # it may take its time, and nothing has been changed yet
             plan = partition_within(engine.costs, len(engine.workers), len(step.sizes), size, limit)
+            plan = ahead_within(plan, engine.costs, limit)
     if buffer := trace.torn_buffer(plan):
         _run_in_order(engine, buffer)
         return

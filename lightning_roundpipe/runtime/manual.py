@@ -163,13 +163,13 @@ class ManualRun(MicrobatchRun):
                 self._watched.check()
             return output
         finally:
-            for entry in self._tape:  # what is kept for the next step has no gradients there
+            for entry in self.tape:  # what is kept for the next step has no gradients there
                 entry.done = True
                 entry.let_go()
-            self._tape.clear()
+            self.tape.clear()
             self._leave_glue()
             self._pieces.end()
-            self._boundaries.move_to(None)
+            self.boundaries.move_to(None)
 
     # -- layer calls --------------------------------------------------------------------------------------------------
 
@@ -222,8 +222,8 @@ class ManualRun(MicrobatchRun):
     def _walk_losses(self, *, retain: bool) -> None:
         """The calls that the gradient reaches; others may be reached by another loss."""
         left: list[Entry] = []
-        while self._tape:
-            entry = self._tape.pop()
+        while self.tape:
+            entry = self.tape.pop()
             reached = entry.wants_backward()
             if reached:
                 if self._weights[entry] != _weights_of(entry.layer):
@@ -236,7 +236,7 @@ class ManualRun(MicrobatchRun):
                 left.append(entry)
             else:
                 del self._weights[entry]
-        self._tape = left[::-1]
+        self.tape = left[::-1]
 
 
 def _weights_of(layer: HostLayer) -> list[tuple[int, int]]:

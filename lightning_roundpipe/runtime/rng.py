@@ -24,6 +24,7 @@ import torch
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.process_state import has_forked
 
 _PARKED = 0x5EED
 
@@ -65,9 +66,13 @@ class Randomness:
         self.learning = True
         """Whether any segment may draw, as nothing is known of it yet."""
         self.comparing = True
-        self.on_the_way_back = False
-        """Whether anything drew that runs, or may run again, when training_step has returned."""
         """While learning: whether to find out which ones do. What never runs under a plan need not be known."""
+        self._on_the_way_back = False
+
+    @property
+    def on_the_way_back(self) -> bool:
+        """Whether anything drew that runs, or may run again, when training_step has returned."""
+        return self._on_the_way_back or has_forked()
 
     def may_draw(self, key: Hashable) -> bool:
         """Whether what ``key`` stands for draws, as far as is known."""
@@ -113,10 +118,10 @@ class Randomness:
         keys = {key, key[0]} if isinstance(key, tuple) else {key}
         if not torch.equal(before[0], after[0]):
             self._torch |= keys
-            self.on_the_way_back |= again
+            self._on_the_way_back |= again
         if before[1] != after[1] or not _same_numpy(before[2], after[2]):
             self._host |= keys
-            self.on_the_way_back |= again
+            self._on_the_way_back |= again
         device.generator.manual_seed(_PARKED)
 
     @staticmethod

@@ -83,9 +83,9 @@ class MicrobatchRun:
         self._step, self.engine = step, step.engine
         self._control = step.control
         self._slots = slots
-        self._boundaries = Boundaries(index, step.recorder)
-        self._tape: list[Entry] = []
-        self._position = 0
+        self.boundaries = Boundaries(index, step.recorder)
+        self.tape: list[Entry] = []
+        self.reached = 0
         self._astray = self.trace.uneven
         """Whether layers were left out, so that pieces of glue cannot be told by their number."""
         self._uses: Counter[int] = Counter()
@@ -109,7 +109,7 @@ class MicrobatchRun:
                     self._train(function, args)
                 finally:
                     self.segments.close()
-                    self._boundaries.move_to(None)
+                    self.boundaries.move_to(None)
             self._slots.finish(self.index)
         except BaseException as error:
             self._control.fail(error)  # which raises it in the main thread
@@ -137,7 +137,7 @@ class MicrobatchRun:
             self.computed = self._device.compute.record() if self._device is not None else None
             self._leave_glue()
         self.passed.wake()
-        self._boundaries.end_forward()
+        self.boundaries.end_forward()
         self.walking = True
         self._walk_tape()
 
@@ -172,14 +172,14 @@ class MicrobatchRun:
             forward, slot = self._run_forward(call, entry, traced)
             self._slot, self._last = slot, f"layer {layer.name!r}"
             self._device = self.engine.workers[slot.worker].device
-            self._boundaries.settle()
+            self.boundaries.settle()
             self._slots.after(self.index, slot, call.index)
             self._enter_glue()
             if self.learning:
                 learn(call, traced, forward, taped=entry is not None)
             output, taped = hand_back(call, entry, traced, forward, args, kwargs, self._watched)
             if entry is not None and taped:
-                self._tape.append(entry)
+                self.tape.append(entry)
             if self.kept is not None and forward.sides:
                 self.kept.belongings.wrote(layer)
             return output
@@ -238,9 +238,9 @@ class MicrobatchRun:
             index = len(self.trace.calls) - 1
             self._foresight.see(index, layer)
             return index, traced
-        index = self.trace.find(layer, self._position, self.index)
-        self._astray |= index != self._position
-        self._position = index + 1
+        index = self.trace.find(layer, self.reached, self.index)
+        self._astray |= index != self.reached
+        self.reached = index + 1
         return index, self.trace.calls[index]
 
     def _new_entry(self, call: Call, traced: TracedCall) -> Entry:
@@ -270,12 +270,12 @@ class MicrobatchRun:
         if entry is not None and call.recomputed:
             entry.leaves = [saved.get(i, leaf) for i, leaf in enumerate(call.leaves)]
         if self.learning or traced.mutates:
-            self._boundaries.settle()
+            self.boundaries.settle()
         if held:
             slot = self._slots.hold(self.index, call.index, call.layer, self._step.sums_of(traced))
         else:
             slot = self._slots.forward(self.index, call.index, call.layer)
-        self._foresight.after_forward(self.index, call.index, self._tape, self.trace)
+        self._foresight.after_forward(self.index, call.index, self.tape, self.trace)
         worker = self.engine.workers[slot.worker]
         elsewhere = [i for i, t in tensors.items() if self._locate(t) is not worker.device]
         call.leaves = [(saved.get(i) or self._save(x)) if i in elsewhere else x for i, x in enumerate(call.leaves)]
@@ -284,7 +284,7 @@ class MicrobatchRun:
             self._watch_inputs(call, entry, traced, tensors)
         runner = self.engine.runners[slot.worker]
         with noted(lambda: Place(f"layer {call.layer.name!r}", "forward", self.index, slot, worker.device)):
-            return worker.run(lambda: runner.forward(slot, call, self._boundaries), self._control), slot
+            return worker.run(lambda: runner.forward(slot, call, self.boundaries), self._control), slot
 
     def _watch_inputs(self, call: Call, entry: Entry, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
         """A kept graph computes its gradients from the inputs themselves, which glue may write to (``h += layer(h)``).
@@ -317,7 +317,7 @@ class MicrobatchRun:
             )
 
     def _save(self, tensor: Tensor) -> HostCopy:
-        return self._boundaries.save(tensor, self._locate(tensor))
+        return self.boundaries.save(tensor, self._locate(tensor))
 
     def _locate(self, tensor: Tensor) -> Device | None:
         return self.engine.locate(tensor, self._device)
@@ -336,8 +336,8 @@ class MicrobatchRun:
 
     def _walk_tape(self) -> None:
         """Every call of the tape, deepest first [5]."""
-        while self._tape:
-            entry = self._tape.pop()
+        while self.tape:
+            entry = self.tape.pop()
             entry.done = True
             if entry.wants_backward():
                 self._walk_back(entry, self._step.sums_of(self.trace.calls[entry.call]))
@@ -350,16 +350,16 @@ class MicrobatchRun:
         refuse_hooked_module(entry)
         if entry.hooks:
             with self._glue_again(entry.home):
-                entry.run_hooks(self._boundaries.transfer)
+                entry.run_hooks(self.boundaries.transfer)
         if not self._slots.holds(entry.call):
             entry.graph = None
         slot = self._slots.backward(self.index, entry.call, entry.layer, sums)
-        self._foresight.backward(self.index, self._tape, self.trace)
+        self._foresight.backward(self.index, self.tape, self.trace)
         worker, runner = engine.workers[slot.worker], engine.runners[slot.worker]
         with noted(lambda: Place(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)):
-            grads = worker.run(lambda: runner.backward(slot, entry, self._boundaries), self._control)
+            grads = worker.run(lambda: runner.backward(slot, entry, self.boundaries), self._control)
         self._slot, self._last = slot, f"layer {entry.layer.name!r}"
-        self._boundaries.settle()
+        self.boundaries.settle()
         if self.learning and entry.found != traced.flags:
             traced.precedent = None
         self._hand_on(entry, grads, worker.device)
@@ -369,7 +369,7 @@ class MicrobatchRun:
         """Add to another call's gradient, on the device where that gradient is already."""
         if grad is not None and not entry.done and entry.grads[index]:
             there = entry.grads[index][0][1]
-            grad, device = self._boundaries.transfer(grad, device, there), there or device
+            grad, device = self.boundaries.transfer(grad, device, there), there or device
         with device.activate():  # it may be added to another one, in the order of what made both
             entry.add_grad(index, grad, device)
 
@@ -393,7 +393,7 @@ class MicrobatchRun:
             if target is not None:
                 self._hand_over(target[0], target[1], grad, device)
             elif wanted:
-                pushed.append(None if grad is None else self._boundaries.transfer(grad, device, entry.input_home))
+                pushed.append(None if grad is None else self.boundaries.transfer(grad, device, entry.input_home))
         if entry.sink is not None and any(g is not None for g in pushed):
             with self._glue_again(entry.input_home):
                 entry.sink.push(pushed)

@@ -91,18 +91,17 @@ class Segments:
         step = self._step
         unit = step.engine.unit_of[id(master)]
         self.read.add(unit)
-        there = unit.has(step.version)
-        self.aside(there, lambda: unit.wait(step.version, step.control))
+        if not unit.has(step.version):
+            self.aside(lambda: unit.wait(step.version, step.control))
         return unit.read(master)
 
-    def aside(self, there: bool, wait: Callable[[], None]) -> None:
-        """Within a piece: ``wait`` unless it is ``there`` for what may need other user code, such as the way back of
-        the step before.
+    def aside(self, wait: Callable[[], None]) -> None:
+        """Within a piece: ``wait`` for what may need other user code, such as the way back of the step before.
 
         Where there may be such a step, pieces keep nothing on modules that others would find changed.
         """
-        if there or not self._step.overlaps:
-            return None if there else wait()
+        if not self._step.overlaps:
+            return wait()
         if self._draws:  # others that draw would wait for this one, with the lock
             raise RoundPipeError(
                 "code between layers draws random numbers and reads weights that it did not read in the first batch, "

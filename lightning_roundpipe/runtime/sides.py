@@ -81,3 +81,14 @@ def refuse_new_gradients(sides: Sides, known: dict[Key, Any], layer: str) -> Non
                 f"layer {layer!r} put a tensor that requires grad into {named(key)}, which it did not do in the first "
                 "batch, so its gradient was lost. Return the tensor instead."
             )
+
+
+def again(sides: Sides, key: Key, count: int, layer: str) -> list[Tensor]:
+    """The tensors of a side door when the layer runs again."""
+    tensors = sides[key].tensors() if key in sides else []
+    if len(tensors) != count:
+        raise RoundPipeError(
+            f"layer {layer!r} put {count} tensors into {named(key)}, and {len(tensors)} when it was recomputed: what "
+            "it does must not depend on how often it ran. Return the tensors instead."
+        )
+    return tensors

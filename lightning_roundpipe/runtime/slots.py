@@ -17,6 +17,7 @@ the step before says what will probably come, so that its weights are on their w
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -86,6 +87,8 @@ class Slot:
         self.arrivals: Arrivals | None = None
         self.opened = False
         self.closed = False
+        self.absent: Callable[[int], None] | None = None
+        """Told of a microbatch that gets the turn and is not there."""
         self._successor: Waiter | None = None
         self._position = 0
         self._left: set[int] = set()
@@ -102,7 +105,7 @@ class Slot:
     def enter(self, microbatch: int, control: Control) -> None:
         """Wait for the turn of ``microbatch``."""
         with self._lock:
-            if self._may_run(microbatch):
+            if self.is_turn_of(microbatch):
                 return
             waiter = self._waiting[microbatch] = Waiter()
         control.wait(waiter)
@@ -138,7 +141,8 @@ class Slot:
             waiter = self._successor = Waiter()
         control.wait(waiter)
 
-    def _may_run(self, microbatch: int) -> bool:
+    def is_turn_of(self, microbatch: int) -> bool:
+        """Whether ``microbatch`` may run, or runs."""
         return (
             self.opened and self._position < len(self.microbatches) and self.microbatches[self._position] == microbatch
         )
@@ -148,6 +152,8 @@ class Slot:
             waiter = self._waiting.pop(self.microbatches[self._position], None)
             if waiter is not None:
                 waiter.wake()
+            elif self.absent is not None:
+                self.absent(self.microbatches[self._position])
 
 
 class Slots(Protocol):
@@ -176,9 +182,24 @@ class Slots(Protocol):
 
 
 class PlannedSlots:
-    """The slots of one step under a plan, made in order when the step begins."""
+    """The slots of one step under a plan, made in order when the step begins.
 
-    def __init__(self, rounds: list[list[Slot]], plan: Plan, control: Control, close: Callable[[Slot], None]) -> None:
+    Args:
+        rounds: the slots, by round and stage.
+        plan: whose stages they are.
+        control: of the step.
+        close: closes a slot that all have left.
+        ahead: told of a backward slot and the microbatch that has its turn, when that is not there, or comes further.
+    """
+
+    def __init__(
+        self,
+        rounds: list[list[Slot]],
+        plan: Plan,
+        control: Control,
+        close: Callable[[Slot], None],
+        ahead: Callable[[Slot, int], None] | None = None,
+    ) -> None:
         self.rounds = rounds
         self._forward = plan.stage_of_forward
         self._backward = plan.stage_of_backward
@@ -186,6 +207,12 @@ class PlannedSlots:
         self._close = close
         self._mine = {m: slots for slots in rounds for m in slots[0].microbatches}
         self._next = dict.fromkeys(self._mine, 0)
+        self._reached = dict.fromkeys(self._mine, 0)
+        self._fused = len(plan.forward)
+        self._ahead = ahead if plan.recompute_ahead else None
+        if self._ahead is not None:
+            for slot in (slot for slots in rounds for slot in slots if slot.phase == "backward"):
+                slot.absent = functools.partial(self._ahead, slot)
 
     def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
         return self._enter(microbatch, self._forward[call])
@@ -203,6 +230,11 @@ class PlannedSlots:
         pass  # the plan has said it
 
     def _enter(self, microbatch: int, position: int) -> Slot:
+        if self._ahead is not None and self._reached[microbatch] < position <= self._fused:
+            self._reached[microbatch] = position
+            for later in self._mine[microbatch][self._fused + 1 :]:
+                if later.is_turn_of(microbatch):
+                    self._ahead(later, microbatch)
         self._leave_until(microbatch, position)
         slot = self._mine[microbatch][position]
         slot.enter(microbatch, self._control)

@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.ahead import Ahead
 from lightning_roundpipe.runtime.arrivals import Arrivals
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.control import Control, Waiter
@@ -30,7 +29,7 @@ from lightning_roundpipe.runtime.glue import check_counts
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.interception import current
 from lightning_roundpipe.runtime.logs import issue, shadowed_log
-from lightning_roundpipe.runtime.microbatch import merge, weighted_mean
+from lightning_roundpipe.runtime.microbatch import loss_of, merge, weighted_mean
 from lightning_roundpipe.runtime.notes import add_waiting_note
 from lightning_roundpipe.runtime.rounds import make_rounds
 from lightning_roundpipe.runtime.run import MicrobatchRun
@@ -110,7 +109,7 @@ class Step:
         self.overlaps = overlaps
         rounds = make_rounds(self, plan, trace)
         self.slots = [slot for slots in rounds for slot in slots]
-        slots = PlannedSlots(rounds, plan, self.control, self._close)
+        slots = PlannedSlots(rounds, plan, self.control, self._close, Ahead(self).look)
         self._unclosed, self._running = len(self.slots), len(args)
         self.arrivals.expect(self.slots)
         self.runs = [MicrobatchRun(self, m, trace, slots) for m in range(len(args))]
@@ -360,8 +359,8 @@ class Step:
         if missing:
             return None
         merged = merge(outputs, self.sizes, weights)
-        losses = [_loss(output) for output in outputs]
-        if not all(isinstance(loss, Tensor) for loss in losses):
+        losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
+        if len(losses) < len(outputs):
             return merged
         self.has_loss = True
         differentiable = any(run.differentiable for run in self.runs)
@@ -390,11 +389,7 @@ class Step:
         sums = [self._sums[key] for key in sorted(self._sums)]  # in an order that no plan changes
         proxies = [run.mode.proxies for run in self.runs]
         read = set().union(*(run.segments.read for run in self.runs))
-        self.engine.read_by_glue |= read
+        self.engine.read_by_glue |= read  # another set: microbatches of the next step walk through this one
         self.arrivals.passed(read)
         by_unit = self.arrivals if self.engine.updates is not None else None
         return StepGradients(sums, proxies, factor, by_unit)
-
-
-def _loss(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else output

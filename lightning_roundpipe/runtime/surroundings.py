@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.process_state import under_forward_mode
 from lightning_roundpipe.runtime.weights import HostLayer
 
 _caching = threading.Lock()
@@ -36,7 +36,7 @@ class Surroundings:
         what = ""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             what = "a transform of torch.func (vmap, grad, jvp, ...)"
-        elif forward_ad._current_level >= 0 and not _running:  # its level is the whole process's: a layer's own, maybe
+        elif under_forward_mode():
             what = "forward-mode differentiation"
         elif _caches_parametrizations():
             what = "torch.nn.utils.parametrize.cached()"
@@ -55,10 +55,6 @@ class Surroundings:
             )
 
 
-_running: list[HostLayer] = []
-"""Layers whose code is being run, anywhere in the process."""
-
-
 @contextlib.contextmanager
 def parametrizing(layer: HostLayer) -> Iterator[None]:
     """Around a layer's code: layers that cache parametrizations run one at a time.
@@ -67,12 +63,8 @@ def parametrizing(layer: HostLayer) -> Iterator[None]:
     and one would find what the other left for an earlier microbatch. The first batch shows which layers do it.
     """
     before = parametrize._cache
-    _running.append(layer)
-    try:
-        with _caching if layer.caches_parametrizations else contextlib.nullcontext():
-            yield
-    finally:
-        _running.remove(layer)
+    with _caching if layer.caches_parametrizations else contextlib.nullcontext():
+        yield
     if parametrize._cache is not before:  # leaving it makes a new one
         layer.caches_parametrizations = True
 

@@ -79,7 +79,7 @@ class Entry:
         mutates: positions of arguments that the layer writes to; they are outputs as well.
         home: where the call's outputs, and so their gradients, live; ``input_home``: where its inputs do.
         given: tensors that glue could overwrite while they are needed, as (position, tensor, version then).
-        graph: the kept graph of a fused call, as (inlet, outputs).
+        graph: the kept graph of a fused call, as (inlet, outputs); ``recomputed``: of one that was recomputed ahead.
         trainable: per parameter of the layer, whether it required grad at the call.
         sides: how many tensors left by which side door; they are the last outputs.
         hooks: by output, what user code wants to be called with its gradient.
@@ -108,6 +108,7 @@ class Entry:
     sink: Sink | None = None
     given: list[tuple[int, Tensor, int]] = field(default_factory=list)
     graph: tuple[Inlet, list[Tensor]] | None = None
+    recomputed: tuple[Inlet, list[Tensor]] | None = None
     trainable: list[bool] = field(default_factory=list)
     sides: dict[Key, int] = field(default_factory=dict)
     hooks: dict[int, dict[int, Callable[[Tensor], Tensor | None]]] = field(default_factory=dict)
@@ -162,7 +163,7 @@ class Entry:
 
     def let_go(self) -> None:
         """There will be no backward. What was kept for it may hang on the entry in a circle (``h += layer(h)``)."""
-        self.graph = None
+        self.graph = self.recomputed = None
         self.given.clear()
 
 

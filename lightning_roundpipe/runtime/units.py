@@ -62,6 +62,8 @@ class Unit:
 
     def wait(self, version: int, control: Control) -> None:
         """Wait until ``version`` is there."""
+        if self.has(version):
+            return
         waiter = Waiter()
         if self.when(version, waiter.wake):
             control.wait(waiter)

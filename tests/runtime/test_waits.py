@@ -110,8 +110,8 @@ WAITS = [
     Wait("runtime.boundary:upload", "device.compute.wait(end)", "numbers", CUT, "activations_up"),
     Wait("runtime.boundary:Boundaries.transfer", "copy.ready.wait()", "numbers", CUT, "activations_down"),
     Wait("runtime.boundary:Boundaries.settle", "device.compute.wait(ready)", "numbers", WIDE, "activations_down"),
-    Wait("runtime.run:MicrobatchRun.call", "self._boundaries.settle()", "numbers", WIDE, "activations_down"),
-    Wait("runtime.run:MicrobatchRun._run_forward", "self._boundaries.settle()", "numbers", WIDE, "activations_down"),
+    Wait("runtime.run:MicrobatchRun.call", "self.boundaries.settle()", "numbers", WIDE, "activations_down"),
+    Wait("runtime.run:MicrobatchRun._run_forward", "self.boundaries.settle()", "numbers", WIDE, "activations_down"),
     # Turns, rounds, and user code.
     Wait("runtime.slots:Slot.enter", "control.wait(waiter)", "numbers"),
     Wait("runtime.slots:Slot._wait_closed", "control.wait(waiter)", "numbers", WIDE),
@@ -144,7 +144,7 @@ ELSEWHERE = {
     ("runtime.sums:HostGradients.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
     # Unit.wait, above; the first one in front of the lock, the second one for what was not read before.
     ("runtime.segments:Segments.enter", "unit.wait(step.version, step.control)  # [1]"),
-    ("runtime.segments:Segments.read_master", "self.aside(there, lambda: unit.wait(step.version, step.control))"),
+    ("runtime.segments:Segments.read_master", "self.aside(lambda: unit.wait(step.version, step.control))"),
     ("runtime.step:Step._end_whole", "sums.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     ("runtime.gradients:StepGradients.arrive", "total.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates
@@ -180,7 +180,7 @@ to look at (the main thread goes on while microbatches are running), or, where n
 SPARE = {
     # What a backward sends to another worker or to the host is waited for there, and nobody writes to a gradient that
     # has been handed on: they are never added in place. It is there because a settled copy is forgotten.
-    ("runtime.run:MicrobatchRun._walk_tape", "self._boundaries.settle()"),
+    ("runtime.run:MicrobatchRun._walk_tape", "self.boundaries.settle()"),
     # Likewise: in evaluation every copy is for the call that is about to run, which waits for it.
     ("runtime.evaluation:Evaluation.call", "self._boundaries.settle()"),
 }

@@ -1,0 +1,129 @@
+"""Recomputation ahead: a worker whose turn it is does not wait for the gradient to recompute.
+
+Who runs beside whom is shown by holding a layer up until it has happened; that numbers stay what they are is compared
+with plain training here, and with everything else that can go wrong in test_stress, whose plans draw it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import harness
+import pytest
+from harness import ours, run
+from test_overlap import BATCHES, Gate, Gated, Layer
+from torch import Tensor
+
+from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.memory import ahead_within, device_bytes, device_items
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.calls import Runner
+from lightning_roundpipe.runtime.tape import Entry
+
+PLAN = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 2")
+AHEAD = replace(PLAN, recompute_ahead=True)
+
+
+def fit(module: Gated, plan: Plan = AHEAD, devices: int = 2, **options: Any) -> harness.Result:
+    strategy = ours(num_microbatches=2, layers=["Layer"], plan=str(plan), watchdog_timeout=60, **options)
+    return run(strategy, module, BATCHES, devices=devices, watch=False)
+
+
+def held_up_at_the_loss(gate: Gate) -> Gated:
+    """The first microbatch's gradient of one batch does not come out of the fused stage before the gate is open."""
+    module = Gated(Gate(-1))
+    module.layers[0].gate, module.layers[3].gate = None, gate
+    return module
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Layers and microbatches, as they are recomputed ahead."""
+    made: list[tuple[str, int]] = []
+    real = Runner.recompute_ahead
+
+    def recompute(runner: Runner, slot: Any, entry: Entry, boundaries: Any) -> None:
+        real(runner, slot, entry, boundaries)
+        made.append((entry.layer.name, entry.microbatch))
+
+    monkeypatch.setattr(Runner, "recompute_ahead", recompute)
+    return made
+
+
+def test_a_worker_recomputes_before_the_gradient_is_there(
+    ahead: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(2, 0)
+    made_then: list[tuple[str, int]] = []
+    real = Runner.recompute_ahead
+
+    def recompute(runner: Runner, *args: Any) -> None:
+        real(runner, *args)
+        if gate.reached.wait(0.2) and not gate.opened.is_set():
+            made_then.append(ahead[-1])
+            gate.opened.set()
+
+    monkeypatch.setattr(Runner, "recompute_ahead", recompute)
+    plain = run("auto", held_up_at_the_loss(Gate(-1)), BATCHES, watch=False)
+    result = fit(held_up_at_the_loss(gate))
+    assert gate.reached.is_set() and not gate.in_vain
+    assert made_then == [("layers.2", 0)]
+    harness.assert_tensors_same(plain.state, result.state)
+
+
+def test_a_whole_stage_is_recomputed_deepest_call_first(ahead: list[tuple[str, int]]) -> None:
+    class Slow(Gate):  # a third worker waits for the first microbatch with the last stage open
+        def pass_through(self, batch: int, part: int) -> None:
+            if batch == 2 and part == 0:
+                self.opened.wait(0.5)
+
+    fit(held_up_at_the_loss(Slow(2)), devices=4)
+    first = [name for name, microbatch in ahead if microbatch == 0 and name != "layers.2"]
+    assert first[:2] == ["layers.1", "layers.0"]
+
+
+def test_no_plan_changes_a_bit(ahead: list[tuple[str, int]]) -> None:
+    results = [fit(Gated(Gate(-1)), plan, devices).state for plan in (PLAN, AHEAD) for devices in (1, 3)]
+    assert ahead
+    for state in results[1:]:
+        harness.assert_tensors_same(results[0], state, rtol=0, atol=0)
+
+
+def test_only_where_the_plan_says_so(ahead: list[tuple[str, int]]) -> None:
+    fit(Gated(Gate(-1)), PLAN)
+    assert not ahead
+
+
+RAN: set[tuple[int, ...]] = set()
+
+
+class Refusing(Layer):
+    """Cannot be run twice."""
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        key = tuple(which.tolist())
+        if key[0] == 2 and key in RAN:
+            raise ZeroDivisionError("planted")
+        RAN.add(key)
+        return super().forward(x, which)
+
+
+def test_what_fails_ahead_is_raised_where_it_is_needed(ahead: list[tuple[str, int]]) -> None:
+    module = Gated(Gate(-1))
+    module.layers[2] = Refusing()
+    strategy = ours(num_microbatches=2, layers=["Layer", "Refusing"], plan=str(AHEAD), watchdog_timeout=60)
+    with pytest.raises(ZeroDivisionError, match="planted") as error:
+        run(strategy, module, BATCHES, devices=2, watch=False)
+    assert any("recomputation" in note and "layers.2" in note for note in error.value.__notes__)
+
+
+def test_the_plan_says_so_where_there_is_room() -> None:
+    costs = Costs(tuple(CallCost(str(i), 1.0, 2.0, 100, 50, 1, 1000, needs_backward=True) for i in range(4)))
+    alone, stage = 2 * (2 * 100 + 2 * 50) + 1000, 2 * (2 * 100 + 2 * 50) + 2000
+    assert device_bytes(PLAN, costs) == alone
+    assert device_bytes(AHEAD, costs) == stage
+    assert ahead_within(PLAN, costs, None) == ahead_within(PLAN, costs, stage) == AHEAD
+    assert ahead_within(PLAN, costs, stage - 1) == PLAN
+    assert sum(item.nbytes for item in device_items(AHEAD, costs)) == stage
+    assert ahead_within(Plan.single(4), costs, None) == Plan.single(4)
