@@ -124,9 +124,8 @@ class ManualStep(Step):
     def hand_out(self) -> None:
         """Add what a backward has summed to ``.grad`` [3], as autograd does: hooks of parameters are called."""
         sums, self._sums = [self._sums[key] for key in sorted(self._sums)], {}
-        for worker in self.engine.workers:
-            self.control.wait(worker.fence())  # slots are closed, and gradients on their way
-        # What was foreseen and did not come must not be uploaded while user code writes to weights, either.
+        # When a worker's thread comes to this, slots are closed, and gradients on their way. What was foreseen and did
+        # not come must not be uploaded while user code writes to weights, either.
         for worker in self.engine.workers:
             worker.run(worker.device.weights_up.synchronize, self.control)
         gradients = StepGradients(sums, [], 1.0)

@@ -180,7 +180,7 @@ to look at (the main thread goes on while microbatches are running), or, where n
 SPARE = {
     # What a backward sends to another worker or to the host is waited for there, and nobody writes to a gradient that
     # has been handed on: they are never added in place. It is there because a settled copy is forgotten.
-    ("runtime.run:MicrobatchRun._walk_tape", "self.boundaries.settle()"),
+    ("runtime.run:MicrobatchRun._walk_back", "self.boundaries.settle()"),
     # Likewise: in evaluation every copy is for the call that is about to run, which waits for it.
     ("runtime.evaluation:Evaluation.call", "self._boundaries.settle()"),
 }
