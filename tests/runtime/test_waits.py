@@ -148,6 +148,7 @@ ELSEWHERE = {
     ("runtime.step:Step._end_whole", "sums.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     ("runtime.gradients:StepGradients.arrive", "total.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates
+    ("runtime.updates:Updates.retire", "self.settle()"),  # test_stochastic_weight_averaging
     (
         "runtime.engine:Engine.evaluate",
         "self.updates.settle()",
