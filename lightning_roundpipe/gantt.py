@@ -38,12 +38,15 @@ COLOURS = {
 }
 """Per kind of work; the legend has those that occur, in this order."""
 
+WAITS = {"waits for weights": "#D9D2C5", "waits for the optimizer": "#F2C6A8"}
+"""Per reason why a worker is idle, where it is known; below the kinds of work, and paler than they are."""
+
 _LEGEND = {"head forward": "LM head forward", "head backward": "LM head backward"}
 _IDLE, _QUIET = "#EFEFEF", "#555555"
 
 # Inches, unless something else is said.
 _WIDTH, _LEFT, _RIGHT = 12.0, 0.85, 0.2
-_TITLE, _AXIS, _FOOT = 0.34, 0.26, 0.5
+_TITLE, _AXIS, _FOOT = 0.34, 0.26, 0.62
 _ROW_POINTS = (5.0, 16.0)  # thinnest and thickest row; between them a chart is two inches high
 _CHART = 2.0
 _TEXT_POINTS = (4.5, 8.5)
@@ -77,6 +80,16 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """A worker waits for one of `WAITS`."""
+
+    worker: int
+    why: str
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
 class Chart:
     """One schedule: its title in bold, its facts beside it, and the charts that it is to be compared with."""
 
@@ -86,6 +99,7 @@ class Chart:
     workers: int
     span_ms: float
     blocks: Sequence[Block]
+    waits: Sequence[Idle] = ()
 
 
 # -- the picture -----------------------------------------------------------------------------------------------------
@@ -115,17 +129,19 @@ def draw_charts(charts: Sequence[Chart], path: Path) -> None:
         top -= _AXIS
     unit = "seconds" if in_seconds else "milliseconds"
     foot = f"time in {unit}; every second stage of a worker is paler"
-    figure.text(_LEFT / _WIDTH, 0.3 * _FOOT / height, foot, fontsize=9, color=_QUIET)
-    _add_legend(figure, {kind for chart in charts for block in chart.blocks for kind, _ in block.parts})
+    figure.text(_LEFT / _WIDTH, 0.2 * _FOOT / height, foot, fontsize=9, color=_QUIET)
+    present = {kind for chart in charts for block in chart.blocks for kind, _ in block.parts}
+    _add_legend(figure, present | {wait.why for chart in charts for wait in chart.waits})
     figure.savefig(path)  # no backend of the user's program is involved
 
 
 def _add_legend(figure: Figure, present: Set[str]) -> None:
-    kinds = {_LEGEND.get(kind, kind): colour for kind, colour in COLOURS.items() if kind in present} | {"idle": _IDLE}
+    colours = {kind: colour for kind, colour in (COLOURS | WAITS).items() if kind in present}
+    kinds = {_LEGEND.get(kind, kind): colour for kind, colour in colours.items()} | {"idle": _IDLE}
     figure.legend(
         handles=[Patch(facecolor=colour, label=label) for label, colour in kinds.items()],
         loc="lower right",
-        bbox_to_anchor=(1 - _RIGHT / _WIDTH, 0.1 * _FOOT / figure.get_figheight()),
+        bbox_to_anchor=(1 - _RIGHT / _WIDTH, 0.45 * _FOOT / figure.get_figheight()),
         borderaxespad=0,
         ncols=len(kinds),
         frameon=False,
@@ -142,6 +158,9 @@ def _row_height(workers: int) -> float:
 
 def _draw(figure: Figure, axes: Axes, chart: Chart, span_ms: float, in_seconds: bool) -> None:
     _set_axes(axes, chart, span_ms, in_seconds)
+    for why, shade in WAITS.items():
+        idle = [_corners(wait.worker, wait.start_ms, wait.end_ms) for wait in chart.waits if wait.why == why]
+        _add(axes, PolyCollection(idle, facecolors=shade, linewidths=0, zorder=1.5))
     points_per_ms = 72 * (_WIDTH - _LEFT - _RIGHT) / span_ms
     groups: dict[tuple[str, int], list[list[tuple[float, float]]]] = defaultdict(list)
     for block in chart.blocks:
@@ -247,6 +266,8 @@ def write_charts_trace(charts: Sequence[Chart], path: Path) -> None:
             records.append(_metadata("thread_sort_index", process, worker + 1, sort_index=worker))
         for block in chart.blocks:
             records.extend(_records(process, block))
+        for wait in chart.waits:
+            records.append(_span(wait.why, process, wait.worker, wait.start_ms, wait.end_ms))
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": records}))
 
 
@@ -262,14 +283,11 @@ def _records(process: int, block: Block) -> Iterator[dict[str, Any]]:
     if len(block.parts) > 1:
         spans.extend(_spread(block))
     for name, begin_ms, end_ms in spans:
-        # Whole nanoseconds, or parts would stick out of their block by a rounding error.
-        begin, end = round(begin_ms * 1e6), round(end_ms * 1e6)
-        yield {
-            "name": name,
-            "ph": "X",
-            "pid": process,
-            "tid": block.worker + 1,
-            "ts": begin / 1e3,
-            "dur": (end - begin) / 1e3,
-            "args": {"stage": block.stage, "microbatch": block.microbatch},
-        }
+        args = {"stage": block.stage, "microbatch": block.microbatch}
+        yield _span(name, process, block.worker, begin_ms, end_ms) | {"args": args}
+
+
+def _span(name: str, process: int, worker: int, begin_ms: float, end_ms: float) -> dict[str, Any]:
+    # Whole nanoseconds, or parts would stick out of their block by a rounding error.
+    begin, end = round(begin_ms * 1e6), round(end_ms * 1e6)
+    return {"name": name, "ph": "X", "pid": process, "tid": worker + 1, "ts": begin / 1e3, "dur": (end - begin) / 1e3}

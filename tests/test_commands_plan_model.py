@@ -72,10 +72,15 @@ def test_pictures_and_traces(command: Any, tmp_path: Path, staleness: int) -> No
     assert (code, err) == (0, "")
     assert picture.read_bytes()[:4] == b"\x89PNG"
     found, processes = json.loads(out), _events(trace)
+    ours = processes[max(processes)]  # a machine that is busy may find no better plan than the paper's in the time
     steps = 3 if staleness else 2
-    _, ours = (max(event["ts"] + event["dur"] for event in events) / 1e3 for events in processes.values())
-    assert found["makespan_ms"] < ours < steps * found["makespan_ms"] * 1.001
-    stages = {event["args"]["stage"] for event in processes[2]}
+    assert (
+        found["makespan_ms"]
+        < max(event["ts"] + event["dur"] for event in ours) / 1e3
+        < steps * found["makespan_ms"] * 1.001
+    )
+    assert any(event["name"] == "waits for weights" for event in ours)
+    stages = {event["args"]["stage"] for event in ours if "args" in event}
     assert len(stages) == steps * (len(found["forward"]) + 1 + 2 * len(found["backward"]))  # recomputations, too
     assert {stage.partition(" of step ")[2] for stage in stages} == {str(step) for step in range(steps)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from lightning_roundpipe import gantt
-from lightning_roundpipe.gantt import Block, Chart, draw_charts, write_charts_trace
+from lightning_roundpipe.gantt import Block, Chart, Idle, draw_charts, write_charts_trace
 
 
 def block(worker: int, microbatch: int, start_ms: float, *parts: tuple[str, float], turn: int = 0) -> Block:
@@ -125,6 +126,26 @@ def test_trace(tmp_path: Path) -> None:
                 open_until.pop()
             assert not open_until or end <= open_until[-1], "overlaps without being inside"
             open_until.append(end)
+
+
+def test_why_workers_wait(tmp_path: Path, figures: list[Figure]) -> None:
+    waits = [Idle(0, "waits for weights", 2, 4), Idle(0, "waits for the optimizer", 4, 5)]
+    file = tmp_path / "trace.json"
+    draw_charts([replace(chart(), waits=waits)], tmp_path / "picture.png")
+    written = set(texts(figures[0]))
+    assert {"waits for weights", "waits for the optimizer"} <= written
+    drawn = {tuple(gantt.to_rgb(gantt.WAITS[wait.why])): wait for wait in waits}
+    found = {}
+    for boxes in figures[0].axes[0].collections:
+        if len(faces := boxes.get_facecolor()) and (wait := drawn.get(tuple(faces[0][:3]))):
+            found[wait.why] = boxes.get_paths()[0].get_extents()
+    assert {why: (box.x0, box.x1) for why, box in found.items()} == {w.why: (w.start_ms, w.end_ms) for w in waits}
+    write_charts_trace([replace(chart(), waits=waits)], file)
+    records = [r for r in json.loads(file.read_text())["traceEvents"] if r["name"].startswith("waits")]
+    assert [(r["name"], r["tid"], r["ts"], r["dur"]) for r in records] == [
+        ("waits for weights", 1, 2000, 2000),
+        ("waits for the optimizer", 1, 4000, 1000),
+    ]
 
 
 def test_colours_are_those_of_the_timeline() -> None:

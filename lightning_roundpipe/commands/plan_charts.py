@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.plan_costs import Answer, Question, answer, run_answer
-from lightning_roundpipe.gantt import Block, Chart, draw_charts, write_charts_trace
+from lightning_roundpipe.gantt import Block, Chart, Idle, draw_charts, write_charts_trace
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.pipeline import COMPUTE, Event, Run, run_steps
 from lightning_roundpipe.planning.search import baseline_within
@@ -94,7 +94,16 @@ def _chart(run: Run, costs: Costs, microbatches: int, steps: int, title: str, fa
     rounds = -(-microbatches // run.plan.round_microbatches)
     cut = f"{len(run.plan.stages())} stages" + (f", {rounds} rounds" if rounds > 1 else "")
     span_ms = 1e3 * max(run.ends_s[:steps])
-    return Chart(title, f"{facts}; {cut}", "plans", run.workers, span_ms, blocks)
+    waits = [
+        Idle(wait.worker, why, 1e3 * start_s, 1e3 * end_s)
+        for wait in run.waits
+        for why, start_s, end_s in (
+            ("waits for the optimizer", wait.input_s, wait.update_s),
+            ("waits for weights", wait.update_s, wait.transfer_s),
+        )
+        if start_s < end_s and 1e3 * end_s <= span_ms
+    ]
+    return Chart(title, f"{facts}; {cut}", "plans", run.workers, span_ms, blocks, waits)
 
 
 def _parts(event: Event, run: Run, costs: Costs) -> tuple[tuple[str, float], ...]:
