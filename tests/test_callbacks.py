@@ -31,6 +31,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -213,11 +214,17 @@ def test_batch_size_finder(tmp_path: Path) -> None:
 
 
 def test_batch_size_finder_stops_at_what_fits(tmp_path: Path) -> None:
+    finder = callbacks.BatchSizeFinder(steps_per_trial=1, init_val=8)
     strategy = ours(num_microbatches=1, emulation={"memory": 96 * 1024})
-    finder = callbacks.BatchSizeFinder(steps_per_trial=2, init_val=4)
     found = tune("ours", finder, folder=tmp_path, strategy=strategy)
-    assert 4 < found.module.batch_size < 96
-    assert found.trainer.global_step > 2
+    assert 8 < found.module.batch_size < 96
+    assert found.trainer.global_step > 1
+
+
+def test_a_batch_that_no_plan_fits_is_out_of_memory_to_the_tuner() -> None:
+    with pytest.raises(ValueError, match=r"^memory_budget: workers may use 81,920 bytes") as raised:
+        run(ours(num_microbatches=2, memory_budget=80 * 1024), MLP, zoo.make_batches("mlp", 1, 256), devices=2)
+    assert is_oom_error(raised.value)
 
 
 def test_learning_rate_finder(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def test_name_resolves_lazily(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_other_flavour(tmp_path: Path) -> None:
     """``pytorch_lightning`` has classes of its own: trains, steps apart, clips, saves and resumes with these."""
     run(

@@ -38,10 +38,9 @@ def fitted(*args: str) -> Any:
 
 
 def test_lightning_cli(tmp_path: Path) -> None:
-    """By name, by class with options, and from a file."""
+    """By name, and by class with options, from a file."""
     pytest.importorskip("jsonargparse")
     plain = fitted("--trainer.strategy=auto", "--trainer.devices=1")
-    by_class = "--trainer.strategy=lightning_roundpipe.strategy.RoundPipeStrategy"
     config = tmp_path / "config.yaml"
     config.write_text(
         textwrap.dedent("""
@@ -54,7 +53,6 @@ def test_lightning_cli(tmp_path: Path) -> None:
     )
     ways: list[list[str]] = [
         ["--trainer.strategy=roundpipe", "--trainer.devices=2"],
-        [by_class, "--trainer.strategy.num_microbatches=3", "--trainer.devices=2"],
         [f"--config={config}"],
     ]
     for way in ways:

@@ -27,6 +27,20 @@ class DeviceOutOfMemory(torch.OutOfMemoryError):
     """A device cannot hold what was asked of it. The message says what it holds, and which settings help."""
 
 
+class DoesNotFit(ValueError, torch.OutOfMemoryError):
+    """No plan keeps a batch of this size within the workers' memory.
+
+    Lightning's batch-size finder then tries a smaller one: it looks for certain words in the first argument.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"CUDA out of memory: {message}")
+        self._message = message
+
+    def __str__(self) -> str:
+        return self._message
+
+
 def raise_kept(error: BaseException, stream: str) -> NoReturn:
     """Raise what was kept when work on ``stream`` failed, as a new exception for this thread."""
     if isinstance(error, StreamAborted):

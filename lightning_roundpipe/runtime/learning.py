@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.planning.memory import ahead_within, partition_within
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
@@ -37,9 +38,12 @@ def plan_from(engine: Engine, step: Step) -> None:
         check_plan_fits(plan, engine.costs, engine.options, engine.devices[0])
     else:
         limit = worker_bytes(engine.options, engine.devices[0])
-        with allowed():  # it may take its time, and nothing has been changed yet
-            plan = partition_within(engine.costs, len(engine.workers), len(step.sizes), size, limit)
-            plan = ahead_within(plan, engine.costs, limit)
+        try:
+            with allowed():  # it may take its time, and nothing has been changed yet
+                plan = partition_within(engine.costs, len(engine.workers), len(step.sizes), size, limit)
+                plan = ahead_within(plan, engine.costs, limit)
+        except ValueError as error:
+            raise DoesNotFit(str(error)) from None
     if buffer := trace.torn_buffer(plan):
         _run_in_order(engine, buffer)
         return
