@@ -213,8 +213,8 @@ class ManualRun(MicrobatchRun):
             self._walk_losses(retain=bool(retain_graph))
             self._slots.finish(self.index)
             self._manual.hand_out()
-            self._boundaries.end_forward()  # a step may run the model any number of times
-            self._boundaries.move_to(None)
+            self.boundaries.end_forward()  # a step may run the model any number of times
+            self.boundaries.move_to(None)
             self._enter_glue()
             self._phase = "forward"
 
