@@ -347,7 +347,8 @@ def test_a_step_that_runs_the_model_often_keeps_what_one_run_needs() -> None:
             self.manual_backward(sum(self.losses(batch)))
             optimizer.step()
             context = current()
-            kept.append((len(context.boundaries._saved), len(context.boundaries._here), len(context.engine._buffers)))
+            boundaries = context.boundaries
+            kept.append((len(boundaries._saved), len(boundaries._copies), len(context.engine._buffers)))
 
     run(ours(), Manual(step), samples(1))
     assert kept == [kept[0]] * 4

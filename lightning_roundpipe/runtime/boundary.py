@@ -90,7 +90,8 @@ class Boundaries:
         """Drop the copies of tensors that nobody holds any more. Where there is no tape, nobody needs them."""
         self._saved = {key: known for key, known in self._saved.items() if known[0]() is not None}
         alive = {id(copy) for _, _, copy in self._saved.values()}
-        self._here = {key: known for key, known in self._here.items() if key in alive}
+        for device, here in self._copies.items():
+            self._copies[device] = {key: known for key, known in here.items() if key in alive}
 
     def on(self, device: Device, copy: HostCopy) -> Tensor:
         """``copy`` on ``device``, brought there once while the microbatch stays."""
