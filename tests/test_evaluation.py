@@ -85,7 +85,7 @@ class Generating(zoo.HuggingFace):
 
     def __init__(self, model: Any, block: str, **options: Any) -> None:
         super().__init__(model)
-        self.options = {"max_new_tokens": 5} | options
+        self.options = {"max_new_tokens": 4} | options
         self.lengths: list[int] = []
         self.texts: list[Tensor] = []
         self.block = block
@@ -138,13 +138,13 @@ def test_generate(name: str, options: Any) -> None:
         handle = used.note_lengths()
         trainer = trainer_of(strategy, devices=devices)
         with quiet():
-            trainer.fit(used, loader(batches[:1]), loader(batches[1:]))
+            trainer.validate(used, loader(batches[:1]), verbose=False)
             torch.manual_seed(8)
             texts = trainer.predict(used, loader(batches[1:]))
         handle.remove()
         found.append((used.lengths, used.texts, trainer.callback_metrics, texts))
     (lengths, *plain), (others, *result) = found
-    assert lengths.count(1) >= 2 * 4
+    assert lengths.count(1) >= 2 * 3
     assert [length for length in others if length == 1] == [length for length in lengths if length == 1]
     assert all(torch.equal(one, two) for one, two in zip(plain[0], result[0], strict=True))
     assert_tensors_same(plain[1:], result[1:])
@@ -284,4 +284,4 @@ def test_a_long_text_keeps_no_tensors_that_nobody_needs(monkeypatch: pytest.Monk
     module = Generating(zoo.make_module("llama").model, "model.layers.0", max_new_tokens=20, min_new_tokens=20)
     validate(ours(), module, zoo.make_batches("llama", 1), devices=2)
     assert len(kept) > 100
-    assert max(kept[len(kept) // 2 :]) <= max(kept[: len(kept) // 2]) + 5  # each call more without forgetting
+    assert max(kept) < 50  # without looking, 180

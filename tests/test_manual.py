@@ -21,8 +21,6 @@ from lightning_roundpipe.runtime.interception import current
 from lightning_roundpipe.runtime.manual import ManualRun
 from lightning_roundpipe.runtime.tape import Entry
 
-UNKIND = {"poison": True, "delay_seed": 3}
-
 
 class Block(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
@@ -73,9 +71,10 @@ def run(strategy: Any, module: pl.LightningModule, batches: Any = None, **option
 
 
 def plain_and_ours(
-    module: pl.LightningModule, *, devices: int = 2, **options: Any
+    module: pl.LightningModule, *, devices: int = 2, delays: bool = False, **options: Any
 ) -> tuple[harness.Result, harness.Result]:
-    plain, result = run("auto", module, **options), run(ours(emulation=UNKIND), module, devices=devices, **options)
+    emulation = {"poison": True} | ({"delay_seed": 3} if delays else {})
+    plain, result = run("auto", module, **options), run(ours(emulation=emulation), module, devices=devices, **options)
     assert any(not torch.equal(result.state[name], before) for name, before in module.state_dict().items())
     return plain, result
 
@@ -128,7 +127,7 @@ class Gan(pl.LightningModule):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_two_optimizers(devices: int) -> None:
     """Noise is drawn by glue, from the generator that plain training draws from."""
-    plain, result = plain_and_ours(Gan(), devices=devices)
+    plain, result = plain_and_ours(Gan(), devices=devices, delays=devices == 2)
     assert {"generator_step", "generator_epoch", "discriminator"} <= set(plain.metrics)
     assert_same(plain, result)
     assert result.report is not None
@@ -257,10 +256,10 @@ class Language(zoo.CausalLM):
         optimizer.step()
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_language_model(lora: bool) -> None:
-    module = Language(zoo.make_module("llama", lora).model)
-    assert_same(*plain_and_ours(module, batches=zoo.make_batches("llama")))
+def test_a_language_model() -> None:
+    """With adapters, so that most of it is frozen."""
+    module = Language(zoo.make_module("llama", lora=True).model)
+    assert_same(*plain_and_ours(module, batches=zoo.make_batches("llama", 2)))
 
 
 class Seeding(pl.Callback):
@@ -273,12 +272,12 @@ class Seeding(pl.Callback):
 def test_resuming_goes_on_to_the_bit(tmp_path: Path) -> None:
     """Two optimizers with their schedules and state."""
     module = Gan()
-    whole = run(ours(), module, samples(2), devices=2, max_epochs=3, callbacks=[Seeding()])
+    whole = run(ours(), module, samples(2), devices=2, max_epochs=2, callbacks=[Seeding()])
     half = run(ours(), module, samples(2), devices=2, max_epochs=1, callbacks=[Seeding()])
     assert half.trainer is not None
     half.trainer.save_checkpoint(tmp_path / "half.ckpt")
     fit = {"ckpt_path": tmp_path / "half.ckpt"}
-    resumed = run(ours(), Gan(), samples(2), devices=2, max_epochs=3, callbacks=[Seeding()], fit=fit)
+    resumed = run(ours(), Gan(), samples(2), devices=2, max_epochs=2, callbacks=[Seeding()], fit=fit)
     assert all(torch.equal(resumed.state[name], value) for name, value in whole.state.items())
 
 
@@ -331,10 +330,10 @@ def test_nothing_is_left_of_a_step() -> None:
     gc.collect()
     gc.disable()
     try:
-        run(ours(), Manual(_shared_trunk), callbacks=[Counting()])
+        run(ours(), Manual(_shared_trunk), samples(2), callbacks=[Counting()])
     finally:
         gc.enable()
-    assert left == [0, 0, 0]
+    assert left == [0, 0]
 
 
 def test_a_step_that_runs_the_model_often_keeps_what_one_run_needs() -> None:
