@@ -11,7 +11,7 @@ import pytest
 from planning.judge import Times, step_ends
 
 from lightning_roundpipe.commands import plan
-from lightning_roundpipe.planning import search
+from lightning_roundpipe.planning import Plan, search
 
 PAPER = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 COSTS = {
@@ -97,6 +97,17 @@ def test_memory_limits_stages(call: Any) -> None:
     # 2 x (weights + gradients) + activations: 2 x (200 + 200) for two layers, the head's weights are 200.
     assert max(tight["backward"]) <= 2
     assert tight != free
+
+
+def test_the_printed_plan_recomputes_ahead_as_it_was_simulated_where_memory_allows(call: Any) -> None:
+    """Then a backward stage keeps the graphs of all its layers, here 3 x 300 bytes, and not only of one."""
+    big = SIZES | {"activation_bytes": 300, "head_forward_ms": 30, "head_backward_ms": 80}
+    found = {}
+    for memory in (100_000, 3000):
+        out = call("partitioner=paper", f"memory={memory}", "workers=5", "max_fused=0", "format=table", **big)[1]
+        shown = out[out.index("plan=") + 5 :]  # whole, though it takes more than a line
+        found[Plan.parse(shown).recompute_ahead] = out[out.index("one step") : out.index(" ms, each")]
+    assert found == {True: "one step 954.500", False: "one step 1,044.500"}
 
 
 def test_table(call: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.plan_costs import Answer, Question, answer, run_answer
 from lightning_roundpipe.gantt import Block, Chart, Idle, draw_charts, write_charts_trace
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.memory import ahead_within
 from lightning_roundpipe.planning.pipeline import COMPUTE, Event, Run, run_steps
 from lightning_roundpipe.planning.search import baseline_within
 
@@ -54,8 +56,9 @@ def draw_model(found: Outlook, picture: Path | None, trace: Path | None) -> None
             f"{name}= has no steps to draw, as {found.wish.model} does not fit: leave it out to see what is missing."
         )
     costs, workers, microbatches = found.costs, found.workers, found.microbatches
-    paper = baseline_within(costs, workers, microbatches, found.limits)
-    runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, found.rules, len(found.run.ends_s))}
+    paper = ahead_within(baseline_within(costs, workers, microbatches, found.limits), costs, found.memory)
+    rules = replace(found.rules, recompute_ahead=paper.recompute_ahead)
+    runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, rules, len(found.run.ends_s))}
     if found.plan != paper:
         runs["found by simulation"] = found.run
     steps = _MODEL_STEPS[found.wish.staleness]

@@ -15,6 +15,7 @@ from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.cost_files import SIZES, costs_of, read_cost_file, whole
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
+from lightning_roundpipe.planning.memory import ahead_within
 from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_steps
 from lightning_roundpipe.planning.schedule import TABLE_COLUMNS, Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, baseline_within, search_partition
@@ -99,7 +100,7 @@ def answer(question: Question, search_seconds: float = SEARCH_SECONDS, partition
         plan = baseline_within(costs, workers, microbatches, question.limits)
     else:
         plan = search_partition(costs, workers, microbatches, question.limits, question.staleness, host, search_seconds)
-    return figures(question, plan)
+    return figures(question, ahead_within(plan, costs, question.limits.memory))
 
 
 def figures(question: Question, plan: Plan) -> Answer:
@@ -111,20 +112,20 @@ def figures(question: Question, plan: Plan) -> Answer:
         if turns <= _MOST_TURNS:
             period = run_answer(question, plan, 2 * PERIOD_STEPS).period_s(PERIOD_STEPS)
         else:
-            period = float(_timing(question).settled(plan)[-1])
+            period = float(_timing(question, plan.recompute_ahead).settled(plan)[-1])
     bound = _bound_s(question, plan)
     bubble = max(100 * (1 - bound / period), 0.0) if period else 0.0  # not -1e-13
     return Answer(plan, makespan, period, bubble)
 
 
-def _timing(question: Question) -> Timing:
-    host = HostTime(hop_s=question.hop_s)
-    return Timing(Pace.of(question.costs, host), question.workers, question.microbatches, question.staleness, 0, 0)
+def _timing(question: Question, ahead: bool) -> Timing:
+    pace = Pace.of(question.costs, HostTime(hop_s=question.hop_s), ahead)
+    return Timing(pace, question.workers, question.microbatches, question.staleness, 0, 0)
 
 
 def run_answer(question: Question, plan: Plan, steps: int) -> Run:
     """Steps by the rules that the question implies."""
-    rules = Rules(staleness=question.staleness, host=HostTime(hop_s=question.hop_s))
+    rules = Rules(question.staleness, plan.recompute_ahead, HostTime(hop_s=question.hop_s))
     return run_steps(plan, question.costs, question.workers, question.microbatches, rules, steps)
 
 
@@ -155,7 +156,7 @@ def as_table(question: Question, found: Answer) -> RenderableType:
         f"{100 * (of / bound - 1) if bound else 0:.2f} % above the work over {question.workers} workers, "
         f"{1e3 * bound:,.3f} ms",
     ]
-    return Group(table, *lines, Text(f"plan={found.plan}", no_wrap=True, overflow="ignore", justify="left"))
+    return Group(table, *lines, Text(f"plan={found.plan}", overflow="fold"))
 
 
 def _bound_s(question: Question, plan: Plan) -> float:

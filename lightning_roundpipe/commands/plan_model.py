@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import Item, Parameters, device_bytes, device_items, host_items
+from lightning_roundpipe.planning.memory import Item, Parameters, ahead_within, device_bytes, device_items, host_items
 from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_steps
 from lightning_roundpipe.planning.profile import Hardware, Precision
 from lightning_roundpipe.planning.schedule import Plan
@@ -183,6 +183,7 @@ def look(wish: Wish) -> Outlook:
     size, costs = _choose_size(shape, wish, microbatches, memory)
     limits, rules = _limits(costs, wish, workers, microbatches, memory), shape.rules(wish.staleness)
     plan, fits = _make_plan(costs, wish, workers, microbatches, limits, rules.host)
+    rules = replace(rules, recompute_ahead=plan.recompute_ahead)
     run = run_steps(plan, costs, workers, microbatches, rules, 2 * _STEPS) if fits else None
     longest = find_longest(shape, microbatches, memory)
     return Outlook(
@@ -213,9 +214,11 @@ def _make_plan(
     smallest = Plan.per_call(len(costs), microbatches)
     if limits.memory is not None and device_bytes(smallest, costs) > limits.memory:
         return smallest, False
-    if not wish.search:
-        return baseline_within(costs, workers, microbatches, limits), True
-    return search_partition(costs, workers, microbatches, limits, wish.staleness, host, wish.search_seconds), True
+    if wish.search:
+        plan = search_partition(costs, workers, microbatches, limits, wish.staleness, host, wish.search_seconds)
+    else:
+        plan = baseline_within(costs, workers, microbatches, limits)
+    return ahead_within(plan, costs, limits.memory), True
 
 
 def find_longest(shape: Shape, microbatches: int, memory: int | None) -> Longest:
