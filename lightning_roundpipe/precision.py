@@ -1,47 +1,79 @@
 """The precision plugin: which number formats the layers and the glue compute in.
 
-Masters stay in fp32. ``bf16-mixed`` is torch's autocast, entered around the step on the calling thread, captured with
-each layer call and entered again wherever the layer runs.
+Masters stay in fp32, and so does all that the optimizer and checkpoints see of them.
+
+* ``*-mixed`` is torch's autocast, entered around the step on the calling thread, captured with each layer call and
+  entered again wherever the layer runs.
+* ``*-true`` shows layers and glue what Lightning's own plugin shows them: weights, buffers and inputs in low precision,
+  and torch's default format set to it while a step runs. Weights are working copies of the masters (`formats`).
+* ``16-*`` multiplies losses by a factor, so that small gradients do not vanish, and skips steps whose gradients are not
+  finite: `scaler` holds the factor, and its state is saved where Lightning's own plugin finds it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_roundpipe.config import PRECISIONS
 from lightning_roundpipe.optim.clipping import Clip
+from lightning_roundpipe.optim.scaling import LossScale
+from lightning_roundpipe.runtime.formats import Formats, widen
+from lightning_roundpipe.runtime.scales import Scales
 
 _OF_THE_FLAG = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 """What Lightning makes of ``Trainer(precision=...)`` alone; anything else is a plugin with hooks of its own."""
 
-_ALIASES = {"32": "32-true", "bf16": "bf16-mixed"}
+_KEY = MixedPrecision.__qualname__
+"""Where Lightning's own plugin keeps its scaler in a checkpoint."""
+
+_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+_SUPPORTED = f"{', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}"
 
 
 class RoundPipePrecision(Precision):
-    """``32-true`` or ``bf16-mixed`` under ``RoundPipeStrategy``.
+    """The Trainer's precision flag under ``RoundPipeStrategy``.
 
     Args:
         precision: Lightning's flag; the Trainer's ``precision=`` becomes this plugin by itself.
+        scaler: whose factors scale losses in fp16. Default: torch's.
 
     Raises:
-        ValueError: for a precision that is not built yet.
+        ValueError: for a precision that is not supported, with those that are; a scaler for another one than fp16.
     """
 
-    def __init__(self, precision: str = "32-true") -> None:
+    def __init__(self, precision: str = "32-true", scaler: GradScaler | None = None) -> None:
         precision = _ALIASES.get(str(precision), str(precision))
         if precision not in PRECISIONS:
-            raise ValueError(
-                f"precision={precision!r} is not supported by the roundpipe strategy; use {' or '.join(PRECISIONS)}."
-            )
+            raise ValueError(f"precision={precision!r} is not supported by the roundpipe strategy; use {_SUPPORTED}.")
         self.precision: Any = precision
+        self._half = HalfPrecision(precision) if precision in ("bf16-true", "16-true") else None  # type: ignore[arg-type]
+        self.low = self._half._desired_input_dtype if self._half else None
+        """What weights, buffers and inputs are converted to; None: they stay what they are."""
+        self.scaler: GradScaler | None = None
+        """The factor of losses in fp16; None in other formats."""
+        if precision.startswith("16-"):
+            self.scaler = GradScaler(device="cpu")  # where gradients are
+            self.scaler.scale(torch.zeros(()))  # or it has no factor yet
+            if scaler is not None and scaler.is_enabled():
+                self.scaler.load_state_dict(scaler.state_dict())
+        elif scaler is not None:
+            raise ValueError(f"precision={precision!r} does not scale losses: leave out scaler=, or set 16-mixed.")
+        self._scales = Scales()
+        self.skipped = False
+        """Whether the last optimizer step had no loss, of which scaling makes no step."""
         self.clipping: Callable[[Clip], None] | None = None
         """Told how gradients are to be clipped, where they are not in ``.grad``; the strategy sets it."""
         self.device = "cpu"
@@ -61,21 +93,122 @@ class RoundPipePrecision(Precision):
         if type(plugin) not in _OF_THE_FLAG:
             raise ValueError(
                 f"plugins=[{type(plugin).__name__}(...)] brings a precision plugin, and the roundpipe strategy has its "
-                f"own: take it out and set precision= to {' or '.join(PRECISIONS)}."
+                f"own: take it out and set precision= to {_SUPPORTED}."
             )
-        return cls(str(plugin.precision))
+        return cls(str(plugin.precision), getattr(plugin, "scaler", None))
+
+    # -- what is converted --------------------------------------------------------------------------------------------
+
+    def formats(self) -> Formats:
+        """What the engine is to compute in. Ask outside a step."""
+        if self.scaler is not None:
+            self._scales = Scales(LossScale(self.scaler), outer=self._half is None)
+        return Formats(self.low, scales=self._scales)
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert buffers as Lightning's own plugin does, and all else that ``module.to`` reaches but parameters."""
+        if self.low is None:
+            return module
+        modules = list(module.modules())
+        parameters = [dict(inner._parameters) for inner in modules]
+        try:
+            for inner in modules:
+                inner._parameters.clear()
+            module.to(dtype=self.low)
+        finally:
+            for inner, own in zip(modules, parameters, strict=True):
+                inner._parameters.update(own)
+        module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # recurrent modules list their parameters
+        return module
+
+    def prepare(self, module: LightningModule, *, fitting: bool) -> LightningModule:
+        """Convert the module; what is trained gets a format to be trained in, whatever the user built it in.
+
+        Raises:
+            MisconfigurationException: under manual optimization, whose steps within training_step would find the
+                working copies instead of the masters.
+        """
+        if self.low is not None and fitting and not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"precision={self.precision!r} does not go with automatic_optimization=False (manual optimization): "
+                "training_step sees low-precision copies of the weights, and optimizers that it steps must not. Set "
+                f"precision={self.precision.replace('true', 'mixed')!r}, or let Lightning optimize."
+            )
+        self.convert_module(module)
+        for parameter in Formats(self.low).too_narrow(module.parameters()) if fitting else ():
+            widen(parameter)
+        return module
+
+    def make_room(self, module: LightningModule, state: Mapping[str, Any]) -> None:
+        """Before training goes on from ``state``: what was trained in fp32 is loaded without loss."""
+        if self.low is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        for name, parameter in module.named_parameters():
+            saved = state.get(name)
+            if parameter.dtype is self.low and isinstance(saved, Tensor) and saved.dtype is torch.float32:
+                widen(parameter)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._half.convert_input(data) if self._half else data
+
+    @override
+    def tensor_init_context(self) -> contextlib.AbstractContextManager[Any]:
+        return self._half.tensor_init_context() if self._half else super().tensor_init_context()
+
+    @override
+    def module_init_context(self) -> contextlib.AbstractContextManager[Any]:
+        return self.tensor_init_context()
+
+    # -- the step -----------------------------------------------------------------------------------------------------
 
     @override
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
-        if self.precision != "bf16-mixed":
-            yield
-            return
         with contextlib.ExitStack() as stack:
+            if self._half:
+                stack.enter_context(self._half.forward_context())
+            if not self.precision.endswith("-mixed"):
+                yield
+                return
+            dtype = torch.float16 if self.scaler is not None else torch.bfloat16
             # Glue may compute on the host too; there it must see the same formats.
             for device in sorted({"cpu", self.device}):
-                stack.enter_context(torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False))
+                stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
             yield
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self.scaler is not None and self._half is None:  # Lightning's own 16-true shows no factor
+            scale = self._scales.last if module.automatic_optimization else self.scaler.get_scale()
+            tensor = tensor * torch.tensor(scale, dtype=torch.float32, device=tensor.device)
+        return super().pre_backward(tensor, module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                f"precision={self.precision!r} skips steps whose gradients overflow, and LBFGS computes gradients "
+                "within its step: use another optimizer, or a bf16 precision."
+            )
+        apart = self.clipping is not None  # gradients are elsewhere than in .grad, and so is what steps
+        result = closure()
+        self.skipped = result is None and model.automatic_optimization
+        if not (apart or self.skipped):
+            self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        if self.skipped:
+            return result
+        if apart:
+            return optimizer.step(**kwargs)
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
 
     @override
     def clip_gradients(
@@ -88,3 +221,16 @@ class RoundPipePrecision(Precision):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
         elif clip_val > 0:
             self.clipping(Clip(GradClipAlgorithmType(gradient_clip_algorithm).value, float(clip_val)))
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            checkpoint[_KEY] = self.scaler.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None and (state := checkpoint.get(_KEY)):
+            self.scaler.load_state_dict(state)
+            self._scales.reload()

@@ -16,7 +16,17 @@ import sys
 from types import ModuleType
 from typing import Any
 
-_PARTS = ("checkpoint_io", "refusals", "precision", "listeners", "monitors", "windows", "stepping", "strategy")
+_PARTS = (
+    "checkpoint_io",
+    "refusals",
+    "precision",
+    "listeners",
+    "monitors",
+    "one_process",
+    "windows",
+    "stepping",
+    "strategy",
+)
 """The modules that import Lightning, each after those that it imports."""
 
 _NAMES = {

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_roundpipe.listeners import Settle, looks_at_weights, needs_gradients, others, slowed_by
 from lightning_roundpipe.optim.clipping import Clip
+from lightning_roundpipe.optim.independence import goes_by_default_format
 from lightning_roundpipe.optim.shadow import fused_for, stepped_by_parameter
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.engine import Engine
@@ -105,6 +106,8 @@ class Stepping:
         reason = needs_gradients(self._trainer, self._module, self._optimizers)
         for optimizer in self._optimizers:
             reason = reason or stepped_by_parameter(optimizer)
+            if self._engine.formats.low is not None:
+                reason = reason or goes_by_default_format(optimizer)
         if reason is None and (looking := slowed_by(looks_at_weights(self._trainer, self._module))) is not None:
             reason = (
                 f"{looking} may look at weights or gradients after each batch; what does not can say so with a class "
@@ -143,7 +146,7 @@ class Stepping:
         finally:
             plugin.clipping = None
         updates = self._engine.updates
-        if updates is not None:
+        if updates is not None and not plugin.skipped:
             updates.submit(optimizer, clips[-1] if clips else None)  # [3]
         return result
 
@@ -159,13 +162,15 @@ class Stepping:
         self.choose()
         anew = self.begins_anew()
         if accumulated and not anew:
-            restore(accumulated, self._module, self._engine.updates)
+            restore(accumulated, self._module, self._engine.updates, self._engine.formats.scales.last)
         accumulated.clear()
         return anew
 
     def begins_anew(self) -> bool:
-        """Whether Lightning drops the gradients that were accumulated, before this batch's."""
-        return self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
+        """Before a batch: whether Lightning drops the gradients that were accumulated."""
+        batches = self._trainer.accumulate_grad_batches
+        self._engine.formats.scales.batches = batches
+        return self._trainer.fit_loop.epoch_loop.batch_idx % batches == 0
 
     def batch_number(self) -> int:
         """The number of the batch since training began, the same after resuming."""

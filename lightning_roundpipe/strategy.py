@@ -20,7 +20,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -31,6 +30,7 @@ from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.monitors import profile_all_threads, tell_of_all_workers
+from lightning_roundpipe.one_process import OneProcess
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.refusals import (
     load_optimizer,
@@ -53,7 +53,7 @@ from lightning_roundpipe.windows import ACCUMULATED, save
 _CPU = torch.device("cpu")
 
 
-class RoundPipeStrategy(ParallelStrategy):
+class RoundPipeStrategy(OneProcess):
     """Trains models that do not fit a GPU by sending their stages to the machine's GPUs in turn.
 
     Args:
@@ -136,11 +136,6 @@ class RoundPipeStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         return self.parallel_devices[0] if self.parallel_devices else _CPU
 
-    @property
-    def is_distributed(self) -> bool:
-        """False: one process, so every sample belongs to it."""
-        return False
-
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
@@ -174,6 +169,10 @@ class RoundPipeStrategy(ParallelStrategy):
         # Lightning picks the plugin by the strategy's type, from a fixed list; whatever it picked becomes ours.
         self._precision_plugin = None if precision_plugin is None else RoundPipePrecision.of(precision_plugin)
 
+    @property
+    def _precision(self) -> RoundPipePrecision:
+        return cast(RoundPipePrecision, self.precision_plugin)
+
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     @property
@@ -200,14 +199,15 @@ class RoundPipeStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         refuse_layer_sync(self._layer_sync)
-        refuse_module(module, self.options, fitting=trainer.state.fn == TrainerFn.FITTING)
-        self.model = module
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        refuse_module(module, self.options, fitting=fitting)
+        self.model = self._precision.prepare(module, fitting=fitting)
         with held():
             self._start_engine(module)
         assert self._engine is not None
         self._quieten = tell_of_all_workers(trainer, str(self.precision_plugin.precision), self._engine.devices)
         # The base class would move the optimizer's state to the first device here; it belongs to the masters.
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self.setup_optimizers(trainer)
             refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
@@ -228,13 +228,11 @@ class RoundPipeStrategy(ParallelStrategy):
             self._stop_engine()
         assert self.parallel_devices
         kind = refuse_accelerator(self.root_device.type)
-        plugin = self.precision_plugin
-        if isinstance(plugin, RoundPipePrecision):
-            plugin.device = kind
+        self._precision.device = kind
         self._seed = torch.initial_seed()
         devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))
         try:
-            self._engine = Engine(module, devices, self.options, rank_zero_info)
+            self._engine = Engine(module, devices, self.options, rank_zero_info, self._precision.formats())
         except BaseException:
             for device in devices:
                 device.close()
@@ -329,7 +327,7 @@ class RoundPipeStrategy(ParallelStrategy):
         run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
         if self._stepping is None:
             return run()
-        return self._stepping.step(optimizer, cast(RoundPipePrecision, self.precision_plugin), run)
+        return self._stepping.step(optimizer, self._precision, run)
 
     # -- where things live --------------------------------------------------------------------------------------------
 
@@ -348,12 +346,13 @@ class RoundPipeStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._engine is not None and self._stepping is not None:
-            save(checkpoint, self._running()[0], self._engine.updates)
+            save(checkpoint, self._running()[0], self._engine.updates, self._engine.formats.scales.last)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        self._precision.make_room(self.lightning_module, checkpoint["state_dict"])
         try:
             super().load_model_state_dict(checkpoint, strict=strict)
         except RuntimeError as error:
@@ -373,25 +372,3 @@ class RoundPipeStrategy(ParallelStrategy):
         """Tensors made in ``configure_model`` are the masters: on the CPU."""
         with _EmptyInit(enabled=bool(empty_init)), _CPU, self.precision_plugin.tensor_init_context():
             yield
-
-    # -- one process --------------------------------------------------------------------------------------------------
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj

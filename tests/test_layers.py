@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"devices", "planning", "model", "optim"},
     {"runtime"},
-    {"precision", "checkpoint_io", "refusals", "listeners", "monitors", "windows"},
+    {"precision", "checkpoint_io", "one_process", "refusals", "listeners", "monitors", "windows"},
     {"stepping"},
     {"strategy"},
     {"pytorch_lightning"},

@@ -229,7 +229,7 @@ def test_exactly_one_step_late(
 ) -> None:
     """Working copies take their time, so that an upload that does not wait for its version finds the one before."""
     refresh = Unit.refresh
-    monkeypatch.setattr(Unit, "refresh", lambda unit: (time.sleep(0.01), refresh(unit)))
+    monkeypatch.setattr(Unit, "refresh", lambda unit, **how: (time.sleep(0.01), refresh(unit, **how)))
     module = Trained(OPTIMIZERS[name], schedule=True)
     expected = Result(losses=delayed(module, many(18), clip=clip, accumulate=accumulate))
     strategy = ours(num_microbatches=microbatches, layers=LAYERS, staleness=1, emulation={"delay_seed": 1})

@@ -24,6 +24,9 @@ KNOWN: frozenset[type[Optimizer]] = frozenset(
 )  # fmt: skip
 """Exact classes: a subclass may do anything. Muon came with torch 2.9."""
 
+_BY_DEFAULT: frozenset[type[Optimizer]] = frozenset({torch.optim.ASGD})
+"""Those of them whose steps make tensors in torch's default format."""
+
 DECLARATION = "independent_parameters"
 
 
@@ -52,6 +55,14 @@ def stepped_by_parameter(optimizer: Optimizer) -> str | None:
             f"attribute `{DECLARATION} = True`"
         )
     return _patched(optimizer) or _hooked(optimizer) or _entangled(optimizer)
+
+
+def goes_by_default_format(optimizer: Optimizer) -> str | None:
+    """None if a step computes the same whatever torch's default format is meanwhile; else why it may not."""
+    cls = type(unwrapped(optimizer))
+    if cls in KNOWN and cls not in _BY_DEFAULT:
+        return None
+    return f"{cls.__name__} may go by torch's default format, which is another one while layers compute"
 
 
 def _is_lightnings(base: type) -> bool:

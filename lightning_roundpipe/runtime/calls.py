@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +13,19 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.attributes import StateDiff, bits
-from lightning_roundpipe.runtime.arguments import CallSpec, Flat, refuse_filled, refuse_hidden, unflatten_call
+from lightning_roundpipe.model.attributes import bits
+from lightning_roundpipe.runtime.arguments import Flat, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
+from lightning_roundpipe.runtime.call import Call, Forward
 from lightning_roundpipe.runtime.collector import collecting
-from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.events import Where
+from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.interception import Inside, calling
 from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import overlapping
-from lightning_roundpipe.runtime.precedent import Manner, Precedent, attempt
+from lightning_roundpipe.runtime.precedent import attempt
+from lightning_roundpipe.runtime.probes import differs, differs_outside
 from lightning_roundpipe.runtime.process_state import alone
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sides import Doors, Sides, again, refuse_new_gradients
@@ -34,97 +34,6 @@ from lightning_roundpipe.runtime.surroundings import parametrizing
 from lightning_roundpipe.runtime.tape import Entry, Inlet
 from lightning_roundpipe.runtime.weights import HostLayer
 from lightning_roundpipe.runtime.worker import Worker
-
-
-@dataclass
-class Call:
-    """A layer call as the glue made it.
-
-    Attributes:
-        seed: of its random numbers; None draws from the caller's state.
-        leaves: flattened arguments and carried attributes; a tensor stands as itself if it is on the worker already,
-            else as its `HostCopy`.
-        originals: the same as glue gave them; ``saved``: and as they lie on the host, where they were saved.
-        requires_grad: per leaf.
-        trainable: per parameter of the layer, whether it required grad when it was called.
-        graph: whether to run with grad: to keep the graph (fused), to learn what requires grad (first batch, or without
-            a precedent), or because the layer computes other bits without.
-        probe: whether to find out if it does.
-        walk: whether to look if the graph leads out of the layer.
-        kept: whether the graph is kept for the backward.
-        recomputed: whether the layer may be run again for its backward, so that its inputs have to be saved.
-        learning: whether there is no plan yet, or none at all.
-        measure: whether to find out how much memory it takes.
-        precedent: what the last step's call in the same manner gave.
-        may_mutate: positions of inputs that the layer is known to write to; None while learning.
-    """
-
-    index: int
-    layer: HostLayer
-    microbatch: int
-    spec: CallSpec
-    leaves: list[Any]
-    requires_grad: list[bool]
-    trainable: list[bool]
-    ambient: Ambient
-    state: StateDiff | None
-    seed: int | None
-    context: contextvars.Context
-    originals: list[Any] = field(default_factory=list)
-    saved: dict[int, HostCopy] = field(default_factory=dict)
-    graph: bool = False
-    probe: bool = False
-    walk: bool = False
-    kept: bool = False
-    recomputed: bool = False
-    learning: bool = False
-    measure: bool = False
-    precedent: Precedent | None = None
-    may_mutate: frozenset[int] | None = None
-
-    @functools.cached_property
-    def manner(self) -> Manner | None:
-        """What a precedent has to have in common with it."""
-        return Manner.of(self.spec, self.originals, self.requires_grad, self.trainable, self.ambient, self.state)
-
-
-@dataclass
-class Forward:
-    """What a forward gave: the layer's output with what it collected, and its sides, with their graph if there is one.
-
-    Attributes:
-        mutated: inputs that the layer wrote to, by position.
-        foretold: whether the call ran without grad and did what its precedent had done.
-        overlapping: which tensors of the output share memory with others or with inputs, and positions of such inputs.
-    """
-
-    output: Flat
-    sides: Sides
-    inlet: Inlet | None
-    mutated: dict[int, Tensor] = field(default_factory=dict)
-    buffers: dict[int, Tensor] = field(default_factory=dict)
-    activation_bytes: int = 0
-    differs_without_grad: bool = False
-    overlapping: tuple[list[int], list[int]] = ([], [])
-    foretold: bool = False
-
-    def tensors(self) -> list[Tensor]:
-        """Of the output, and then the mutated inputs."""
-        return self.output.tensors() + [self.mutated[i] for i in sorted(self.mutated)]
-
-    def drop_graph(self) -> None:
-        """Here and now: by the time the microbatch's thread gets round to it, the next microbatch has the worker.
-
-        Tensors still say whether they require grad.
-        """
-        for flat in (self.output, *self.sides.values()):
-            flat.leaves = [_without_graph(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
-        self.mutated = {i: _without_graph(t) for i, t in self.mutated.items()}
-        self.inlet = None
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @dataclass
@@ -146,12 +55,14 @@ class Runner:
     Args:
         worker: whose thread this runs on.
         randomness: seeds calls that draw, in training; evaluation draws from the caller's generator.
+        formats: that layers are computed in.
     """
 
-    def __init__(self, worker: Worker, randomness: Callable[[], Randomness]) -> None:
+    def __init__(self, worker: Worker, randomness: Callable[[], Randomness], formats: Formats) -> None:
         self._worker = worker
         self._device = worker.device
         self._randomness = randomness
+        self._formats = formats
 
     def forward(self, slot: Slot, call: Call, boundaries: Boundaries) -> Forward:
         """Run the layer once; see `Call` for how."""
@@ -176,6 +87,8 @@ class Runner:
             refuse_foreign_graph(ran.tensors(), ran.inlet, replica.parameters, call.layer.name)
         mutated = self._mutated(call, ran.given)
         differs = call.probe and self._differs_without_grad(slot, call, leaves, ran)
+        if call.probe and self._formats.low is not None and not self._formats.default_matters:
+            self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
         for flat in (ran.output, *ran.sides.values()):
             flat.leaves = self._safe(flat.leaves)
@@ -258,7 +171,7 @@ class Runner:
         parameters = self._worker.replica(layer).parameters
         for i in set(positions) - layer.rewritten:
             master = layer.masters[i]
-            if not torch.equal(parameters[i].detach().to(master.device), master.detach()):
+            if not torch.equal(parameters[i].detach().to(master.device), layer.read(master)):
                 raise RoundPipeError(
                     f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write "
                     "to them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
@@ -272,16 +185,25 @@ class Runner:
         its recomputation does, or the result would depend on which stage it is in. A layer with side effects is not run
         a second time to find out.
         """
-        written = any(t._version for t in first.given.values())
-        if first.sides or written or self._worker.buffers(call.layer).changed(thorough=True):
-            return True
-        try:
-            again = self._run(slot, dataclasses.replace(call, graph=False), leaves, "").tensors()
-        except Exception:
-            self._worker.replica(call.layer).drop_written()
-            return True
-        tensors = first.tensors()
-        return len(again) != len(tensors) or not all(map(torch.equal, tensors, again))
+        again = dataclasses.replace(call, graph=False)
+        return self._writes(call, first) or differs(
+            first.tensors(),
+            lambda: self._run(slot, again, leaves, "").tensors(),
+            self._worker.replica(call.layer).drop_written,
+        )
+
+    def _differs_outside(self, slot: Slot, call: Call, leaves: list[Any], first: _Ran) -> bool:
+        """Whether it does under torch's default format outside a step, where its recomputation may be."""
+        return self._writes(call, first) or differs_outside(
+            first.tensors(),
+            lambda: self._run(slot, call, leaves, "").tensors(),
+            self._worker.replica(call.layer).drop_written,
+            self._formats.outside,
+        )
+
+    def _writes(self, call: Call, ran: _Ran) -> bool:
+        written = any(t._version for t in ran.given.values())
+        return bool(ran.sides or written or self._worker.buffers(call.layer).changed(thorough=True))
 
     @contextlib.contextmanager
     def _seeded(self, call: Call, kind: str) -> Iterator[None]:
@@ -320,13 +242,14 @@ class Runner:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def backward(self, slot: Slot, entry: Entry, boundaries: Boundaries) -> list[Tensor | None]:
+    def backward(self, slot: Slot, entry: Entry, boundaries: Boundaries, factor: float) -> list[Tensor | None]:
         """Recompute the call unless its graph was kept, and run its backward.
 
         Args:
             slot: the slot whose turn it is.
             entry: the call, with its output gradients.
             boundaries: brings saved inputs and gradients here.
+            factor: what its parameters' gradients are still to be multiplied by.
 
         Returns:
             Per tensor argument, its gradient on this worker's device.
@@ -344,14 +267,14 @@ class Runner:
         parameters = replica.parameters
         replica.train(entry.trainable)  # a later call may have been one with other parameters frozen
         if sums is not None:
-            sums.attach(parameters)
+            sums.attach(parameters, factor)
         where = Where(slot.index, slot.phase, entry.call, entry.layer.name)
         if pairs:
             name, computing = entry.layer.name, self._computing(slot, "backward", where, entry.microbatch)
             with alone(name, self._device), computing, calling(Inside(name)), inlet:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if sums is not None:
-            sums.detach(parameters)
+            sums.detach(parameters, factor)
         worker.retire(outputs, grads, inlet.grads)
         return inlet.grads
 

@@ -51,6 +51,14 @@ class Crew:
         self._around = contextlib.ExitStack()
         self._around.enter_context(one_at_a_time(devices))
 
+    def refuse_broken(self) -> None:
+        """``RoundPipeError`` if there is no going on."""
+        if self.broken:
+            raise RoundPipeError(
+                "a thread of an earlier step never came back, so this engine cannot go on: call the Trainer's fit() "
+                "again, or better start a new process, because the thread may still hold what others need."
+            )
+
     def thread(self, index: int) -> TaskThread:
         """The thread of microbatch ``index``, started when first asked for."""
         while len(self._threads) <= index:

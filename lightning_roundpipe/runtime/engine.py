@@ -22,6 +22,7 @@ from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
 from lightning_roundpipe.runtime.cutting import given_weights_of, sizes_for
 from lightning_roundpipe.runtime.evaluation import Evaluation, Order
+from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, without_caches
@@ -48,21 +49,24 @@ class Engine:
         devices: one per worker.
         options: checked options of the strategy.
         inform: called with what the user should know once.
+        formats: that layers and glue compute in.
     """
 
     def __init__(
-        self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None]
-    ) -> None:
+        self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
+        formats: Formats | None = None,
+    ) -> None:  # fmt: skip
         self.module = module
         self.devices = devices
         self.options = options
+        self.formats = formats = formats or Formats()
         owned: dict[int, Any] = {}
         with allowed():  # copies all weights, and there is no thread yet
             self.layers = [
-                HostLayer(i, name, layer, devices[0], owned, apart=bool(options.staleness))
+                HostLayer(i, name, layer, devices[0], owned, formats, apart=bool(options.staleness))
                 for i, (name, layer) in enumerate(find_layers(module, options.layers).items())
             ]
-        self.units = units_of(self.layers, module.parameters(), apart=bool(options.staleness))
+        self.units = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
         self.unit_of = {id(p): unit for unit in self.units for p in unit.masters}
         self.updates: Updates | None = None
         """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
@@ -108,7 +112,7 @@ class Engine:
         check_layers_fit(self.layers, options, devices[0])
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
         self.workers = self.crew.workers
-        self.runners = [Runner(w, lambda: self.randomness) for w in self.workers]
+        self.runners = [Runner(w, lambda: self.randomness, formats) for w in self.workers]
         self.queues = [WorkerQueue(w, prefetch=bool(options.prefetch)) for w in self.workers]
         try:
             reserve_for_layers(self)
@@ -214,7 +218,8 @@ class Engine:
         """Whether a step's way back may go on while the main thread does other things, such as to begin the next one.
 
         Not if it draws random numbers, for generators are the main thread's then; if glue keeps things on modules,
-        which are what training_step finds next; or if it logs, which ends with training_step.
+        which are what training_step finds next; if it logs, which ends with training_step; or if a layer goes by
+        torch's default format, which is another one then.
         """
         return (
             self.updates is not None
@@ -222,6 +227,7 @@ class Engine:
             and not self.belongings.places
             and not self.randomness.on_the_way_back
             and not self.logs_on_the_way_back
+            and not self.formats.default_matters
         )
 
     @contextlib.contextmanager
@@ -277,7 +283,8 @@ class Engine:
         """From now on `updates` applies gradients when it is told to; or, if not, they are handed to ``.grad``."""
         if apart != (self.updates is not None):
             self._drain()
-            before, self.updates = self.updates, Updates(self.units, self.options.staleness) if apart else None
+            before, scales = self.updates, self.formats.scales
+            self.updates = Updates(self.units, self.options.staleness, scales) if apart else None
             if before is not None:
                 before.retire()
 
@@ -296,7 +303,7 @@ class Engine:
     @held()
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
-        self._refuse_broken()
+        self.crew.refuse_broken()
         self._drain()
         if self.updates is not None:
             self.updates.settle()
@@ -320,7 +327,7 @@ class Engine:
             step.run_one_by_one(function, args)
 
     def _begin(self) -> None:
-        self._refuse_broken()
+        self.crew.refuse_broken()
         if parameters_outside(self.module, [x.module for x in self.layers]) != self._in_glue:
             raise RoundPipeError(
                 "the module has other parameters outside its layers than at the start of training (one was added, "
@@ -336,13 +343,6 @@ class Engine:
         for device in self.devices:
             device.reset_peak()
 
-    def _refuse_broken(self) -> None:
-        if self.crew.broken:
-            raise RoundPipeError(
-                "a thread of an earlier step never came back, so this engine cannot go on: call the Trainer's fit() "
-                "again, or better start a new process, because the thread may still hold what others need."
-            )
-
     def _adopt(self, *, newest: bool) -> None:
         """What user code has done to weights since the last batch is what travels.
 
@@ -353,7 +353,8 @@ class Engine:
             layer.adopt()
         updates = self.updates
         if updates is None:
-            for unit in self.units if self.options.staleness else ():
+            self.formats.scales.fix(0)
+            for unit in self.units:
                 unit.refresh()
         elif self._looked_at or (newest and updates.wanted != updates.submitted):
             updates.settle()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.arguments import flatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries
-from lightning_roundpipe.runtime.calls import Call
+from lightning_roundpipe.runtime.call import Call
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.crew import WatchedControl
 from lightning_roundpipe.runtime.events import Recorder
@@ -89,13 +89,14 @@ class Evaluation:
         self._calls = 0
         self._slot: Slot | None = None
         self._surroundings = Surroundings()
+        self._mode = _Glue(engine, self._stay_behind)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` with its layer calls on the workers."""
         output: Any = None
         self._order.begin()
         try:
-            with calling(self), _Glue(self._engine, self._stay_behind), self._glue, noted(self._place), allowed():
+            with calling(self), self._mode, self._glue, noted(self._place), allowed():
                 self._glue.enter_context(self._engine.devices[0].activate())
                 self._surroundings = Surroundings()
                 self._foresee()
@@ -121,6 +122,7 @@ class Evaluation:
             worker = self._worker_of(layer)
             state = layer.state.current()
             leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
+            leaves = [self._mode.stand_in(leaf) for leaf in leaves]
             originals = list(leaves)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and engine.locate(leaf, self._device) is not worker.device:
@@ -195,7 +197,10 @@ class _Glue(GlueMode):
     """Host tensors follow the device of what they meet; ``touched`` is called where a master's ``.data`` is read."""
 
     def __init__(self, engine: Engine, touched: Callable[[], None]) -> None:
-        super().__init__((), lambda master: master, train=False, accelerator=engine.accelerator)
+        formats = engine.formats
+        super().__init__(
+            engine.unit_of, lambda p: p.to(formats.of(p)), formats, train=False, accelerator=engine.accelerator
+        )
         self._all, self._touched = engine.unit_of, touched
 
     def __torch_function__(

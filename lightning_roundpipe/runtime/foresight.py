@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_roundpipe.runtime.calls import Call
+from lightning_roundpipe.runtime.call import Call
 from lightning_roundpipe.runtime.precedent import Precedent
 from lightning_roundpipe.runtime.slots import Slots
 from lightning_roundpipe.runtime.sums import HostGradients

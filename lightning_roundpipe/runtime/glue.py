@@ -3,7 +3,8 @@
 Every torch function that glue calls passes through `GlueMode`. It does three things:
 
 * A master that glue reads itself (a bare ``nn.Parameter``, ``F.linear(h, embed.weight)``) is replaced by this
-  microbatch's stand-in, so that microbatches do not add into one ``.grad`` in the order in which threads happen to run.
+  microbatch's stand-in, so that microbatches do not add into one ``.grad`` in the order in which threads happen to run,
+  and that it is seen in the format that everything is computed in.
 * Host tensors (labels, masks, parameters) follow the device of what they meet.
 * Mean-reduced cross entropies are counted: their numbers of targets say how much each microbatch weighs in the loss of
   the whole batch.
@@ -11,8 +12,9 @@ Every torch function that glue calls passes through `GlueMode`. It does three th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +23,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 
 _LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _VALUES = {Tensor.data.__get__, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
 """Attributes of a tensor that share its memory."""
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_IN_PLACE = re.compile(
+    r"[a-z].*[^_]_|__(setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__"
+)
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 
 
@@ -33,6 +41,8 @@ class Proxies:
     """The stand-ins of one microbatch for masters that glue reads, by id of the master."""
 
     def __init__(self, read: Callable[[nn.Parameter], Tensor]) -> None:
+        self.factor = 1.0
+        """What is still to be multiplied to the gradients."""
         self._read = read
         self._known: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._moved: dict[tuple[int, torch.device], Tensor] = {}
@@ -58,7 +68,8 @@ class Proxies:
         """Masters and their gradients; of all, or of those with the ids ``masters``."""
         for key, (master, proxy) in self._known.items():
             if proxy.grad is not None and (masters is None or key in masters):
-                yield master, proxy.grad
+                grad = proxy.grad.to(master.dtype)
+                yield master, grad if self.factor == 1.0 else grad * self.factor
 
 
 class GlueMode(TorchFunctionMode):
@@ -67,7 +78,8 @@ class GlueMode(TorchFunctionMode):
     Args:
         masters: ids of all the user's parameters.
         read: gives the values of one of them that is trained, when its last update is there.
-        train: whether masters are replaced and losses counted; evaluation only follows devices.
+        formats: that masters are seen in.
+        train: whether masters are replaced and losses counted; evaluation only follows devices, and formats.
         accelerator: the device type that host tensors move to; None where host and device are the same.
     """
 
@@ -75,6 +87,7 @@ class GlueMode(TorchFunctionMode):
         self,
         masters: Container[int],
         read: Callable[[nn.Parameter], Tensor],
+        formats: Formats | None = None,
         *,
         train: bool,
         accelerator: str | None,
@@ -87,6 +100,8 @@ class GlueMode(TorchFunctionMode):
         self._masters = masters
         self._train = train
         self._accelerator = accelerator
+        self._formats = formats or Formats()
+        self._replaces = train or self._formats.low is not None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,13 +109,17 @@ class GlueMode(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__", "requires_grad_"):
-            if name == "__get__" and self._is_master(args[0]) and func in _VALUES:
-                return func(self._read(args[0]), *args[1:])
+            if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
+                if func == _DTYPE:  # made anew each time
+                    return self._formats.of(args[0])
+                if func in _VALUES:
+                    return func(self._read(args[0]), *args[1:])
             return func(*args, **kwargs)
         if self._train and name in ("register_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
-        if self._train:
+        if self._replaces and not self._writes(name, args):
             args, kwargs = self._with_proxies(args, kwargs)
+        if self._train:
             if func in _COUNTED:
                 self._count(func, args, kwargs)
             elif func is torch.autograd.grad:
@@ -109,6 +128,25 @@ class GlueMode(TorchFunctionMode):
         if self._accelerator is not None:
             args, kwargs = self._on_one_device(name, args, kwargs)
         return func(*args, **kwargs)
+
+    def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
+        """``.data`` of a master that is seen in another format is the master's own, for who writes there means it."""
+        if func != _DATA or not self._formats.differ(master):
+            return False
+        if self._train:
+            _refuse_write("reads .data of", master)
+        return True
+
+    def _writes(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether a master that is seen in another format is written to in place: it, and not its copy."""
+        target = args[0] if args else None
+        if not isinstance(target, nn.Parameter) or not self._is_master(target) or not self._formats.differ(target):
+            return False
+        if not (_IN_PLACE.fullmatch(name)):
+            return False
+        if self._train:
+            _refuse_write("writes to", target)
+        return True
 
     def _with_proxies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Looks at top-level arguments and at one level of lists: parameters stand nowhere else in torch functions."""
@@ -119,11 +157,15 @@ class GlueMode(TorchFunctionMode):
         return args, kwargs
 
     def stand_in(self, value: Any) -> Any:
-        """This microbatch's stand-in if ``value`` is a master that is trained, else ``value``."""
-        return self.proxies.of(value) if self._is_master(value) else value
+        """What stands for ``value`` if it is a master: that is trained, or seen in another format. Else ``value``."""
+        if not self._is_master(value):
+            return value
+        return self.proxies.of(value) if self._train else self._read(value)
 
     def _is_master(self, value: Any) -> bool:
-        return isinstance(value, nn.Parameter) and value.requires_grad and id(value) in self._masters
+        if not isinstance(value, nn.Parameter) or id(value) not in self._masters:
+            return False
+        return (self._train and value.requires_grad) or self._formats.differ(value)
 
     def _proxied(self, value: Any) -> Any:
         if type(value) in (list, tuple) and any(isinstance(v, nn.Parameter) for v in value):
@@ -175,6 +217,14 @@ class GlueMode(TorchFunctionMode):
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
         self.counts.append(float(count))
+
+
+def _refuse_write(does: str, master: nn.Parameter) -> NoReturn:
+    raise RoundPipeError(
+        f"training_step {does} a parameter of shape {tuple(master.shape)}, of which it sees a low-precision copy: what "
+        "is written there would be lost. Read it with .detach(), and write to parameters between steps, for example in "
+        "on_train_batch_start."
+    )
 
 
 def _hooked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

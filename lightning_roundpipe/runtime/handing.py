@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.boundary import HostCopy
-from lightning_roundpipe.runtime.calls import Call, Forward
+from lightning_roundpipe.runtime.call import Call, Forward
 from lightning_roundpipe.runtime.collector import hand_over
 from lightning_roundpipe.runtime.overlaps import Watched
 from lightning_roundpipe.runtime.precedent import Precedent

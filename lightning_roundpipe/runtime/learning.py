@@ -14,6 +14,7 @@ from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sums import HostGradients
 from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
+from lightning_roundpipe.runtime.weights import begin_to_train
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
@@ -87,8 +88,7 @@ def forget_plan(engine: Engine) -> None:
     engine.walked.clear()
     engine.belongings = Belongings(engine.module, engine.layers)
     engine.randomness = Randomness()
-    for layer in engine.layers if engine.options.staleness else ():
-        layer.set_apart()
+    begin_to_train(engine.layers, engine.units[0].masters, engine.formats, apart=bool(engine.options.staleness))
     for worker in engine.workers:
         worker.forget()
     reserve_for_layers(engine)

@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.belongings import Spot
-from lightning_roundpipe.runtime.calls import Call
+from lightning_roundpipe.runtime.call import Call
 from lightning_roundpipe.runtime.crew import WatchedControl
 from lightning_roundpipe.runtime.glue import GlueMode
 from lightning_roundpipe.runtime.gradients import StepGradients

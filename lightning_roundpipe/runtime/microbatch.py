@@ -191,6 +191,18 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
+def seed_of(scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """What the backward of a loss starts with, and what its gradients are multiplied by where they are summed.
+
+    Their product is ``scale``. Half precision, the loss's own or that of the gradients behind it, rounds a third: what
+    it starts with is a power of two.
+    """
+    if not scale or dtype not in (torch.bfloat16, torch.float16):
+        return scale, 1.0
+    rest, exponent = math.frexp(scale)
+    return (math.ldexp(1.0, exponent - 1), 1.0) if rest == 0.5 else (math.ldexp(1.0, exponent), rest)
+
+
 def detached(output: Any) -> Any:
     """What ``training_step`` returned, without the graph."""
     if isinstance(output, Tensor):

@@ -26,7 +26,7 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.runtime.arguments import flatten_call, refuse_caches
 from lightning_roundpipe.runtime.belongings import Spot
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
-from lightning_roundpipe.runtime.calls import Call, Forward
+from lightning_roundpipe.runtime.call import Call, Forward
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.control import Waiter
 from lightning_roundpipe.runtime.foresight import Foresight
@@ -35,7 +35,7 @@ from lightning_roundpipe.runtime.handing import hand_back, learn
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.learning import is_to_be_probed, is_to_be_walked
 from lightning_roundpipe.runtime.logs import LogRecorder
-from lightning_roundpipe.runtime.microbatch import detached, loss_of
+from lightning_roundpipe.runtime.microbatch import detached, loss_of, seed_of
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import Watched
 from lightning_roundpipe.runtime.rng import derive
@@ -68,8 +68,9 @@ class MicrobatchRun:
         self.learning = trace is None
         self.segments = Segments(step, index, learning=self.learning)
         self.kept = self.segments.kept
+        engine = step.engine
         self.mode = GlueMode(
-            step.engine.unit_of, self.segments.read_master, train=True, accelerator=step.engine.accelerator
+            engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator
         )
         self.started = Waiter()
         self.passed = Waiter()
@@ -80,8 +81,7 @@ class MicrobatchRun:
         self.differentiable = False
         self.trace = trace or Trace()
         self._foresight = Foresight(slots, step.sums_of, recent)
-        self._step, self.engine = step, step.engine
-        self._control = step.control
+        self._step, self.engine, self._control = step, engine, step.control
         self._slots = slots
         self.boundaries = Boundaries(index, step.recorder)
         self.tape: list[Entry] = []
@@ -331,8 +331,9 @@ class MicrobatchRun:
         scale = self._step.scale_of(self)
         if not loss.requires_grad or not scale:
             return
+        seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)
         with self._noted(), torch._C.DisableTorchFunction(), driven_backward:
-            torch.autograd.backward(loss, torch.full_like(loss, scale), retain_graph=True)
+            torch.autograd.backward(loss, torch.full_like(loss, seed), retain_graph=True)
 
     def _walk_tape(self) -> None:
         """Every call of the tape, deepest first [5]."""
@@ -355,9 +356,9 @@ class MicrobatchRun:
             entry.graph = None
         slot = self._slots.backward(self.index, entry.call, entry.layer, sums)
         self._foresight.backward(self.index, self.tape, self.trace)
-        worker, runner = engine.workers[slot.worker], engine.runners[slot.worker]
+        worker, runner, factor = engine.workers[slot.worker], engine.runners[slot.worker], self.mode.proxies.factor
         with noted(lambda: Place(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)):
-            grads = worker.run(lambda: runner.backward(slot, entry, self.boundaries), self._control)
+            grads = worker.run(lambda: runner.backward(slot, entry, self.boundaries, factor), self._control)
         self._slot, self._last = slot, f"layer {entry.layer.name!r}"
         self.boundaries.settle()
         if self.learning and entry.found != traced.flags:

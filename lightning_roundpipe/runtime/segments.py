@@ -18,6 +18,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.belongings import Kept, Spot
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.versions import Versioned
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.step import Step
@@ -91,12 +92,17 @@ class Segments:
         step = self._step
         unit = step.engine.unit_of[id(master)]
         self.read.add(unit)
-        if not unit.has(step.version):
-            self.aside(lambda: unit.wait(step.version, step.control))
+        self.wait_for(unit, step.version)
         return unit.read(master)
+
+    def wait_for(self, what: Versioned, version: int) -> None:
+        """Within a piece: wait until ``version`` is there."""
+        if not what.has(version):
+            self.aside(lambda: what.wait(version, self._step.control))
 
     def aside(self, wait: Callable[[], None]) -> None:
         """Within a piece: ``wait`` for what may need other user code, such as the way back of the step before.
+
 
         Where there may be such a step, pieces keep nothing on modules that others would find changed.
         """

@@ -339,7 +339,7 @@ class Step:
             samples = sum(self.sizes)
             known = run.weight / self.sizes[run.index] * samples if samples else run.weight
             self._provisional = known or float(samples)
-        return run.weight / self._provisional
+        return run.weight / self._provisional * self.engine.formats.scales.of(run, self.version)
 
     def finish(self) -> Any:
         """The merged output of ``training_step``, its loss carrying the gradients; issues what was logged."""
@@ -392,4 +392,4 @@ class Step:
         self.engine.read_by_glue |= read  # another set: microbatches of the next step walk through this one
         self.arrivals.passed(read)
         by_unit = self.arrivals if self.engine.updates is not None else None
-        return StepGradients(sums, proxies, factor, by_unit)
+        return StepGradients(sums, proxies, factor / self.engine.formats.scales.outside(self.version), by_unit)

@@ -161,7 +161,8 @@ class DeviceGradients:
     """The same sum while its slot runs on a worker.
 
     Autograd accumulates into ``.grad`` of the copy's parameters. A parameter's first gradient is moved into the arena,
-    and later ones are added to it there, so that at most one parameter's gradient lives outside.
+    and later ones are added to it there: by autograd, or here where they have another format or weight. A low-precision
+    sum would lose what a microbatch adds.
     """
 
     def __init__(self, host: HostGradients, segment: Tensor) -> None:
@@ -174,16 +175,19 @@ class DeviceGradients:
         """Enqueue the sum of earlier rounds, which this round goes on adding to."""
         stream.copy(self.segment[: self.host.layout.nbytes], self.host.flat)
 
-    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
+    def attach(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
+        """Before a microbatch's backward, whose gradients are to be multiplied by ``factor``."""
         for view, position, present in zip(self.views, self.host.layout.positions, self.present, strict=True):
             if parameters[position].grad is not None:
                 raise RoundPipeError(
                     f"a gradient entered layer {self.host.layer.name!r} past its outputs: a tensor computed inside was "
                     "kept by a hook, a list or an object that the strategy does not see. Return it from the layer."
                 )
-            parameters[position].grad = view if present else None
+            direct = present and _adds_itself(parameters[position], view, factor)
+            parameters[position].grad = view if direct else None
 
-    def detach(self, parameters: Sequence[nn.Parameter]) -> None:
+    def detach(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
+        """After it."""
         for index, position in enumerate(self.host.layout.positions):
             grad = parameters[position].grad
             parameters[position].grad = None
@@ -193,8 +197,13 @@ class DeviceGradients:
                 raise RoundPipeError(
                     f"layer {self.host.layer.name!r} produced a sparse gradient; build its embedding with sparse=False."
                 )
-            if grad is not self.views[index]:
-                self.views[index].copy_(grad)
+            view = self.views[index]
+            if self.present[index] and not _adds_itself(parameters[position], view, factor):
+                view.add_(grad, alpha=factor)
+            elif grad is not view:
+                view.copy_(grad)
+                if factor != 1.0:
+                    view.mul_(factor)
             self.present[index] = True
 
     def download(self, stream: Stream) -> None:
@@ -202,3 +211,8 @@ class DeviceGradients:
         stream.copy(self.host.flat, self.segment[: self.host.layout.nbytes])
         self.host.arrived = stream.record()
         self.host.present = self.present
+
+
+def _adds_itself(parameter: nn.Parameter, view: Tensor, factor: float) -> bool:
+    """Whether autograd's own addition is the right one."""
+    return factor == 1.0 and parameter.dtype is view.dtype

@@ -3,7 +3,8 @@
     main thread: begin ── losses ── submit ── [1]             a batch's fate is known; backward goes on
     optimizer thread, unit by unit as they arrive, of several the first in forward order:
         gradients taken from the host buffers ── accumulated with earlier batches' ── [2]
-        norms, if they are clipped: nothing is stepped before all are known ── [3]   then the first layer goes first
+        norms, if they are clipped, and whether all are finite, if they are scaled: nothing is stepped before all are
+        known, and all units or none ── [3]   then the first layer goes first
         stepped ── buffers free ── version published ── [4]
     worker: uploads of the next step wait for the version of their own layer ── [5]
 
@@ -28,11 +29,13 @@ from torch.optim import Optimizer
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
+from lightning_roundpipe.optim.scaling import unscale
 from lightning_roundpipe.optim.shadow import Hyperparameters, Shadow
 from lightning_roundpipe.runtime.arrivals import Dropped
 from lightning_roundpipe.runtime.control import Control
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.interrupts import held
+from lightning_roundpipe.runtime.scales import Scales
 from lightning_roundpipe.runtime.threads import TaskThread
 from lightning_roundpipe.runtime.units import Unit
 
@@ -51,6 +54,7 @@ class _Step:
     Attributes:
         number: of the version that it makes.
         batch: the last batch's gradients; None if it has none.
+        scale: that the gradients of all its batches were multiplied by.
     """
 
     number: int
@@ -58,6 +62,7 @@ class _Step:
     hyperparameters: Hyperparameters
     clip: Clip | None
     shadow: Shadow
+    scale: float
 
     def held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
         """Of ``gradients``, those of the optimizer's parameters, in its order: they alone are clipped."""
@@ -91,6 +96,11 @@ class _Accumulated:
     def present(self) -> dict[int, Tensor]:
         return {key: self._memory[key] for key in self._present}
 
+    def multiply(self, factor: float) -> None:
+        """By a power of two, which changes nothing else."""
+        for gradient in self.present().values() if factor != 1.0 else ():
+            gradient.mul_(factor)
+
     def forget(self) -> None:
         self._present = set()
 
@@ -101,13 +111,14 @@ class Updates:
     Args:
         units: all of them, in forward order.
         staleness: 0: a step sees all updates before it. 1: all but the last one, which is applied meanwhile.
+        scales: what losses are multiplied by.
 
     Attributes:
         submitted: how many optimizer steps there were.
         torn: whether a step's gradients stopped coming when some layers had been stepped.
     """
 
-    def __init__(self, units: Sequence[Unit], staleness: int = 0) -> None:
+    def __init__(self, units: Sequence[Unit], staleness: int = 0, scales: Scales | None = None) -> None:
         self.units = list(units)
         self.staleness = staleness
         self.submitted = max(unit.version for unit in self.units)  # there may have been another one before
@@ -119,6 +130,8 @@ class Updates:
         self._accumulated: dict[Unit, _Accumulated] = {unit: _Accumulated() for unit in units}
         self._sizes = {unit: sum(master.numel() for master in unit.masters) for unit in units}
         self._shadow: tuple[Optimizer, Shadow] | None = None
+        self._scales = scales or Scales()
+        self._scales.fix(self.wanted, self.submitted)
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
@@ -156,7 +169,8 @@ class Updates:
             batch.let_go()
             batch = None
         self.submitted += 1
-        step = _Step(self.submitted, batch, Hyperparameters.of(optimizer), clip, self._shadow_of(optimizer))
+        scale, shadow = self._scales.last, self._shadow_of(optimizer)
+        step = _Step(self.submitted, batch, Hyperparameters.of(optimizer), clip, shadow, scale)
         self._post(lambda: self._run(step))
 
     def accumulated(self) -> dict[int, Tensor]:
@@ -176,9 +190,11 @@ class Updates:
 
     def publish_all(self) -> None:
         """Settled: let the next step see every update, whatever the staleness, and what else was written to masters."""
+        moved = self._scales.fix(self.wanted, self.submitted)
+        for accumulated in self._accumulated.values():
+            accumulated.multiply(moved)
         for unit in self.units:
-            if self.staleness:
-                unit.refresh()
+            unit.refresh()
             unit.publish(self.submitted)
 
     def settle(self) -> None:
@@ -302,7 +318,7 @@ class Updates:
     def _uploaded(self, unit: Unit, step: _Step) -> None:
         """The step's last upload of the unit is over: its successor sees the update before this one."""
         if self.staleness and not unit.has(step.number - 1):
-            unit.refresh()
+            unit.refresh(trained_only=True)
             unit.publish(step.number - 1)
 
     def _gather(self, unit: Unit, step: _Step) -> dict[int, Tensor]:
@@ -312,25 +328,33 @@ class Updates:
     def _run(self, step: _Step) -> None:
         self._applying = False
         arriving = self._as_they_come(step.batch, lambda unit: self._uploaded(unit, step))
-        if step.clip is None or step.clip.kind != "norm":
+        clip = step.clip if step.clip is not None and step.clip.kind == "norm" else None
+        scaled = self._scales.scale is not None
+        if not (clip or scaled):
             for units in arriving:
                 self._apply(step, {unit: self._gather(unit, step) for unit in units})
             return
         gathered: dict[Unit, dict[int, Tensor]] = {}
         measured: dict[int, Tensor] = {}
+        finite = True
         for unit in (unit for units in arriving for unit in units):
             gathered[unit] = self._gather(unit, step)
             held = {key: grad for key, grad in gathered[unit].items() if key in step.hyperparameters.group_of}
-            measured.update(zip(held, norms(list(held.values())), strict=True))
+            if scaled:
+                finite &= unscale(held.values(), step.scale)
+            if clip:
+                measured.update(zip(held, norms(list(held.values())), strict=True))
         whole = step.held({key: gradient for gradients in gathered.values() for key, gradient in gradients.items()})
-        if whole:
-            scale(list(whole.values()), coefficient([measured[key] for key in whole], step.clip))  # [3]
+        if scaled:
+            self._scales.decided(step.number, finite=finite if whole else None)
+        if clip and whole and finite:
+            scale(list(whole.values()), coefficient([measured[key] for key in whole], clip))  # [3]
         there = [(unit.index, unit) for unit in self.units]
         while there:
-            self._apply(step, {unit: gathered[unit] for unit in self._piece(there)})
+            self._apply(step, {unit: gathered[unit] if finite else {} for unit in self._piece(there)})
 
     def _apply(self, step: _Step, gathered: dict[Unit, dict[int, Tensor]]) -> None:
-        """Step units and let everybody know [4]."""
+        """Step units, those that have gradients, and let everybody know [4]."""
         self._applying = True
         gradients = {key: gradient for mine in gathered.values() for key, gradient in mine.items()}
         if step.clip is not None and step.clip.kind == "value":
@@ -341,4 +365,5 @@ class Updates:
             if step.batch is not None:
                 step.batch.let_go(unit)
             if not self.staleness:
+                unit.refresh(trained_only=True)
                 unit.publish(step.number)

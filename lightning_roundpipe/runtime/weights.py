@@ -1,15 +1,17 @@
 """A layer's parameters in host memory, and their way to a worker.
 
 Masters are moved once into flat host buffers, so that a whole layer goes up in one copy instead of one per parameter.
-The user's ``nn.Parameter`` objects stay who they are; only their ``.data`` moves. With fp32 masters and staleness 0 the
-master is the copy that uploads read. With staleness 1 the optimizer writes to masters while they are uploaded, so what
-is trained has a working copy beside it, which is brought up to date between the last upload of a step and the first one
-of the next.
+The user's ``nn.Parameter`` objects stay who they are; only their ``.data`` moves. Where they are computed with in their
+own format and staleness is 0, the master is the copy that uploads read. With staleness 1 the optimizer writes to
+masters while they are uploaded, so what is trained has a working copy beside it, which is brought up to date between
+the last upload of a step and the first one of the next. So has what is computed with in another format.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Stream
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
+from lightning_roundpipe.runtime.formats import Formats, widen
 from lightning_roundpipe.runtime.units import Unit
 
 ALIGNMENT = 256
@@ -44,10 +47,20 @@ class Segment:
         return typed.as_strided(self.shape, self.stride, typed.storage_offset())
 
 
-def segment_of(tensor: Tensor, offset: int) -> Segment:
+def segment_of(tensor: Tensor, offset: int, dtype: torch.dtype | None = None) -> Segment:
     dense = torch._debug_has_internal_overlap(tensor) == 0 and _is_dense(tensor)
     stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-    return Segment(offset, tensor.numel() * tensor.element_size(), tensor.shape, tuple(stride), tensor.dtype)
+    dtype = dtype or tensor.dtype
+    return Segment(offset, tensor.numel() * dtype.itemsize, tensor.shape, tuple(stride), dtype)
+
+
+def _in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[list[Segment], int]:
+    """Segments one behind the other, and the bytes that they take."""
+    segments, offset = [], 0
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        segments.append(segment_of(tensor, offset, dtype))
+        offset += aligned(segments[-1].nbytes)
+    return segments, offset
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -70,24 +83,35 @@ class _Flat:
 
     Attributes:
         source: what uploads read: the buffer, or the working copy beside it.
+        nbytes: of what uploads read.
+        segments: where the masters lie in the buffer.
+        places: and where they lie in what uploads read.
     """
 
-    def __init__(self, masters: list[nn.Parameter], device: Device, *, apart: bool) -> None:
+    def __init__(self, masters: list[nn.Parameter], device: Device, formats: Formats, *, apart: bool) -> None:
         self.masters = masters
         self._device = device
-        self.segments: list[Segment] = []
-        offset = 0
-        for master in masters:
-            self.segments.append(segment_of(master, offset))
-            offset += aligned(self.segments[-1].nbytes)
-        self.nbytes = offset
+        self._formats = formats
+        self._apart = apart
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self.segments, nbytes = _in_a_row(self.masters, [p.dtype for p in self.masters])
+        self.places, self.nbytes = _in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
+        self._casts = self.places != self.segments
+        copied = self._apart or self._casts
         # Only what uploads read has to be memory that copies quickly.
-        self.buffer = torch.empty(offset, dtype=torch.uint8) if apart else device.host_buffer(offset)
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8) if copied else self._device.host_buffer(nbytes)
         self.views = [_with_own_storage(s, self.buffer) for s in self.segments]
         self.source = self.buffer
         self.adopt()
-        if apart:
+        if copied:
             self.set_apart()
+
+    @property
+    def trained(self) -> bool:
+        """Whether the optimizer may write to any of the masters."""
+        return any(p.requires_grad for p in self.masters)
 
     def set_apart(self) -> None:
         """Make a working copy, unless there is one."""
@@ -95,14 +119,26 @@ class _Flat:
             self.source = self._device.host_buffer(self.nbytes)
             self.refresh()
 
+    def widen(self) -> None:
+        """What has begun to be trained gets a format to be trained in."""
+        if narrow := self._formats.too_narrow(self.masters):
+            for master in narrow:
+                widen(master)
+            self._lay_out()
+
     def refresh(self) -> None:
         """Bring the working copy up to date."""
-        if self.source is not self.buffer:
+        if self.source is self.buffer:
+            return
+        if not self._casts:
             self.source.copy_(self.buffer)
+            return
+        for place, view in zip(self.places, self.views, strict=True):
+            place.view(self.source).copy_(view)
 
     def read(self, index: int) -> Tensor:
         """What uploads read of one master."""
-        return self.segments[index].view(self.source)
+        return self.places[index].view(self.source)
 
     def adopt(self) -> None:
         """Make every master a view into the buffer again, keeping the values it has now.
@@ -110,6 +146,7 @@ class _Flat:
         User code may have replaced a master's storage (``load_state_dict(assign=True)``, an EMA swap); without this
         the worker would go on computing with the old values.
         """
+        moved = False
         for index, master in enumerate(self.masters):
             if master.data_ptr() == self.views[index].data_ptr():
                 continue
@@ -120,6 +157,9 @@ class _Flat:
                 )
             self.views[index].copy_(master.data)
             master.data = self.views[index]
+            moved = True
+        if moved and self._casts:
+            self.refresh()
 
 
 class HostLayer:
@@ -131,6 +171,7 @@ class HostLayer:
         module: the user's module.
         device: any device; gives host memory that copies asynchronously.
         owned: where earlier layers hold their parameters, by id (this one may be tied to them); updated.
+        formats: that weights travel in.
         apart: whether the optimizer writes to masters while they are uploaded.
     """
 
@@ -141,6 +182,7 @@ class HostLayer:
         module: nn.Module,
         device: Device,
         owned: dict[int, tuple[_Flat, int]],
+        formats: Formats | None = None,
         *,
         apart: bool = False,
     ) -> None:
@@ -164,21 +206,24 @@ class HostLayer:
                 )
         mine = [p for p in self.masters if id(p) not in owned]
         trained, frozen = _by_trainable(mine)
-        self.flats = [_Flat(trained, device, apart=apart)] if trained else []
-        self.flats += [_Flat(frozen, device, apart=False)] if frozen else []
+        formats = formats or Formats()
+        self.flats = [_Flat(trained, device, formats, apart=apart)] if trained else []
+        self.flats += [_Flat(frozen, device, formats, apart=False)] if frozen else []
         owned.update({id(p): (flat, i) for flat in self.flats for i, p in enumerate(flat.masters)})
         self._held = {id(p): owned[id(p)] for p in self.masters}
-        self._place_in_arena()
+        self.place()
 
-    def _place_in_arena(self) -> None:
+    def place(self) -> None:
+        """Decide where the parameters lie in a worker's arena."""
         base, places = 0, {}
         for flat in self.flats:
-            for master, segment in zip(flat.masters, flat.segments, strict=True):
+            for master, segment in zip(flat.masters, flat.places, strict=True):
                 places[id(master)] = _moved(segment, base)
             base += flat.nbytes
         self.tied = [p for p in self.masters if id(p) not in places]
         for master in self.tied:
-            places[id(master)] = segment_of(master, base)
+            flat, index = self._held[id(master)]
+            places[id(master)] = dataclasses.replace(flat.places[index], offset=base)
             base += aligned(places[id(master)].nbytes)
         self.places = [places[id(p)] for p in self.masters]
         self.nbytes = base
@@ -204,12 +249,6 @@ class HostLayer:
             )
         for flat in self.flats:
             flat.adopt()
-
-    def set_apart(self) -> None:
-        """Working copies for what has begun to be trained."""
-        for flat in self.flats:
-            if any(p.requires_grad for p in flat.masters):
-                flat.set_apart()
 
     def remember(self) -> None:
         """What :meth:`check` compares with, when all layers have adopted their masters."""
@@ -265,9 +304,29 @@ class HostLayer:
         return [place.view(segment) for place in self.places]
 
 
+def begin_to_train(
+    layers: Iterable[HostLayer], others: Iterable[nn.Parameter], formats: Formats, *, apart: bool
+) -> None:
+    """Other parameters are trained than before: they get a format to be trained in, and working copies if ``apart``.
+
+    Args:
+        layers: all of them.
+        others: masters that belong to no layer.
+    """
+    layers = list(layers)
+    for flat in (flat for layer in layers for flat in layer.flats):
+        flat.widen()
+        if apart and flat.trained:
+            flat.set_apart()
+    for master in formats.too_narrow(others):
+        widen(master)
+    for layer in layers:
+        layer.place()  # what it holds of others may have moved, too
+
+
 def _by_trainable(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return [p for p in parameters if p.requires_grad], [p for p in parameters if not p.requires_grad]
 
 
 def _moved(segment: Segment, base: int) -> Segment:
-    return Segment(base + segment.offset, segment.nbytes, segment.shape, segment.stride, segment.dtype)
+    return dataclasses.replace(segment, offset=base + segment.offset)

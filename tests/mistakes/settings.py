@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import zoo
-from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
+from torch.amp import GradScaler
 
+from lightning_roundpipe import RoundPipePrecision
 from mistakes.user import Mistake, User, options, trainer
 
 
@@ -389,21 +392,54 @@ def _launched(**variables: str) -> Any:
     return way
 
 
+def _manual_in_bf16(user: User) -> None:
+    module = zoo.make_module("mlp")
+    module.automatic_optimization = False
+    user.fit(module, trainer={"precision": "bf16-true"})
+
+
+def _lbfgs_in_fp16(user: User) -> None:
+    module = zoo.make_module("mlp")
+    module.make_optimizer = torch.optim.LBFGS
+    user.fit(module, trainer={"plugins": [MixedPrecision("16-mixed", "cpu")]})
+
+
 SECTION = "The Trainer"
 TRAINER = [
     Mistake(
         SECTION,
-        "a precision that is not built yet",
+        "a precision that is not supported",
         "precision='…' is not supported by the roundpipe strategy",
-        "use 32-true or bf16-mixed",
-        tuple(trainer(precision=given) for given in ("16-true", "bf16-true", "64-true")),
+        "use 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
+        (trainer(precision="64-true"),),
     ),
     Mistake(
         SECTION,
         "a precision plugin",
         "plugins=[…(...)] brings a precision plugin",
-        "take it out and set precision= to 32-true or bf16-mixed",
+        "take it out and set precision= to 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
         (trainer(plugins=[type("Mine", (DoublePrecision,), {})()]),),
+    ),
+    Mistake(
+        SECTION,
+        "a scaler where no loss is scaled",
+        "precision='…' does not scale losses",
+        "leave out scaler=, or set 16-mixed",
+        (lambda user: RoundPipePrecision("bf16-true", GradScaler("cpu")),),
+    ),
+    Mistake(
+        SECTION,
+        "manual optimization in low precision",
+        "precision='…' does not go with automatic_optimization=False",
+        "Set precision='…', or let Lightning optimize",
+        (_manual_in_bf16,),
+    ),
+    Mistake(
+        SECTION,
+        "LBFGS in fp16",
+        "precision='…' skips steps whose gradients overflow, and LBFGS computes gradients within its step",
+        "use another optimizer, or a bf16 precision",
+        (_lbfgs_in_fp16,),
     ),
     Mistake(
         SECTION,

@@ -1,0 +1,173 @@
+"""``16-mixed`` and ``16-true``: losses are scaled, and steps whose gradients overflow skipped, as in plain training.
+
+Lightning takes bf16 instead where the flag says ``16-mixed`` on the CPU, but not where the plugin is given.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import Result, assert_identical, assert_same, ours, run
+from lightning.pytorch.plugins.precision import MixedPrecision
+from test_precision_true import SaveAt, by_hand
+from torch.amp import GradScaler
+
+from lightning_roundpipe import RoundPipePrecision
+
+BATCHES = zoo.make_batches("mlp", 7)
+BATCHES[4] = {**BATCHES[4], "x": BATCHES[4]["x"] * 1e5}  # which overflows whatever the factor is
+TOO_LARGE = 2.0**19
+"""The first steps are skipped with it, and then it is grown again every two steps."""
+
+
+class Module(zoo.PlainClassifier):
+    """The zoo's MLP with AdamW and a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__(copy.deepcopy(zoo.make_module("mlp").model))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, foreach=False)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def scaler(scale: float = TOO_LARGE) -> GradScaler:
+    return GradScaler("cpu", init_scale=scale, growth_interval=2)
+
+
+def plain(batches: Any = BATCHES, **options: Any) -> Result:
+    return run("auto", Module(), batches, plugins=[MixedPrecision("16-mixed", "cpu", scaler())], **options)
+
+
+def train(batches: Any = BATCHES, precision: str = "16-mixed", strategy: Any = None, **options: Any) -> Result:
+    plugin = RoundPipePrecision(precision, options.pop("scaler", None) or scaler())
+    chosen = ours(**({"num_microbatches": 3} | (strategy or {})), precision_plugin=plugin)
+    return run(chosen, Module(), batches, **({"devices": 2} | options))
+
+
+def state(result: Result) -> dict[str, Any]:
+    trainer: Any = result.trainer
+    scaling = trainer.precision_plugin.scaler.state_dict()
+    return {**scaling, "steps": trainer.global_step, "lr": trainer.optimizers[0].param_groups[0]["lr"]}
+
+
+def without_gradients(result: Result) -> Result:
+    """Those that are overheard are scaled still."""
+    result.grads, result.logged = [], None
+    return result
+
+
+def test_the_factor_moves_and_steps_are_skipped() -> None:
+    """What is compared below is no ordinary training."""
+    result = plain()
+    overflows = [any(not g.isfinite().all() for g in grads.values()) for grads in result.grads]  # type: ignore[union-attr]
+    assert overflows[0] and overflows[4] and not all(overflows)
+    assert state(result)["scale"] < TOO_LARGE
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"gradient_clip_val": 0.3},
+    {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+    {"accumulate_grad_batches": 2},
+]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("options", WAYS)
+def test_equals_lightnings(options: dict[str, Any], blocking: bool) -> None:
+    """Bit for bit with one microbatch. With several, sums are smaller, and may overflow where fewer were."""
+    expected = plain(**options)
+    one = train(strategy={"num_microbatches": 1}, blocking=blocking, **options)
+    assert state(one) == state(expected)
+    assert_identical(without_gradients(expected), without_gradients(one))
+    several = train(blocking=blocking, **options)
+    if state(several)["scale"] == state(expected)["scale"]:
+        assert_same(expected, without_gradients(several), rtol=2e-3, atol=1e-4)
+    else:
+        assert "accumulate_grad_batches" in options
+
+
+def test_a_step_late() -> None:
+    """The factor is that of the update whose weights a step computes with, whenever the later one is applied."""
+    results = [train(strategy={"staleness": 1}, devices=n) for n in (1, 3)]
+    assert_identical(*map(without_gradients, results))
+    assert state(results[0]) == state(results[1])
+
+
+def test_a_batch_without_a_loss_is_no_step() -> None:
+    class Skipping(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 5 else super().training_step(batch, batch_idx)
+
+    plugins = [[MixedPrecision("16-mixed", "cpu", scaler())], [RoundPipePrecision("16-mixed", scaler())]]
+    expected = run("auto", Skipping(), BATCHES, plugins=plugins[0], watch=False)
+    for blocking in (False, True):
+        plugin = RoundPipePrecision("16-mixed", scaler())
+        watch: list[pl.Callback] = [harness.WatchGradients(Result())] if blocking else []
+        strategy = ours(num_microbatches=1, precision_plugin=plugin)
+        result = run(strategy, Skipping(), BATCHES, watch=False, callbacks=watch)
+        assert state(result) == state(expected)
+        assert_identical(without_gradients(expected), without_gradients(result))
+
+
+class SaveAfter(pl.Callback):
+    """Writes a checkpoint after so many batches."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("precision", "staleness", "done"),
+    [("16-mixed", 0, 6), ("16-mixed", 0, 7), ("16-mixed", 1, 3), ("16-mixed", 1, 6), ("16-true", 0, 3)],
+)
+def test_resuming_goes_on_bit_for_bit(precision: str, staleness: int, done: int, tmp_path: Path) -> None:
+    """Between the steps after which the factor grows or was halved, and in the middle of an accumulation window."""
+    path, batches = tmp_path / "at.ckpt", BATCHES[:1] * 12
+    options: dict[str, Any] = {"precision": precision, "strategy": {"staleness": staleness}}
+    options["accumulate_grad_batches"] = 2
+    whole = train(batches, callbacks=[SaveAfter(done, path)], **options)
+    assert "RoundPipePrecision" not in torch.load(path, weights_only=True)
+    resumed = train(batches, fit={"ckpt_path": path}, scaler=scaler(32.0), **options)
+    whole.losses = whole.losses[len(whole.losses) - len(resumed.losses) :]
+    assert_identical(without_gradients(whole), without_gradients(resumed))
+    assert state(whole) == state(resumed)
+
+
+@pytest.mark.parametrize("first", ["ours", "lightning"])
+def test_checkpoints_cross_over(first: str, tmp_path: Path) -> None:
+    path, batches = tmp_path / "at.ckpt", BATCHES[:1] * 6
+    runs = {"lightning": plain, "ours": lambda *args, **o: train(*args, strategy={"num_microbatches": 1}, **o)}
+    whole = runs.pop(first)(batches, callbacks=[SaveAt(3, path)])
+    [other] = runs.values()
+    resumed = other(batches, fit={"ckpt_path": path})
+    whole.losses = whole.losses[3:]
+    assert state(whole) == state(resumed)
+    assert_identical(without_gradients(whole), without_gradients(resumed))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_in_fp16_alone(microbatches: int) -> None:
+    """As a loop by hand without scaling, where nothing vanishes and nothing overflows."""
+    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 4)
+    expected = by_hand(module, batches, microbatches, torch.float16)
+    plugin = RoundPipePrecision("16-true", scaler(2.0**10))
+    result = run(ours(num_microbatches=microbatches, precision_plugin=plugin), module, batches, devices=2)
+    expected.losses = [loss.to(result.losses[0].dtype) for loss in expected.losses]
+    assert_same(without_gradients(expected), without_gradients(result), rtol=2e-3, atol=1e-3)
+    assert plugin.scaler.get_scale() == 2.0**12  # type: ignore[union-attr]

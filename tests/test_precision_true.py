@@ -1,0 +1,291 @@
+"""``bf16-true`` and ``16-true``: computed in low precision, trained in fp32.
+
+``by_hand`` is the second opinion: a plain loop with fp32 masters, a copy of the model in low precision, and the copy's
+gradients, microbatch by microbatch, summed in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from harness import Result, assert_identical, assert_same, ours, run
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+
+BF16 = torch.bfloat16
+
+
+def by_hand(module: pl.LightningModule, batches: list[Any], microbatches: int, low: torch.dtype = BF16) -> Result:
+    masters: Any = copy.deepcopy(module)
+    computing: Any = copy.deepcopy(module).to(low)
+    computing.log = computing.log_dict = lambda *args, **kwargs: None
+    optimizer = masters.configure_optimizers()
+    result = Result(logged=None)
+    _untie(computing)
+    pairs = [(p, computing.get_parameter(name)) for name, p in masters.named_parameters(remove_duplicate=False)]
+    for batch in batches:
+        parts = harness.split({k: v.to(low) if v.is_floating_point() else v for k, v in batch.items()}, microbatches)
+        weights = [float(module.targets(part)) for part in parts]  # type: ignore[operator]
+        total = torch.zeros((), dtype=torch.float64)
+        for part, weight in zip(parts, weights, strict=True):
+            torch.set_default_dtype(low)
+            try:
+                loss = computing.training_step(part, 0)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            loss.backward()
+            share = weight / sum(weights)
+            total += loss.detach().double() * share
+            for master, copied in pairs:
+                if copied.grad is not None:
+                    gradient = copied.grad.float() * share
+                    master.grad = gradient if master.grad is None else master.grad + gradient
+                    copied.grad = None
+        result.losses.append(total.to(loss.dtype))
+        result.grads.append(harness.gradients(masters))
+        optimizer.step()
+        optimizer.zero_grad()
+        for master, copied in pairs:
+            copied.data.copy_(master.data)
+    result.state = {n: b.clone() for n, b in computing.named_buffers() if n in computing.state_dict()}
+    result.state.update({n: p.detach().clone() for n, p in masters.named_parameters(remove_duplicate=False)})
+    return result
+
+
+def _untie(module: nn.Module) -> None:
+    """Each place gets a parameter of its own, so that autograd does not sum their gradients in low precision."""
+    seen: set[int] = set()
+    for inner in module.modules():
+        for name, parameter in list(inner._parameters.items()):
+            if id(parameter) in seen and parameter is not None:
+                inner._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            seen.add(id(parameter))
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "devices", "microbatches"),
+    [("llama", False, 2, 3), ("gpt2", False, 1, 3), ("qwen3", True, 2, 1), ("qwen3", True, 2, 3), ("mlp", False, 2, 4)],
+)
+def test_equals_a_loop_by_hand(name: str, lora: bool, devices: int, microbatches: int) -> None:
+    module, batches = zoo.make_module(name, lora), zoo.make_batches(name, 4)
+    expected = by_hand(module, batches, microbatches)
+    result = run(ours(num_microbatches=microbatches), module, batches, devices=devices, precision="bf16-true")
+    result.logged = None
+    assert_same(expected, result)
+
+
+# ------------------------------------------------------------------------------------------------- what user code sees
+
+SEEN: set[tuple[str, Any]] = set()
+
+
+class Block(nn.Module):
+    """A layer with a buffer, which may go by torch's default format."""
+
+    def __init__(self, by_default: bool, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+        self.register_buffer("mean", torch.full((width,), 0.1))
+        self.by_default = by_default
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.add(("layer", (x.dtype, self.linear.weight.dtype, self.mean.dtype)))
+        x = x + torch.tanh(self.linear(x) - self.mean)
+        return x * (torch.arange(1, 9) / 7).cumsum(0) if self.by_default else x  # of integers, hence the default's
+
+
+class Parts(pl.LightningModule):
+    """Glue reads parameters, trained and frozen ones, and buffers."""
+
+    def __init__(self, by_default: bool = False, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block(by_default, width) for _ in range(3))
+        self.scale = nn.Parameter(torch.rand(width))
+        self.shift = nn.Parameter(torch.rand(width), requires_grad=False)
+        self.register_buffer("offset", torch.rand(width))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def loss(self, where: str, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        for tensor in (x, self.scale, self.shift, self.offset, self.steps, self.blocks[0].linear.weight):
+            SEEN.add((where, tensor.dtype))
+        x = x * self.scale + self.shift.detach() - self.offset
+        SEEN.add((where, (self.dtype, torch.get_default_dtype(), next(self.parameters()).dtype, x.dtype)))
+        for block in self.blocks:
+            x = block(x)
+        loss = F.mse_loss(x, batch["y"])
+        SEEN.add((f"{where}: loss", loss.dtype))
+        return loss
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss("training", batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val", self.loss("validation", batch))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        SEEN.add(("between steps", (torch.get_default_dtype(), batch["x"].dtype)))
+
+    roundpipe_looks_away = True
+
+    def targets(self, batch: dict[str, Tensor]) -> int:
+        return len(batch["x"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-3, eps=1e-3)
+
+
+def parts_batches(count: int, width: int = 8) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [{name: torch.randn(7, width, generator=generator) for name in "xy"} for _ in range(count)]
+
+
+def train(module: pl.LightningModule, batches: list[Any], **options: Any) -> Result:
+    strategy = ours(**{"num_microbatches": 3, "layers": ["Block"], **options.pop("strategy_options", {})})
+    result = run(strategy, module, batches, **{"devices": 2, "precision": "bf16-true", **options})
+    result.logged = None
+    return result
+
+
+@functools.cache
+def seen(kind: str) -> frozenset[tuple[str, Any]]:
+    SEEN.clear()
+    batches, validation = parts_batches(3), {"val_batches": parts_batches(1)}
+    if kind == "lightning":
+        run("auto", Parts(), batches, precision="bf16-true", **validation)
+    else:
+        train(Parts(), batches, **validation)
+    return frozenset(SEEN)
+
+
+def test_user_code_sees_what_lightnings_own_plugin_shows_it() -> None:
+    assert ("layer", (BF16, BF16, BF16)) in seen("lightning")
+    assert ("between steps", (torch.float32, BF16)) in seen("lightning")
+    assert seen("ours") == seen("lightning")
+
+
+@pytest.mark.parametrize("by_default", [False, True])
+def test_glue_that_reads_parameters(by_default: bool) -> None:
+    """Layers that go by torch's default format are recomputed under the one that they ran under."""
+    module, batches = Parts(by_default), parts_batches(5)
+    expected = by_hand(module, batches, 3)
+    result = train(module, batches)
+    assert_same(expected, result)
+    assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_results_do_not_depend_on_workers(staleness: int) -> None:
+    options = {"staleness": staleness}
+    results = [train(Parts(), parts_batches(5), devices=n, strategy_options=options) for n in (1, 3)]
+    assert_identical(*results)
+
+
+def test_blocking_is_as_exact() -> None:
+    module, batches = Parts(), parts_batches(4)
+    assert_same(by_hand(module, batches, 3), train(module, batches, blocking=True))
+
+
+def test_losses_are_near_those_of_lightnings_own() -> None:
+    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 8)
+    plain = run("auto", module, batches, precision="bf16-true")
+    result = train(module, batches, strategy_options={"layers": None})
+    for one, other in zip(plain.losses, result.losses, strict=True):
+        assert float((one - other).abs()) <= 0.02 * float(plain.losses[0])
+
+
+def test_half_the_bytes_go_up() -> None:
+    options = {"devices": 1, "strategy_options": {"plan": harness.per_call(3, 3)}}
+    module, batches = Parts(width=64), parts_batches(3, 64)
+    reports = [train(module, batches, precision=p, **options).report for p in ("32-true", "bf16-true")]
+    full, half = (sum(e["nbytes"] for e in r["events"] if e["kind"] == "upload_weights") for r in reports)  # type: ignore
+    assert full == 2 * half > 0
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+class SaveAt(pl.Callback):
+    roundpipe_looks_away = True
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(("born_low", "staleness"), [(False, 0), (True, 0), (False, 1)])
+def test_resuming_goes_on_bit_for_bit(born_low: bool, staleness: int, tmp_path: Path) -> None:
+    """Masters keep what low precision would lose, also those of a module that the user has built in it."""
+
+    def fresh() -> Parts:
+        return Parts().to(BF16) if born_low else Parts()
+
+    batches, path = parts_batches(1) * 6, tmp_path / "at.ckpt"
+    options = {"strategy_options": {"staleness": staleness}}
+    whole = train(fresh(), batches, callbacks=[SaveAt(3, path)], **options)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert saved["scale"].dtype is torch.float32 and saved["offset"].dtype is BF16
+    assert not torch.equal(saved["scale"], saved["scale"].to(BF16).float())
+    resumed = train(fresh(), batches, fit={"ckpt_path": path}, **options)
+    whole.losses, whole.grads = whole.losses[3:], whole.grads[3:]
+    assert_identical(whole, resumed)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("ours", "32-true"), ("ours", "bf16-true"), ("32-true", "ours"), ("bf16-true", "ours")]
+)
+def test_checkpoints_cross_over(before: str, after: str, tmp_path: Path) -> None:
+    def go_on(kind: str, **options: Any) -> Result:
+        if kind == "ours":
+            return train(Parts(), parts_batches(1) * 4, **options)
+        return run("auto", Parts(), parts_batches(1) * 4, precision=kind, **options)
+
+    expected = go_on(before, callbacks=[SaveAt(2, tmp_path / "at.ckpt")])
+    result = go_on(after, fit={"ckpt_path": tmp_path / "at.ckpt"})
+    for one, other in zip(expected.losses[2:], result.losses, strict=True):
+        assert float((one - other).abs()) <= 0.05 * float(one)
+
+
+def test_what_begins_to_be_trained_gets_a_master(tmp_path: Path) -> None:
+    """A frozen block, built in low precision, is thawed in the middle of training."""
+
+    class Thaw(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                pl_module.blocks[1].requires_grad_(True)
+                trainer.optimizers[0].add_param_group({"params": list(pl_module.blocks[1].parameters())})
+
+    module = Parts()
+    module.blocks[1].to(BF16).requires_grad_(False)
+    result = train(module, parts_batches(5), callbacks=[Thaw()])
+    weight = result.module.blocks[1].linear.weight  # type: ignore
+    assert weight.dtype is torch.float32 and not torch.equal(weight, weight.to(BF16).float())
+    assert result.trainer.optimizers[0].state[weight]["exp_avg"].dtype is torch.float32  # type: ignore
+
+
+@pytest.mark.parametrize("write", [lambda p: p.mul_(2), lambda p: p.data.mul_(2), lambda p: p.__setitem__(0, 1.0)])
+def test_writes_within_the_step_are_refused(write: Any) -> None:
+    """What training_step sees is a copy."""
+
+    class Writes(Parts):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                write(self.scale)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RoundPipeError, match="low-precision copy"):
+        train(Writes(), parts_batches(1))
