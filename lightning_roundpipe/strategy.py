@@ -312,10 +312,10 @@ class RoundPipeStrategy(OneProcess):
         Returns:
             ``plan`` (text), ``workers``, ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
             ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (each per worker), ``peak_host_bytes``,
-            ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``step_time_s``,
-            ``weights_bytes_uploaded_total`` since setup, ``profiled`` (whether it was a step without a plan, each call
-            a slot of its own), ``costs`` (of each call, as measured before the plan was made; None without a plan) and
-            ``events``: every call and copy with its worker, slot and times in seconds.
+            ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
+            ``step_time_s``, ``weights_bytes_uploaded_total`` since setup, ``profiled`` (a step without a plan, each
+            call a slot of its own), ``costs`` (of each call, as measured before the plan was made; or None), and
+            ``events`` and ``stalls``: every call, copy and wait with its worker, slot and times in seconds.
         """
         return self._engine.report() if self._engine is not None and self._engine.report() else self._last_report
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.devices.emulated import EmulatedDevice
-from lightning_roundpipe.devices.emulated_event import EmulatedEvent
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
+from lightning_roundpipe.devices.thread_event import ThreadEvent
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.worker import IN_FLIGHT, Worker
 
@@ -152,7 +152,7 @@ def _join(clock: Counter[str], point: Counter[str]) -> None:
 def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
     for kind in (InlineStream, ThreadStream):
         _follow_stream(kind, ordering, patch)
-    real_wait, real_activate = EmulatedEvent.wait, EmulatedDevice.activate
+    real_wait, real_activate = ThreadEvent.wait, EmulatedDevice.activate
 
     def wait(self: Any) -> None:
         real_wait(self)
@@ -170,7 +170,7 @@ def _follow_streams(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
         with real_activate(self), following(ordering, self.compute.name):
             yield
 
-    patch.setattr(EmulatedEvent, "wait", wait)
+    patch.setattr(ThreadEvent, "wait", wait)
     patch.setattr(Worker, "retire", retire)
     patch.setattr(EmulatedDevice, "activate", activate)
 

@@ -86,8 +86,9 @@ def test_a_device_that_is_too_small(batch: int) -> None:
         seen.append(f"{where[1]}: {what[1] if what else ''}")
     assert room > 0
     if batch:
-        assert seen[0] == "forward: inputs of the running call"
-        assert {text.split(":")[0] for text in seen} == {"forward", "recomputation"}, seen
+        assert seen[0] == "forward: inputs of the next call"
+        phases = {text.split(":")[0] for text in seen}
+        assert {"forward", "recomputation"} <= phases <= {"forward", "recomputation", "backward"}, seen
     assert any("saved for backward" in text for text in seen)
     trainer = harness.trainer_of(faulty.strategy(), devices=2, callbacks=[Shrink(batch, 0)])
     assert run_out(trainer, DeviceOutOfMemory) is not None
@@ -117,10 +118,10 @@ def test_no_room_for_what_is_uploaded() -> None:
         left = itertools.count(-number)
         armed = faulty.PlantAt(2, "armed")
 
-        def device_like(self: EmulatedDevice, *args: Any, left: Any = left) -> torch.Tensor:
+        def device_like(self: EmulatedDevice, *args: Any, left: Any = left, **kwargs: Any) -> torch.Tensor:
             if PLANTED.where == "armed" and next(left) == 0:
                 PLANTED("armed")
-            return real(self, *args)
+            return real(self, *args, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(EmulatedDevice, "device_like", device_like)

@@ -117,7 +117,8 @@ class Device(ABC):
     """One worker's device: five streams, memory, and the random generator that layers on it draw from.
 
     ``compute`` is for layers; the four copy streams never hold each other up, except for the wire: both ``_up``
-    streams share the direction towards the device, both ``_down`` streams the other.
+    streams share the direction towards the device, both ``_down`` streams the other. There activations go first, and
+    wait at most `wire.LONGEST_WAIT_S` for a chunk of something else.
     """
 
     index: int
@@ -168,14 +169,29 @@ class Device(ABC):
         """A host tensor of ``t``'s shape, dtype and strides, to save ``t`` in; expanded dimensions take no memory."""
 
     @abstractmethod
-    def device_like(self, t: Tensor, filled_on: Stream) -> Tensor:
+    def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
         """A device tensor of ``t``'s shape, dtype and strides, to be filled on ``filled_on`` and used on ``compute``.
 
         Made in the calling thread any other way, its memory may be in use still by earlier work of another stream.
 
+        Args:
+            t: what it is like.
+            filled_on: the stream that writes it.
+            lent: whether it is given to `let_go` at the end. Its memory is ``filled_on``'s then, which need not wait
+                for what ``compute`` is doing; else it is ``compute``'s, and the tensor may die at any time.
+
         Raises:
             DeviceOutOfMemory: it does not fit. (Emulated devices count it once it is held.)
         """
+
+    @abstractmethod
+    def let_go(self, tensors: Iterable[Tensor]) -> None:
+        """Keep tensors that were lent until ``compute`` has done what is on it now: their memory's stream would use it
+        again without waiting for that."""
+
+    @abstractmethod
+    def named(self, name: str) -> AbstractContextManager[None]:
+        """What is enqueued inside bears this name for a profiler."""
 
     @abstractmethod
     def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:

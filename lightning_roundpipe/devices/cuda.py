@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_roundpipe.devices import pinned
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Device, Hold, Stream
+from lightning_roundpipe.devices.cuda_feed import FedStream
 from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
 
@@ -44,10 +45,10 @@ class CudaDevice(Device):
         self._closed = False
         self._clock = Clock(torch_device)
         self.compute = self._stream("compute")
-        self.weights_up = self._stream("weights_up")
+        self.weights_up = FedStream(self._stream("weights_up"), self._switch)
         self.activations_up = self._stream("activations_up")
         self.activations_down = self._stream("activations_down")
-        self.gradients_down = self._stream("gradients_down")
+        self.gradients_down = FedStream(self._stream("gradients_down"), self._switch)
 
     def _stream(self, name: str) -> CudaStream:
         return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, self._clock, self._switch)
@@ -76,14 +77,26 @@ class CudaDevice(Device):
     def host_like(self, t: Tensor) -> Tensor:
         return pinned.host_like(t, self._pin_memory)
 
-    def device_like(self, t: Tensor, filled_on: Stream) -> Tensor:
-        assert isinstance(filled_on, CudaStream) and isinstance(self.compute, CudaStream)
+    def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
         nbytes = t.numel() * t.element_size()
-        # From the pool of the stream that writes it first, so the allocator needs no wait before the write ...
-        with filled_on.running(), self._explaining(nbytes, "activations"), torch.inference_mode(False):
+        owner = filled_on if lent else self.compute
+        with owner.running(), self._explaining(nbytes, "activations"), torch.inference_mode(False):
             new = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=self.torch_device)
-        new.record_stream(self.compute.stream)  # ... and not back to it before `compute` has read it
+        if owner is not filled_on:  # what `owner` did with this memory before may still be running
+            filled_on.wait(owner.record())
         return new
+
+    def let_go(self, tensors: Iterable[Tensor]) -> None:
+        assert isinstance(self.compute, CudaStream)
+        self.compute.keep(*tensors)
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _explaining(self, nbytes: int, purpose: str) -> Iterator[None]:
@@ -151,10 +164,13 @@ class CudaDevice(Device):
             self._switch.throw("closed")
             self._arenas.clear()
             self._settle()
+            for stream in self.streams:
+                if isinstance(stream, FedStream):
+                    stream.join()
 
     def _settle(self) -> None:
         for stream in self.streams:
-            assert isinstance(stream, CudaStream)
+            assert isinstance(stream, (CudaStream, FedStream))
             stream.settle()
 
 

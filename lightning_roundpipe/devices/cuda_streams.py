@@ -1,9 +1,14 @@
-"""CUDA streams and events, with the two things that torch's own lack: a host clock, and the lifetime of host memory."""
+"""CUDA streams and events, with the two things that torch's own lack: a host clock, and the lifetime of memory.
+
+Whatever a copy reads or writes is kept here until the copy is done. ``Tensor.record_stream`` would do that for memory
+of the GPU, but when it comes back is then up to the allocator: peaks would depend on timing.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from contextlib import AbstractContextManager
 
@@ -58,11 +63,22 @@ class Clock:
                 best, self._reference, self._host = after - before, event, (before + after) / 2
 
 
-class CudaEvent(Event):
+class GpuEvent(Event):
+    """A CUDA event, recorded or to be recorded."""
+
+    @abstractmethod
+    def on_gpu(self, switch: AbortSwitch) -> CudaEvent:
+        """The recorded event; blocks until there is one. ``switch`` ends the wait too."""
+
+
+class CudaEvent(GpuEvent):
     """A recorded CUDA event."""
 
     def __init__(self, event: torch.cuda.Event, clock: Clock | None, switch: AbortSwitch) -> None:
         self.event, self._clock, self._switch = event, clock, switch
+
+    def on_gpu(self, switch: AbortSwitch) -> CudaEvent:
+        return self
 
     def wait(self) -> None:
         # A GPU never waits for the host here, so its work always comes to an end and the wait needs no waking.
@@ -73,6 +89,10 @@ class CudaEvent(Event):
     def done(self) -> bool:
         return self._switch.why is not None or _passed(self.event)
 
+    def since(self, before: CudaEvent) -> float:
+        """Seconds from ``before`` to this; both are timed, and done."""
+        return float(before.event.elapsed_time(self.event)) / 1e3
+
     def time(self) -> float:
         if self._clock is None:
             raise RuntimeError("this event has no time: record it with timed=True.")
@@ -82,37 +102,38 @@ class CudaEvent(Event):
 
 
 class CudaStream(Stream):
-    """A CUDA stream, and the host memory that its copies are not done with."""
+    """A CUDA stream, and the memory that it is not done with."""
 
     def __init__(self, name: str, torch_device: torch.device, clock: Clock, switch: AbortSwitch) -> None:
         self.name = name
         self.stream = _new_stream(torch_device)
         self._clock, self._switch = clock, switch
         self._lock = threading.Lock()
-        self._flying: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
+        self._flying: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
 
-    def record(self, *, timed: bool = False) -> Event:
+    def record(self, *, timed: bool = False) -> CudaEvent:
         self._switch.check()
         return CudaEvent(self._record(timed), self._clock if timed else None, self._switch)
 
     def wait(self, event: Event) -> None:
+        """Blocks while ``event`` is not yet with the GPU: a stream that is fed may be behind."""
         self._switch.check()
-        assert isinstance(event, CudaEvent)
-        self.stream.wait_event(event.event)
+        assert isinstance(event, GpuEvent)
+        self.stream.wait_event(event.on_gpu(self._switch).event)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         self._switch.check()
         to, of = check_copy(dst, src)
         with self.running(), torch.inference_mode():  # in which both inference tensors and others may be written
             to.copy_(of, non_blocking=True)
-        self._keep(to, of)
+        self.keep(to, of)
 
     def fill(self, buffer: Tensor, byte: int) -> None:
         self._switch.check()
         flat = check_fill(buffer, byte)
         with self.running(), torch.inference_mode():
             flat.fill_(byte)
-        self._keep(flat)
+        self.keep(flat)
 
     def poison(self, buffer: Tensor) -> None:
         pass  # a GPU runs what the emulation has checked
@@ -134,15 +155,11 @@ class CudaStream(Stream):
         event.record(self.stream)
         return event
 
-    def _keep(self, *tensors: Tensor) -> None:
+    def keep(self, *tensors: Tensor) -> None:
         """Let no tensor's memory be reused before this stream has passed this point."""
-        for t in tensors:
-            if t.device == self.stream.device:
-                t.record_stream(self.stream)
         self._let_go()
-        if host := [t for t in tensors if not t.is_cuda]:  # torch watches its own pinned blocks only, not ours
-            with self._lock:
-                self._flying.append((self._record(timed=False), host))
+        with self._lock:
+            self._flying.append((self._record(timed=False), tensors))
 
     def _let_go(self) -> None:
         with self._lock:

@@ -10,13 +10,13 @@ import ctypes
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import permit
+from lightning_roundpipe.devices import permit, wire
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import POISON, Device, Hold, Stream
 from lightning_roundpipe.devices.emulated_link import Delays, Link
@@ -53,18 +53,22 @@ class EmulatedDevice(Device):
         self._glue_delays = self._delays("glue")
         name = f"roundpipe-dev{index}-compute"
         self.compute = InlineStream(name, self._switch, emulation.poison, self._delays("compute"))
-        self.weights_up = self._copy_stream("weights_up", self._up)
-        self.activations_up = self._copy_stream("activations_up", self._up)
-        self.activations_down = self._copy_stream("activations_down", self._down)
-        self.gradients_down = self._copy_stream("gradients_down", self._down)
+        if wire.goes_in_order_of_issue():
+            self.weights_up = self.activations_up = self._copy_stream("up", self._up, first=True)
+            self.gradients_down = self.activations_down = self._copy_stream("down", self._down, first=True)
+            return
+        self.weights_up = self._copy_stream("weights_up", self._up, first=False)
+        self.activations_up = self._copy_stream("activations_up", self._up, first=True)
+        self.activations_down = self._copy_stream("activations_down", self._down, first=True)
+        self.gradients_down = self._copy_stream("gradients_down", self._down, first=False)
 
     def _delays(self, name: str) -> Delays | None:
         seed = self._emulation.delay_seed
         return None if seed is None else Delays(seed, f"{self.index}/{name}")
 
-    def _copy_stream(self, name: str, link: Link) -> ThreadStream:
+    def _copy_stream(self, name: str, link: Link, *, first: bool) -> ThreadStream:
         full = f"roundpipe-dev{self.index}-{name}"
-        return ThreadStream(full, link, self._switch, self._emulation.poison, self._delays(name))
+        return ThreadStream(full, link, self._switch, self._emulation.poison, self._delays(name), first=first)
 
     # -- memory
 
@@ -101,10 +105,16 @@ class EmulatedDevice(Device):
         with torch.inference_mode(False):
             return self._poison(torch.empty_strided(t.size(), t.stride(), dtype=t.dtype))
 
-    def device_like(self, t: Tensor, filled_on: Stream) -> Tensor:
+    def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
         with torch.inference_mode(False):
             like = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=self.torch_device)
             return self._poison(like)
+
+    def let_go(self, tensors: Iterable[Tensor]) -> None:
+        pass  # `compute` has done what was asked of it
+
+    def named(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:
         return CountedHold(self._ledger, tensors, purpose)

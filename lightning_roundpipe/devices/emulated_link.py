@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import heapq
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.devices import wire
 from lightning_roundpipe.devices.abort import AbortSwitch
 
 MAX_DELAY = 0.002
@@ -31,34 +33,83 @@ class Delays:
 
 
 class Link:
-    """One direction of a device's wire, which two streams share.
+    """One direction of a device's wire, which two streams share, one copy at a time.
 
-    Each transfer reserves the next free stretch of time in order of arrival. (A lock around the sleep would let the
-    stream that has just released it take it again at once, and chunks of weights would starve the activations.)
+    Who goes next is decided when the wire gets free: of those that wait, the first one that goes first, else the first
+    one. (Python's locks have no order: the stream that has just let go would take it again at once, and chunks of
+    weights would starve the activations.)
+
+    Threads wake up late, and on a busy machine very late. So the wire keeps its own time: a copy begins when the one
+    before it has arrived, whenever its thread came to know, and is that much sooner done.
     """
 
     def __init__(self, bandwidth: float | None, latency: float, switch: AbortSwitch) -> None:
         self._bandwidth, self._latency, self._switch = bandwidth, latency, switch
         self._lock = threading.Lock()
         self._free_at = 0.0
+        self._taken = False
+        self._tickets = 0
+        self._waiting: list[tuple[bool, int, threading.Event]] = []
 
-    def carry(self, nbytes: int, move: Callable[[], None]) -> None:
-        """Run ``move`` and return when ``nbytes`` would have arrived."""
+    @property
+    def chunk_bytes(self) -> float | None:
+        """How large the pieces are of what gives way to others; None: as large as they come."""
+        return None if self._bandwidth is None else self._bandwidth * wire.LONGEST_WAIT_S
+
+    def arise(self) -> float:
+        """What a copy takes before it asks for the wire. Returns when it asks."""
         self._switch.sleep(self._latency)
+        return time.perf_counter()
+
+    def carry(self, nbytes: int, move: Callable[[], None], asked: float, *, first: bool) -> float:
+        """Run ``move`` when it is its turn, and return when ``nbytes`` would have arrived.
+
+        Args:
+            nbytes: that are moved.
+            move: moves them.
+            asked: since when it could have begun; of a chunk, when the one before it arrived.
+            first: whether it goes before those that do not go first.
+
+        Returns:
+            When they arrived, by the wire's own time.
+        """
         if self._bandwidth is None:
             move()
-            return
+            return asked
+        self._take(first)
+        try:
+            arrives = self._free_at = max(asked, self._free_at) + nbytes / self._bandwidth
+            move()
+            self._switch.sleep(arrives - time.perf_counter())
+        finally:
+            self._give()
+        return arrives
+
+    def _take(self, first: bool) -> None:
         with self._lock:
-            starts = max(time.perf_counter(), self._free_at)
-            arrives = self._free_at = starts + nbytes / self._bandwidth
-        self._switch.sleep(starts - time.perf_counter())
-        move()
-        self._switch.sleep(arrives - time.perf_counter())
+            if not self._taken:
+                self._taken = True
+                return
+            turn = threading.Event()
+            self._tickets += 1
+            heapq.heappush(self._waiting, (not first, self._tickets, turn))
+        with self._switch.wakes(turn):
+            turn.wait()
+        self._switch.check()  # if it was thrown, nobody uses the wire until it is cleared
+
+    def _give(self) -> None:
+        with self._lock:
+            if self._waiting:
+                heapq.heappop(self._waiting)[2].set()
+            else:
+                self._taken = False
 
     def clear(self) -> None:
-        """Forget reservations of transfers that were aborted."""
+        """Forget transfers that were aborted."""
         with self._lock:
             self._free_at = 0.0
+            self._taken = False
+            self._waiting.clear()
 
 
 def move(dst: Tensor, src: Tensor) -> None:

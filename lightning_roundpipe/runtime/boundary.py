@@ -1,28 +1,53 @@
 """The tensors that cross a layer call, saved once on the host and brought to whichever worker needs them.
 
 A microbatch hands the same mask and rotary tables to every layer, so what is saved is remembered by tensor and version.
-Going over the host is also the way from one worker to the next: no peer access is assumed.
+Going over the host is also the way from one worker to the next: no peer access is assumed. What the next stage finds on
+its own worker does not travel.
+
+    save, send ── on the way down as soon as it is known what is needed ── [1]
+    bring ── on the way up, before its turn (see `courier`); nobody waits ── [2]
+    on, transfer ── the call itself: compute waits for what is not there yet ── [3]
+    drop ── given back when no call here needs it any more ── [4]
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices import Device, Event, Hold
 from lightning_roundpipe.runtime.events import Recorder
 
 
 class HostCopy:
-    """A tensor on the host; ``ready`` (if any) is the end of its download."""
+    """A tensor on the host.
 
-    __slots__ = ("nbytes", "ready", "tensor")
+    Attributes:
+        tensor: it.
+        ready: the end of its download, if it has been downloaded.
+        wanted: how many calls on the tape start from it.
+    """
+
+    __slots__ = ("nbytes", "ready", "tensor", "wanted")
 
     def __init__(self, tensor: Tensor, ready: Event | None) -> None:
         self.tensor = tensor
         self.ready = ready
         self.nbytes = tensor.numel() * tensor.element_size()
+        self.wanted = 0
+
+
+class _Here(NamedTuple):
+    """A copy that is on the worker, or on its way there until ``end``."""
+
+    copy: HostCopy
+    tensor: Tensor
+    end: Event
+    hold: Hold
 
 
 class Boundaries:
@@ -32,20 +57,34 @@ class Boundaries:
         self._microbatch = microbatch
         self._recorder = recorder
         self._saved: dict[int, tuple[weakref.ref[Tensor], int, HostCopy]] = {}
-        self._copies: dict[Device, dict[int, tuple[HostCopy, Tensor]]] = {}
+        self._sent: dict[int, tuple[Tensor, HostCopy]] = {}
+        self._here: dict[Device, dict[int, _Here]] = {}
+        self._device: Device | None = None
         self._ahead: set[Device] = set()
         """Where the microbatch has not been since something was recomputed there for it."""
+        self._bringing = threading.Lock()
         self._pending: list[tuple[Device, Event]] = []
 
+    # -- to the host
+
     def save(self, tensor: Tensor, device: Device | None) -> HostCopy:
-        """The host copy of ``tensor`` as it is now. ``device`` is where it lives, None for the host."""
+        """The host copy of ``tensor`` as it is now [1]. ``device`` is where it lives, None for the host."""
         known = self._saved.get(id(tensor))
         version = 0 if tensor.is_inference() else tensor._version
         if known is not None and known[0]() is tensor and known[1] == version:
             return known[2]
         copy = self._download(tensor.detach(), device)
+        if device is not None and copy.ready is not None:
+            self._pending.append((device, copy.ready))
         self._saved[id(tensor)] = (weakref.ref(tensor), version, copy)
         return copy
+
+    def send(self, tensor: Tensor, device: Device | None) -> HostCopy:
+        """Begin what `transfer` of a tensor to which nobody writes will ask for [1]; it is kept until then."""
+        known = self._sent.get(id(tensor))
+        if known is None:
+            known = self._sent[id(tensor)] = (tensor, self._download(tensor.detach(), device))
+        return known[1]
 
     def _download(self, tensor: Tensor, device: Device | None) -> HostCopy:
         if device is None:
@@ -58,82 +97,122 @@ class Boundaries:
         ready = stream.record(timed=True)
         copy = HostCopy(host, ready)
         self._recorder.add("download_activations", device.index, start, ready, self._microbatch, copy.nbytes)
-        self._pending.append((device, ready))
         return copy
 
-    def transfer(self, tensor: Tensor, source: Device | None, target: Device | None) -> Tensor:
-        """``tensor`` as it is on ``target``; over the host if that is another device. None is the host."""
-        if source is target:
-            return tensor
-        copy = self._download(tensor.detach(), source)
-        if target is not None:
-            return upload(target, copy, self._recorder, self._microbatch)
-        if copy.ready is not None:
-            copy.ready.wait()
-        return copy.tensor
-
     def settle(self) -> None:
-        """Order everything that follows on the compute streams after the downloads so far.
+        """Order everything that follows on the compute streams after the downloads of what was saved so far.
 
-        Glue may overwrite or free a tensor as soon as the layer has returned; without this the download could read
-        what came after.
+        Glue may overwrite a tensor as soon as the layer has returned; without this the download could read what came
+        after.
         """
         for device, ready in self._pending:
+            could = None if ready.done() else device.compute.record(timed=True)
             device.compute.wait(ready)
+            if could is not None:
+                self._recorder.waited(device.index, could, device.compute.record(timed=True))
         self._pending.clear()
 
     def end_forward(self) -> None:
         """Nothing is saved any more: from here on a copy lives as long as its call is on the tape."""
         self._saved.clear()
 
-    def forget_dead(self) -> None:
-        """Drop the copies of tensors that nobody holds any more. Where there is no tape, nobody needs them."""
-        self._saved = {key: known for key, known in self._saved.items() if known[0]() is not None}
-        alive = {id(copy) for _, _, copy in self._saved.values()}
-        for device, here in self._copies.items():
-            self._copies[device] = {key: known for key, known in here.items() if key in alive}
+    # -- to a worker
+
+    def transfer(self, tensor: Tensor, source: Device | None, target: Device | None) -> Tensor:
+        """``tensor`` as it is on ``target``; over the host if that is another device [3]. None is the host."""
+        if source is target:
+            return tensor
+        sent = self._sent.pop(id(tensor), None)
+        copy = sent[1] if sent is not None else self._download(tensor.detach(), source)
+        if target is None:
+            if copy.ready is not None:
+                copy.ready.wait()
+            return copy.tensor
+        if target is self._device and id(copy) in self._here.get(target, ()):
+            return self.on(target, copy)
+        return self.fresh(target, copy)
+
+    def bring(self, device: Device, copy: HostCopy) -> None:
+        """Begin to bring ``copy`` to ``device``, unless it is there [2]."""
+        self.move_to(device)
+        self._brought(device, copy)
 
     def on(self, device: Device, copy: HostCopy) -> Tensor:
-        """``copy`` on ``device``, brought there once while the microbatch stays."""
+        """``copy`` on ``device``, brought there once while the microbatch stays [3]."""
         self.move_to(device)
-        return self._known(device, copy)
+        return self._used(device, self._brought(device, copy))
 
     def ahead_on(self, device: Device, copy: HostCopy) -> Tensor:
         """``copy`` on ``device``, where the microbatch will come later: what it has elsewhere stays there."""
         self._ahead.add(device)
-        return self._known(device, copy)
+        return self._used(device, self._brought(device, copy))
 
-    def _known(self, device: Device, copy: HostCopy) -> Tensor:
-        here = self._copies.setdefault(device, {})
-        known = here.get(id(copy))
-        if known is None:
-            known = here[id(copy)] = (copy, self.fresh(device, copy))
-        return known[1]
+    def _brought(self, device: Device, copy: HostCopy) -> _Here:
+        with self._bringing:  # the worker may recompute ahead while the microbatch arrives
+            copies = self._here.setdefault(device, {})
+            here = copies.get(id(copy))
+            if here is None:
+                tensor, end = self._upload(device, copy, lent=True)
+                here = _Here(copy, tensor, end, device.hold([tensor], "inputs of the next call"))
+                copies[id(copy)] = here
+            return here
+
+    @staticmethod
+    def _used(device: Device, here: _Here) -> Tensor:
+        device.compute.wait(here.end)
+        return here.tensor
 
     def fresh(self, device: Device, copy: HostCopy) -> Tensor:
-        """``copy`` on ``device``, brought there once more."""
-        return upload(device, copy, self._recorder, self._microbatch)
+        """``copy`` on ``device``, brought there once more, to be kept for as long as anybody likes [3]."""
+        tensor, end = self._upload(device, copy, lent=False)
+        device.compute.wait(end)
+        return tensor
+
+    def _upload(self, device: Device, copy: HostCopy, *, lent: bool) -> tuple[Tensor, Event]:
+        stream = device.activations_up
+        tensor = device.device_like(copy.tensor, stream, lent=lent)
+        if copy.ready is not None:
+            stream.wait(copy.ready)
+        start = stream.record(timed=True)
+        stream.copy(tensor, copy.tensor)
+        end = stream.record(timed=True)
+        self._recorder.add("upload_activations", device.index, start, end, self._microbatch, copy.nbytes)
+        return tensor, end
 
     def move_to(self, device: Device | None) -> None:
         """The microbatch goes on elsewhere: what it had on the last worker is dropped. None: it has ended."""
         if device is None:
             self._ahead.clear()
-        else:
+        elif device is not self._device:
             self._ahead.discard(device)
-        for other in list(self._copies):  # workers add to it meanwhile
+        else:
+            return
+        for other in list(self._here):  # workers add to it meanwhile
             if other is not device and other not in self._ahead:
-                self._copies.pop(other, None)
+                self._drop(other, list(self._here[other]))
+        self._device = device
 
+    def leave(self) -> None:
+        """No call that is here now will be followed by another one: all is dropped."""
+        if self._device is not None:
+            self._drop(self._device, list(self._here.get(self._device, ())))
 
-def upload(device: Device, copy: HostCopy, recorder: Recorder, microbatch: int) -> Tensor:
-    """``copy`` as a new tensor on ``device``; work enqueued on its compute stream from here on sees it."""
-    stream = device.activations_up
-    tensor = device.device_like(copy.tensor, stream)
-    if copy.ready is not None:
-        stream.wait(copy.ready)
-    start = stream.record(timed=True)
-    stream.copy(tensor, copy.tensor)
-    end = stream.record(timed=True)
-    device.compute.wait(end)
-    recorder.add("upload_activations", device.index, start, end, microbatch, copy.nbytes)
-    return tensor
+    def drop(self, copies: Iterable[HostCopy]) -> None:
+        """Nobody here needs ``copies`` any more [4]. Behind the compute that used them."""
+        if self._device is not None:
+            self._drop(self._device, [id(copy) for copy in copies])
+
+    def forget_dead(self) -> None:
+        """Drop the copies of tensors that nobody holds any more. Where there is no tape, nobody needs them."""
+        self._saved = {key: known for key, known in self._saved.items() if known[0]() is not None}
+        alive = {id(copy) for _, _, copy in self._saved.values()}
+        for device, copies in self._here.items():
+            self._drop(device, [key for key in copies if key not in alive])
+
+    def _drop(self, device: Device, keys: Iterable[int]) -> None:
+        copies = self._here.get(device, {})
+        gone = [copies.pop(key) for key in keys if key in copies]
+        if gone:
+            device.let_go([here.tensor for here in gone])
+        for here in gone:
+            here.hold.release()

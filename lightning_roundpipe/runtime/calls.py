@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.runtime.arguments import Flat, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
@@ -69,14 +69,16 @@ class Runner:
         worker, device = self._worker, self._device
         replica = worker.replica(call.layer)
         buffers = worker.buffers(call.layer)
-        worker.ready(slot, call.layer)
+        if call.measure:
+            boundaries.leave()  # what is brought for it counts
+            device.reset_peak()
+        before = device.resident_bytes() if call.measure else 0
+        could = worker.ready(slot, call.layer)
         leaves = [boundaries.on(device, leaf) if isinstance(leaf, HostCopy) else leaf for leaf in call.leaves]
+        slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
         snapshot = buffers.snapshot(thorough) if call.recomputed else None
         buffers.load()
-        before = device.resident_bytes() if call.measure else 0
-        if call.measure:
-            device.reset_peak()
         with device.hold([t for t in leaves if isinstance(t, Tensor)], "inputs of the running call"):
             foretold = self._foretold(slot, call, leaves, boundaries)
             ran = foretold or self._run(slot, call, leaves, "forward")
@@ -217,7 +219,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _computing(self, slot: Slot, kind: str, where: Where, microbatch: int) -> Iterator[None]:
-        with self._device.permit():
+        with self._device.permit(), self._device.named(f"{kind} slot {slot.index} {where.layer} of {microbatch}"):
             start = self._device.compute.record(timed=True)
             yield
             end = self._device.compute.record(timed=True)
@@ -258,7 +260,10 @@ class Runner:
         kept = entry.graph or entry.recomputed
         inlet, outputs = kept or self._recompute(slot, entry, boundaries)
         entry.graph = entry.recomputed = None
-        grads = [self._sum(parts, boundaries) for parts in entry.grads]
+        could = self._device.compute.record(timed=True)
+        parts = [[boundaries.transfer(part, home, self._device) for part, home in found] for found in entry.grads]
+        slot.recorder.waited(worker.index, could, self._device.compute.record(timed=True))
+        grads = [functools.reduce(torch.add, found) if found else None for found in parts]
         entry.grads = []
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         sums = worker.gradients_of(entry.call)
@@ -275,15 +280,8 @@ class Runner:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if sums is not None:
             sums.detach(parameters, factor)
-        worker.retire(outputs, grads, inlet.grads)
+        worker.retire(outputs, parts, grads, inlet.grads)
         return inlet.grads
-
-    def _sum(self, parts: list[tuple[Tensor, Device | None]], boundaries: Boundaries) -> Tensor | None:
-        total: Tensor | None = None
-        for part, device in parts:
-            here = boundaries.transfer(part, device, self._device)
-            total = here if total is None else total + here
-        return total
 
     def recompute_ahead(self, slot: Slot, entry: Entry, boundaries: Boundaries) -> None:
         """Keep the graph of a call whose gradient is not there yet; see `ahead`."""
@@ -295,10 +293,12 @@ class Runner:
         self, slot: Slot, entry: Entry, boundaries: Boundaries, *, ahead: bool = False
     ) -> tuple[Inlet, list[Tensor]]:
         worker, device = self._worker, self._device
-        worker.ready(slot, entry.layer)
         buffers = worker.buffers(entry.layer)
+        could = worker.ready(slot, entry.layer)
         bring = boundaries.ahead_on if ahead else boundaries.on
         leaves = [bring(device, leaf) if isinstance(leaf, HostCopy) else leaf for leaf in entry.leaves]
+        if not ahead:
+            slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         buffers.load(entry.buffers)
         call = Call(
             entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.trainable,

@@ -33,6 +33,7 @@ class Recorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._items: list[tuple[str, int, Event, Event, int, int, Where]] = []
+        self._waits: list[tuple[int, Event, Event]] = []
 
     def add(
         self,
@@ -46,6 +47,20 @@ class Recorder:
     ) -> None:
         with self._lock:
             self._items.append((kind, worker, start, end, microbatch, nbytes, where))
+
+    def waited(self, worker: int, start: Event, end: Event) -> None:
+        """A worker had its turn, and waited from ``start`` to ``end`` for what was on its way to it."""
+        with self._lock:
+            self._waits.append((worker, start, end))
+
+    def stalls(self) -> list[dict[str, Any]]:
+        """When workers waited so, with times as in `rows`."""
+        origin = min((start.time() for _, _, start, end, *_ in self._items if end.done()), default=0.0)
+        return [
+            {"worker": worker, "start_s": start.time() - origin, "end_s": end.time() - origin}
+            for worker, start, end in self._waits
+            if end.done()
+        ]
 
     def nbytes(self, kinds: tuple[str, ...], workers: int) -> list[int]:
         """Bytes per worker that events of ``kinds`` moved."""
@@ -99,9 +114,12 @@ class Recorder:
 
 def bubble_percent(rows: list[dict[str, Any]], workers: int) -> float:
     """100 (1 - compute time / (workers x span of the step))."""
-    compute = [r for r in rows if r["kind"] in COMPUTE]
-    if not compute:
-        return 0.0
-    span = max(r["end_s"] for r in compute) - min(r["start_s"] for r in compute)
-    busy = sum(r["end_s"] - r["start_s"] for r in compute)
+    span = span_of(rows)
+    busy = sum(r["end_s"] - r["start_s"] for r in rows if r["kind"] in COMPUTE)
     return 100.0 * (1.0 - busy / (workers * span)) if span > 0 else 0.0
+
+
+def span_of(rows: list[dict[str, Any]]) -> float:
+    """Seconds from the first computation to the last."""
+    compute = [r for r in rows if r["kind"] in COMPUTE]
+    return max((r["end_s"] for r in compute), default=0.0) - min((r["start_s"] for r in compute), default=0.0)

@@ -1,4 +1,7 @@
-"""What a call gave, handed to glue: outputs that hang on the tape, what was written to inputs, and the side doors."""
+"""What a call gave, handed to glue: outputs that hang on the tape, what was written to inputs, and the side doors.
+
+And before the call's backward, a look at what glue has done to its inputs since.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,21 @@ def hand_back(
         sides[key] = flat.value(tensors, call.originals)
     put(call.layer.state.modules, (args, kwargs), sides)
     return hand_over(forward.output.value(returned, call.originals)), bool(entry is not None and entry.grads)
+
+
+def check_inputs(entry: Entry, traced: TracedCall, *, learning: bool) -> None:
+    """Before a call's backward: whether glue has written to the inputs that its graph computes from."""
+    overwritten = entry.overwritten() - traced.mutates
+    entry.given.clear()
+    if learning:
+        traced.overwritten |= overwritten
+        if overwritten:
+            entry.graph = None  # it would compute from what was written
+    elif overwritten:
+        raise RoundPipeError(
+            f"code between layers wrote in place to argument {min(overwritten)} of layer {entry.layer.name!r} after "
+            "the call, which it did not do in the first batch: gradients would be wrong. Write out of place."
+        )
 
 
 def _refuse_other_number(call: Call, now: int, before: int) -> None:

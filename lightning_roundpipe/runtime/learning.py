@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import DoesNotFit
-from lightning_roundpipe.planning.memory import ahead_within, partition_within
+from lightning_roundpipe.planning.memory import ahead_within, device_bytes, partition_within
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import check_plan_fits, worker_bytes
@@ -32,13 +32,12 @@ def plan_from(engine: Engine, step: Step) -> None:
             f"({', '.join(layer.name for layer in engine.layers)}): name the modules it calls with layers=[...]."
         )
     engine.costs = trace.costs()
-    size = engine.options.round_microbatches
+    size, limit = engine.options.round_microbatches, worker_bytes(engine.options, engine.devices[0])
     if engine.options.plan is not None:
         plan = Plan.parse(engine.options.plan)
         plan.validate(trace.names)
         check_plan_fits(plan, engine.costs, engine.options, engine.devices[0])
     else:
-        limit = worker_bytes(engine.options, engine.devices[0])
         try:
             with allowed():  # it may take its time, and nothing has been changed yet
                 plan = partition_within(engine.costs, len(engine.workers), len(step.sizes), size, limit)
@@ -48,7 +47,7 @@ def plan_from(engine: Engine, step: Step) -> None:
     if buffer := trace.torn_buffer(plan):
         _run_in_order(engine, buffer)
         return
-    _reserve_for(engine, plan, trace)
+    _reserve_for(engine, plan, trace, None if limit is None else max(0, limit - device_bytes(plan, engine.costs)))
     engine.plan = plan
 
 
@@ -60,7 +59,7 @@ def _run_in_order(engine: Engine, buffer: str) -> None:
     engine.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
 
 
-def _reserve_for(engine: Engine, plan: Plan, trace: Trace) -> None:
+def _reserve_for(engine: Engine, plan: Plan, trace: Trace, room: int | None) -> None:
     weights = gradients = 0
     for stage in plan.stages():
         calls = trace.calls[stage.first : stage.last + 1]
@@ -69,7 +68,7 @@ def _reserve_for(engine: Engine, plan: Plan, trace: Trace) -> None:
         if stage.phase != "forward":
             gradients = max(gradients, sum(HostGradients.bytes_of(c.layer) for c in calls if c.taped))
     for worker in engine.workers:
-        worker.reserve(weights, gradients)
+        worker.reserve(weights, gradients, room)
 
 
 def reserve_for_layers(engine: Engine) -> None:

@@ -36,12 +36,13 @@ from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.segments import Segments
-from lightning_roundpipe.runtime.slots import Slot, SlotsOnArrival
+from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.step import Step
 from lightning_roundpipe.runtime.sums import GradientBuffers, GradientLayout, HostGradients
 from lightning_roundpipe.runtime.surroundings import Surroundings
 from lightning_roundpipe.runtime.tape import Entry, driven_backward
 from lightning_roundpipe.runtime.trace import TracedCall
+from lightning_roundpipe.runtime.unplanned import SlotsOnArrival
 from lightning_roundpipe.runtime.weights import HostLayer
 
 if TYPE_CHECKING:

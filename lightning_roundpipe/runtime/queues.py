@@ -29,6 +29,8 @@ class WorkerQueue:
         self._prefetch = prefetch
         self._lock = threading.Lock()
         self._slots: deque[tuple[Slot, Callable[[Slot], None]]] = deque()
+        self._last: Slot | None = None
+        """Of those that are open or planned."""
         self._busy = False
 
     def append(self, slots: Iterable[Slot], close: Callable[[Slot], None]) -> None:
@@ -40,7 +42,11 @@ class WorkerQueue:
         """
         with self._lock:
             empty = not self._slots
-            self._slots.extend((slot, close) for slot in slots)
+            for slot in slots:
+                if self._last is not None:
+                    self._last.precede(slot)
+                self._last = slot
+                self._slots.append((slot, close))
             if not self._slots:
                 return
             if self._busy:
@@ -56,11 +62,14 @@ class WorkerQueue:
             self._busy = bool(self._slots)
             if self._busy:
                 self._open(*self._slots.popleft())
+            else:
+                self._last = None
 
     def clear(self) -> None:
         """After a failure: nothing will be opened any more."""
         with self._lock:
             self._slots.clear()
+            self._last = None
             self._busy = False
 
     def _open(self, slot: Slot, close: Callable[[Slot], None]) -> None:

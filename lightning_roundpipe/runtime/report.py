@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, bubble_percent
+from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.step import Step
@@ -39,6 +39,8 @@ def report_of(step: Step) -> Callable[[], dict[str, Any]]:
 
     def report() -> dict[str, Any]:
         rows = recorder.rows()
+        stalls = recorder.stalls()
+        span, stalled = workers * span_of(rows), sum(s["end_s"] - s["start_s"] for s in stalls)
         return {
             "plan": text,
             "profiled": plan is None,
@@ -51,9 +53,11 @@ def report_of(step: Step) -> Callable[[], dict[str, Any]]:
             "peak_device_bytes": peaks,
             "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "bubble_pct": bubble_percent(rows, workers),
+            "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,
             "step_time_s": seconds,
             "costs": costs.to_dict() if costs is not None else None,
             "events": rows,
+            "stalls": stalls,
         }
 
     return report

@@ -29,9 +29,10 @@ from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.call import Call, Forward
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.control import Waiter
+from lightning_roundpipe.runtime.courier import Courier
 from lightning_roundpipe.runtime.foresight import Foresight
 from lightning_roundpipe.runtime.glue import GlueMode
-from lightning_roundpipe.runtime.handing import hand_back, learn
+from lightning_roundpipe.runtime.handing import check_inputs, hand_back, learn
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.learning import is_to_be_probed, is_to_be_walked
 from lightning_roundpipe.runtime.logs import LogRecorder
@@ -84,6 +85,7 @@ class MicrobatchRun:
         self._step, self.engine, self._control = step, engine, step.control
         self._slots = slots
         self.boundaries = Boundaries(index, step.recorder)
+        self._courier = Courier(index, step.engine.workers, slots, self.boundaries)
         self.tape: list[Entry] = []
         self.reached = 0
         self._astray = self.trace.uneven
@@ -173,7 +175,7 @@ class MicrobatchRun:
             self._slot, self._last = slot, f"layer {layer.name!r}"
             self._device = self.engine.workers[slot.worker].device
             self.boundaries.settle()
-            self._slots.after(self.index, slot, call.index)
+            self._courier.after(slot, call.index)
             self._enter_glue()
             if self.learning:
                 learn(call, traced, forward, taped=entry is not None)
@@ -269,8 +271,10 @@ class MicrobatchRun:
         saved = call.saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
         if entry is not None and call.recomputed:
             entry.leaves = [saved.get(i, leaf) for i, leaf in enumerate(call.leaves)]
+            self._courier.saved(entry)
         if self.learning or traced.mutates:
             self.boundaries.settle()
+        self._courier.inputs(call, self._locate)
         if held:
             slot = self._slots.hold(self.index, call.index, call.layer, self._step.sums_of(traced))
         else:
@@ -303,19 +307,6 @@ class MicrobatchRun:
             elif i not in traced.mutates and not tensor.is_inference():
                 entry.given.append((i, tensor, tensor._version))
 
-    def _check_inputs(self, entry: Entry, traced: TracedCall) -> None:
-        overwritten = entry.overwritten() - traced.mutates
-        entry.given.clear()
-        if self.learning:
-            traced.overwritten |= overwritten
-            if overwritten:
-                entry.graph = None  # it would compute from what was written
-        elif overwritten:
-            raise RoundPipeError(
-                f"code between layers wrote in place to argument {min(overwritten)} of layer {entry.layer.name!r} "
-                "after the call, which it did not do in the first batch: gradients would be wrong. Write out of place."
-            )
-
     def _save(self, tensor: Tensor) -> HostCopy:
         return self.boundaries.save(tensor, self._locate(tensor))
 
@@ -343,28 +334,31 @@ class MicrobatchRun:
             if entry.wants_backward():
                 self._walk_back(entry, self._step.sums_of(self.trace.calls[entry.call]))
             else:
+                self._courier.done(entry, ())
                 entry.let_go()
 
     def _walk_back(self, entry: Entry, sums: HostGradients | None) -> None:
         traced, engine = self.trace.calls[entry.call], self.engine
-        self._check_inputs(entry, traced)
+        check_inputs(entry, traced, learning=self.learning)
         refuse_hooked_module(entry)
         if entry.hooks:
             with self._glue_again(entry.home):
                 entry.run_hooks(self.boundaries.transfer)
         if not self._slots.holds(entry.call):
             entry.graph = None
+        sent = self._courier.gradients(entry)
         slot = self._slots.backward(self.index, entry.call, entry.layer, sums)
         self._foresight.backward(self.index, self.tape, self.trace)
         worker, runner, factor = engine.workers[slot.worker], engine.runners[slot.worker], self.mode.proxies.factor
         with noted(lambda: Place(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)):
+            self._courier.following(slot, self.tape)
             grads = worker.run(lambda: runner.backward(slot, entry, self.boundaries, factor), self._control)
+        self._courier.done(entry, sent)
         self._slot, self._last = slot, f"layer {entry.layer.name!r}"
-        self.boundaries.settle()
         if self.learning and entry.found != traced.flags:
             traced.precedent = None
         self._hand_on(entry, grads, worker.device)
-        self._slots.after(self.index, slot, entry.call)
+        self._courier.after(slot, entry.call, self.tape)
 
     def _hand_over(self, entry: Entry, index: int, grad: Tensor | None, device: Device) -> None:
         """Add to another call's gradient, on the device where that gradient is already."""

@@ -6,19 +6,19 @@
     an open slot serves its microbatches in order                                            [4]
     the last microbatch to leave a slot closes it; if all left before it was open, it is     [5]
     closed as it opens
+    the next microbatch may bring what it needs, for the worker's next slot, too             [6]
 
 The order (slot, microbatch) is total, and a microbatch holds at most the turn that it is running, so there is always
 somebody who may go on: the lowest. A microbatch that skips a stage leaves it without having entered it.
 
-`PlannedSlots` hands out the slots of a plan. `SlotsOnArrival` makes one slot of every call as it comes, which needs no
-trace: for the first batch, for evaluation, and for steps of one microbatch, where any control flow is allowed. There
-the step before says what will probably come, so that its weights are on their way already; being wrong costs only time.
+`PlannedSlots` hands out the slots of a plan; `SlotsOnArrival` (`unplanned`) makes one of every call as it comes.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -93,6 +93,9 @@ class Slot:
         self._position = 0
         self._left: set[int] = set()
         self._waiting: dict[int, Waiter] = {}
+        self._approaching: dict[int, Waiter] = {}
+        self._near = False
+        self._behind: weakref.ref[Slot] | None = None  # or rounds would hang in a circle
         self._lock = threading.Lock()
 
     def open(self) -> bool:
@@ -100,7 +103,9 @@ class Slot:
         with self._lock:
             self.opened = True
             self._wake_next()
-            return self._position == len(self.microbatches)
+            over = self._position == len(self.microbatches)
+        self._lead()
+        return over
 
     def enter(self, microbatch: int, control: Control) -> None:
         """Wait for the turn of ``microbatch``."""
@@ -120,7 +125,32 @@ class Slot:
             while self._position < len(self.microbatches) and self.microbatches[self._position] in self._left:
                 self._position += 1
             self._wake_next()
-            return self.opened and self._position == len(self.microbatches)
+            over = self.opened and self._position == len(self.microbatches)
+        self._lead()
+        return over
+
+    def approach(self, microbatch: int, control: Control) -> None:
+        """Wait until no more than one microbatch has its turn before ``microbatch`` [6]."""
+        with self._lock:
+            if self._may_approach(microbatch):
+                return
+            waiter = self._approaching[microbatch] = Waiter()
+        control.wait(waiter)
+
+    def precede(self, behind: Slot) -> None:
+        """``behind`` is the next slot of the same worker."""
+        with self._lock:
+            self._behind = weakref.ref(behind)
+        self._lead()
+
+    def _lead(self) -> None:
+        """While the last microbatch runs here, the first one of the slot behind may bring what it needs."""
+        with self._lock:
+            led = self._behind if self.opened and self._position >= len(self.microbatches) - 1 else None
+        if led is not None and (behind := led()) is not None:
+            with behind._lock:
+                behind._near = True
+                behind._wake_approaching()
 
     def close(self) -> None:
         """Let the same stage of the next round open."""
@@ -147,7 +177,15 @@ class Slot:
             self.opened and self._position < len(self.microbatches) and self.microbatches[self._position] == microbatch
         )
 
+    def _may_approach(self, microbatch: int) -> bool:
+        return microbatch in self.microbatches[: self._position + 2 if self.opened else self._position + self._near]
+
+    def _wake_approaching(self) -> None:
+        for microbatch in [m for m in self._approaching if self._may_approach(m)]:
+            self._approaching.pop(microbatch).wake()
+
     def _wake_next(self) -> None:
+        self._wake_approaching()
         if self.opened and self._position < len(self.microbatches):
             waiter = self._waiting.pop(self.microbatches[self._position], None)
             if waiter is not None:
@@ -173,6 +211,15 @@ class Slots(Protocol):
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradients | None) -> None:
         """What will probably be asked for next."""
+
+    def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
+        """The slot where a call is going to run, if that is known."""
+
+    def approach(self, microbatch: int, slot: Slot) -> None:
+        """Give up the turns in front of ``slot``, and wait until ``microbatch`` is the next one there at the latest."""
+
+    def is_over(self, slot: Slot, call: int) -> bool:
+        """Whether ``call`` is a microbatch's last one in the slot."""
 
     def after(self, microbatch: int, slot: Slot, call: int) -> None:
         """The call is done."""
@@ -229,6 +276,13 @@ class PlannedSlots:
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradients | None) -> None:
         pass  # the plan has said it
 
+    def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
+        return self._mine[microbatch][(self._backward if backward else self._forward)[call]]
+
+    def approach(self, microbatch: int, slot: Slot) -> None:
+        self._leave_until(microbatch, self._mine[microbatch].index(slot))
+        slot.approach(microbatch, self._control)
+
     def _enter(self, microbatch: int, position: int) -> Slot:
         if self._ahead is not None and self._reached[microbatch] < position <= self._fused:
             self._reached[microbatch] = position
@@ -240,10 +294,13 @@ class PlannedSlots:
         slot.enter(microbatch, self._control)
         return slot
 
-    def after(self, microbatch: int, slot: Slot, call: int) -> None:
+    def is_over(self, slot: Slot, call: int) -> bool:
         # A forward slot is left with its last call; in a fused slot the loss and the backward are still to come, and a
         # backward slot ends with its first call.
-        if (slot.phase == "forward" and call == slot.calls[-1]) or (slot.phase == "backward" and call == slot.calls[0]):
+        return slot.phase != "fused" and call == (slot.calls[-1] if slot.phase == "forward" else slot.calls[0])
+
+    def after(self, microbatch: int, slot: Slot, call: int) -> None:
+        if self.is_over(slot, call):
             self._leave_until(microbatch, self._mine[microbatch].index(slot) + 1)
 
     def finish(self, microbatch: int) -> None:
@@ -255,87 +312,3 @@ class PlannedSlots:
             self._next[microbatch] += 1
             if slot.leave(microbatch):
                 self._close(slot)
-
-
-class SlotsOnArrival:
-    """A slot for each call, made when it comes, or when it is foreseen. Only one microbatch runs at a time.
-
-    Args:
-        make: makes a slot for (phase, microbatch, call, layer, sums).
-        prepare: begins to upload a slot's weights.
-        cancel: takes that back.
-        open: makes a slot the resident one.
-        close: closes it.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[Phase, int, int, HostLayer, HostGradients | None], Slot],
-        prepare: Callable[[Slot], None],
-        cancel: Callable[[Slot], None],
-        open: Callable[[Slot], None],
-        close: Callable[[Slot], None],
-    ) -> None:
-        self._make = make
-        self._prepare = prepare
-        self._cancel = cancel
-        self._open = open
-        self._close = close
-        self._foreseen: Slot | None = None
-        self._held: Slot | None = None
-
-    def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
-        self._let_go()
-        return self._arrive("forward", microbatch, call, layer, None)
-
-    def hold(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
-        """A slot for the forward of what is probably the last call; it stays open for the backward."""
-        self._let_go()
-        self._held = self._arrive("fused", microbatch, call, layer, sums)
-        return self._held
-
-    def holds(self, call: int) -> bool:
-        return self._held is not None and call in self._held.calls
-
-    def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
-        if self._held is not None and self.holds(call):
-            held, self._held = self._held, None
-            return held
-        self._let_go()
-        return self._arrive("backward", microbatch, call, layer, sums)
-
-    def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradients | None) -> None:
-        if not self._is_foreseen(phase, call, layer):
-            self._drop_foreseen()
-            self._foreseen = self._make(phase, microbatch, call, layer, sums)
-            self._prepare(self._foreseen)
-
-    def after(self, microbatch: int, slot: Slot, call: int) -> None:
-        if slot is not self._held:
-            self._close(slot)
-
-    def finish(self, microbatch: int) -> None:
-        self._drop_foreseen()
-        self._let_go()
-
-    def _arrive(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None) -> Slot:
-        self.foresee(microbatch, phase, call, layer, sums)
-        slot, self._foreseen = self._foreseen, None
-        assert slot is not None
-        self._open(slot)
-        return slot
-
-    def _is_foreseen(self, phase: Phase, call: int, layer: HostLayer) -> bool:
-        slot = self._foreseen
-        return slot is not None and (slot.phase, slot.calls[0], slot.layers[0]) == (phase, call, layer)
-
-    def _drop_foreseen(self) -> None:
-        if self._foreseen is not None:
-            foreseen, self._foreseen = self._foreseen, None
-            self._cancel(foreseen)
-
-    def _let_go(self) -> None:
-        """Close the held slot: its call was not the last one, or needs no backward."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            self._close(held)

@@ -33,9 +33,10 @@ from lightning_roundpipe.runtime.microbatch import loss_of, merge, weighted_mean
 from lightning_roundpipe.runtime.notes import add_waiting_note
 from lightning_roundpipe.runtime.rounds import make_rounds
 from lightning_roundpipe.runtime.run import MicrobatchRun
-from lightning_roundpipe.runtime.slots import PlannedSlots, Slot, SlotsOnArrival
+from lightning_roundpipe.runtime.slots import PlannedSlots, Slot
 from lightning_roundpipe.runtime.threads import Task
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.unplanned import SlotsOnArrival
 
 if TYPE_CHECKING:
     from lightning_roundpipe.planning.costs import Phase

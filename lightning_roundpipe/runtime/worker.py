@@ -81,6 +81,8 @@ class Worker:
         self.index = device.index
         self.weights = [Arena(device, "weights"), Arena(device, "weights of the next stage")]
         self.gradients = [Arena(device, "gradients"), Arena(device, "gradients of the last stage")]
+        self.room: int | None = 0
+        """Bytes that may be brought to it before they are needed; None: as much as there is."""
         self._turn = 0
         self._gradient_turn = 0
         self._replicas: dict[int, tuple[Replica, Buffers]] = {}
@@ -131,8 +133,15 @@ class Worker:
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def reserve(self, weights: int, gradients: int) -> None:
-        """Make the arenas as large as the largest stage needs (bytes). Drained."""
+    def reserve(self, weights: int, gradients: int, room: int | None = 0) -> None:
+        """Make the arenas as large as the largest stage needs (bytes). Drained.
+
+        Args:
+            weights: of that stage.
+            gradients: of that stage.
+            room: what the budget leaves beside all that the plan needs; None: no limit.
+        """
+        self.room = room
         for arena in self.weights:
             arena.ensure(weights)
         for arena in self.gradients:
@@ -286,9 +295,16 @@ class Worker:
     def gradients_of(self, call: int) -> DeviceGradients | None:
         return self._device_gradients.get(call)
 
-    def ready(self, slot: Slot, layer: HostLayer) -> None:
-        """Order the compute stream after the upload of ``layer`` [3]."""
-        self.device.compute.wait(self._upload_of(slot, layer))
+    def ready(self, slot: Slot, layer: HostLayer) -> Event:
+        """Order the compute stream after the upload of ``layer`` [3].
+
+        Returns:
+            Where it could have gone on if there were nothing to wait for.
+        """
+        upload = self._upload_of(slot, layer)
+        could = self.device.compute.record(timed=True)
+        self.device.compute.wait(upload)
+        return could
 
     def _upload_of(self, slot: Slot, layer: HostLayer) -> Event:
         """Where a stream can wait for an upload, once that has been enqueued."""
@@ -303,7 +319,9 @@ class Worker:
     def retire(self, *tensors: Any) -> None:
         """Keep ``tensors`` until the compute enqueued so far is done, and do not let the host run too far ahead."""
         self._in_flight.append((self.device.compute.record(), tensors))
-        while len(self._in_flight) > IN_FLIGHT or (self._in_flight and self._in_flight[0][0].done()):
+        while self._in_flight and self._in_flight[0][0].done():
+            self._in_flight.popleft()
+        while len(self._in_flight) > IN_FLIGHT:
             self._in_flight.popleft()[0].wait()
 
     def forget(self) -> None:

@@ -5,90 +5,38 @@ That the calls are the right ones only a GPU can tell; ``test_cuda.py`` asks one
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeEvent, FakeStream, play_cuda
+from patience import PATIENCE_S, join, until
 
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda, cuda_streams
+from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.devices.cuda_feed import FIRST_GUESS, FedEvent, FedStream
+from lightning_roundpipe.devices.wire import LONGEST_WAIT_S
 
-GPU_CLOCK_AHEAD = 1234.5
-"""Seconds by which the fake GPU's clock differs from the host's."""
 NEAR_S = 10.0
 """Seconds that may pass between two looks at the clock: a machine may be busy."""
 
 
-class FakeEvent:
-    """Reached as soon as it is recorded, unless its stream is busy."""
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        self.timed = enable_timing
-        self.stream: FakeStream | None = None
-        self.at = 0.0
-
-    def record(self, stream: FakeStream) -> None:
-        self.stream, self.at = stream, time.perf_counter() + GPU_CLOCK_AHEAD
-
-    def synchronize(self) -> None:
-        assert self.stream is not None, "waited for an event that was never recorded"
-        self.stream.busy = False
-
-    def query(self) -> bool:
-        return self.stream is not None and not self.stream.busy
-
-    def elapsed_time(self, later: FakeEvent) -> float:
-        assert self.timed and later.timed
-        return (later.at - self.at) * 1e3
-
-
-class FakeStream:
-    """Counts what it is asked to wait for, and is busy when a test says so."""
-
-    def __init__(self, torch_device: torch.device) -> None:
-        self.device = torch.device("cuda", 0)
-        self.busy = False
-        self.waited: list[FakeEvent] = []
-
-    def wait_event(self, event: FakeEvent) -> None:
-        assert event.stream is not None
-        self.waited.append(event)
-
-    def synchronize(self) -> None:
-        self.busy = False
-
-
-@contextmanager
-def nothing(*args: object) -> Iterator[None]:
-    yield
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
-    fakes: dict[str, Any] = {
-        "Event": FakeEvent,
-        "Stream": FakeStream,
-        "stream": nothing,
-        "device": nothing,
-        "default_generators": (torch.Generator(),),
-        "mem_get_info": lambda device: (600, 1000),
-        "memory_reserved": lambda device: 200,
-        "memory_allocated": lambda device: 150,
-        "max_memory_allocated": lambda device: 180,
-        "reset_peak_memory_stats": lambda device: None,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    play_cuda(monkeypatch)
     device = CudaDevice(0, torch.device("cpu", 0), "off", sharers=2)
     yield device
     device.close()
 
 
-def fake_of(stream: object) -> FakeStream:
+def fake_of(stream: Stream) -> FakeStream:
+    if isinstance(stream, FedStream):
+        stream.synchronize()  # what it was asked for is with the GPU now
+        stream = stream.fed
     assert isinstance(stream, cuda_streams.CudaStream)
     fake: Any = stream.stream
     assert isinstance(fake, FakeStream)
@@ -96,7 +44,7 @@ def fake_of(stream: object) -> FakeStream:
 
 
 def test_host_memory_lives_until_its_copy_is_done(device: CudaDevice) -> None:
-    stream = device.weights_up
+    stream = device.activations_up
     host, arena = device.host_buffer(100), device.allocate(100, "weights")
     host.fill_(3)
     fake_of(stream).busy = True
@@ -110,6 +58,75 @@ def test_host_memory_lives_until_its_copy_is_done(device: CudaDevice) -> None:
     stream.synchronize()
     assert not stream._flying
     device.free(arena)
+
+
+def test_what_was_lent_lives_until_compute_is_done(device: CudaDevice) -> None:
+    """Its memory goes back to the stream that filled it, which does not wait for compute."""
+    lent = device.device_like(torch.zeros(100), device.activations_up, lent=True)
+    assert not fake_of(device.activations_up).waited
+    storage = lent.untyped_storage()._weak_ref()
+    fake_of(device.compute).busy = True
+    device.let_go([lent])
+    del lent
+    try:
+        device.compute.copy(torch.zeros(1), torch.zeros(1))
+        assert not torch.UntypedStorage._expired(storage)
+        fake_of(device.compute).busy = False
+        device.compute.copy(torch.zeros(1), torch.zeros(1))
+        assert torch.UntypedStorage._expired(storage)
+    finally:
+        torch.UntypedStorage._free_weak_ref(storage)
+
+
+def test_what_may_live_on_is_made_of_computes_memory(device: CudaDevice) -> None:
+    """Which whoever fills it waits for: compute may be using it still."""
+    device.device_like(torch.zeros(100), device.activations_up)
+    assert [event.stream for event in fake_of(device.activations_up).waited] == [fake_of(device.compute)]
+
+
+class Gated(FakeEvent):
+    """Reached when the test says so; a chunk at a time."""
+
+    reached = threading.Semaphore(0)
+
+    def synchronize(self) -> None:
+        assert self.reached.acquire(timeout=PATIENCE_S)
+
+
+def test_the_gpu_has_two_chunks_at_most(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So activations wait for these two, and for no more, however many were asked for before."""
+    copied: list[tuple[str, int]] = []
+    real = cuda_streams.CudaStream.copy
+
+    def copy(self: cuda_streams.CudaStream, dst: torch.Tensor, src: torch.Tensor) -> None:
+        copied.append((self.name.rpartition("-")[2], src.numel()))
+        real(self, dst, src)
+
+    monkeypatch.setattr(cuda_streams.CudaStream, "copy", copy)
+    monkeypatch.setattr(torch.cuda, "Event", Gated)
+    most = int(FIRST_GUESS * LONGEST_WAIT_S / 2)
+    host, arena = device.host_buffer(4 * most + 7).fill_(3), device.allocate(4 * most + 7, "weights")
+    stream, small = device.weights_up, torch.zeros(8)
+    stream.copy(arena, host)
+    event = stream.record()
+    assert isinstance(event, FedEvent)
+    until(lambda: len(copied) == 2)
+    waiting = threading.Thread(target=device.compute.wait, args=[event])
+    waiting.start()
+    time.sleep(0.05)
+    device.activations_up.copy(small, torch.ones(8))
+    assert not event.done()
+    assert waiting.is_alive(), "there is no event yet that compute could wait for"
+    for _ in range(3):
+        Gated.reached.release()
+    join([waiting])
+    chunk = ("weights_up", most)
+    assert copied == [chunk, chunk, ("activations_up", 8), chunk, chunk, ("weights_up", 7)]
+    assert event.recorded is not None
+    assert fake_of(device.compute).waited[-1] is event.recorded.event
+    assert arena.eq(3).all()
+    monkeypatch.setattr(Gated, "synchronize", lambda self: None)
+    event.wait()
 
 
 def test_every_copy_stream_waits_before_it_uses_a_new_arena(device: CudaDevice) -> None:
@@ -193,9 +210,12 @@ def test_abort_reset_and_close(device: CudaDevice) -> None:
             call()
     with pytest.raises(StreamAborted), device.permit():
         pass
-    fake_of(device.weights_up).busy = True
+    fed = device.weights_up
+    assert isinstance(fed, FedStream)
+    up: Any = fed.fed.stream
+    up.busy = True
     device.reset()
-    assert not fake_of(device.weights_up).busy, "reset must wait for what the GPU still does"
+    assert not up.busy, "reset must wait for what the GPU still does"
     event.wait()
     device.close()
     device.close()

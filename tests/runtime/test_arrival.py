@@ -12,7 +12,8 @@ from harness import assert_identical, assert_same, ours, run
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.slots import Slot, SlotsOnArrival
+from lightning_roundpipe.runtime.slots import Slot
+from lightning_roundpipe.runtime.unplanned import SlotsOnArrival
 from lightning_roundpipe.runtime.worker import Worker
 
 

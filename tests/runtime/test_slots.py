@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from harness import assert_same, ours, run
-from patience import PATIENCE_S, join, start
+from patience import PATIENCE_S, join, start, until
 from torch import Tensor, nn
 
 from lightning_roundpipe.planning.schedule import Plan
@@ -65,6 +65,42 @@ def test_turns_are_taken_in_order() -> None:
     threads += start(run(4))
     join(threads)
     assert order == [4, 5, 6]
+
+
+def test_one_microbatch_ahead_and_no_more() -> None:
+    """What it brings takes memory. The last one in a slot is followed by the first one of its worker's next slot."""
+    first, second, control = make_slot(0, [4, 5, 6, 7]), make_slot(1, [4, 5]), Control()
+    near: list[tuple[int, int]] = []
+
+    def approaching(slot: Slot, m: int) -> Callable[[], None]:
+        def approach() -> None:
+            slot.approach(m, control)
+            near.append((slot.index, m))
+
+        return approach
+
+    def come(*expected: tuple[int, int]) -> None:
+        until(lambda: len(near) >= len(expected))
+        time.sleep(0.03)
+        assert sorted(near) == sorted(expected)
+        near.clear()
+
+    threads = start(*(approaching(first, m) for m in (7, 6, 5, 4)), *(approaching(second, m) for m in (5, 4)))
+    first.precede(second)
+    come()
+    first.open()
+    come((0, 4), (0, 5))
+    first.leave(4)
+    come((0, 6))
+    first.leave(5)
+    come((0, 7))
+    first.leave(6)
+    come((1, 4))
+    first.leave(7)
+    come()
+    second.open()
+    come((1, 5))
+    join(threads)
 
 
 def test_the_last_to_leave_closes() -> None:

@@ -75,13 +75,7 @@ class Wait:
 WAITS = [
     # Memory of the weights: an upload over a stage that is still running, a call before its weights are there.
     Wait("runtime.worker:Worker.prepare", "stream.wait(arena.free)", "order"),
-    Wait(
-        "runtime.worker:Worker.ready",
-        "self.device.compute.wait(self._upload_of(slot, layer))",
-        "numbers",
-        CUT,
-        "weights_up",
-    ),
+    Wait("runtime.worker:Worker.ready", "self.device.compute.wait(upload)", "numbers", CUT, "weights_up"),
     Wait("runtime.worker:Worker.close_slot", "self.device.compute.wait(self._upload_of(slot, layer))", "order", NOBODY),
     # Versions: an upload that waits for an update, glue that reads a weight itself, a sum that is to be accumulated.
     Wait("runtime.worker:Worker._upload_of", "slot.control.wait(waiter)", "numbers", CUT, "updating"),
@@ -106,8 +100,9 @@ WAITS = [
     # Boundaries: from a worker to the host, from the host to a worker; and glue or a layer that writes to what is on
     # its way, which it can only where the next call is on the same worker: else that call has waited for the copy.
     Wait("runtime.boundary:Boundaries._download", "stream.wait(device.compute.record())", "order"),
-    Wait("runtime.boundary:upload", "stream.wait(copy.ready)", "numbers", CUT, "activations_down"),
-    Wait("runtime.boundary:upload", "device.compute.wait(end)", "numbers", CUT, "activations_up"),
+    Wait("runtime.boundary:Boundaries._upload", "stream.wait(copy.ready)", "numbers", CUT, "activations_down"),
+    Wait("runtime.boundary:Boundaries._used", "device.compute.wait(here.end)", "numbers", CUT, "activations_up"),
+    Wait("runtime.boundary:Boundaries.fresh", "device.compute.wait(end)", "numbers", CUT, "activations_up"),
     Wait("runtime.boundary:Boundaries.transfer", "copy.ready.wait()", "numbers", CUT, "activations_down"),
     Wait("runtime.boundary:Boundaries.settle", "device.compute.wait(ready)", "numbers", WIDE, "activations_down"),
     Wait("runtime.run:MicrobatchRun.call", "self.boundaries.settle()", "numbers", WIDE, "activations_down"),
@@ -139,6 +134,7 @@ ELSEWHERE = {
         "runtime.arrivals:Arrivals.take",
         "upload.wait()",
     ),  # test_a_unit_is_sent_when_its_uploads_are_over
+    ("runtime.slots:Slot.approach", "control.wait(waiter)"),  # test_slots.py: test_one_microbatch_ahead_and_no_more
     ("runtime.crew:Crew.rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
     ("runtime.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
     ("runtime.sums:HostGradients.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
@@ -179,10 +175,7 @@ ENDS = {
 to look at (the main thread goes on while microbatches are running), or, where nothing fails, others wait as well."""
 
 SPARE = {
-    # What a backward sends to another worker or to the host is waited for there, and nobody writes to a gradient that
-    # has been handed on: they are never added in place. It is there because a settled copy is forgotten.
-    ("runtime.run:MicrobatchRun._walk_back", "self.boundaries.settle()"),
-    # Likewise: in evaluation every copy is for the call that is about to run, which waits for it.
+    # In evaluation every copy is for the call that is about to run, which waits for it.
     ("runtime.evaluation:Evaluation.call", "self._boundaries.settle()"),
 }
 """Not needed for the order; each says why."""

@@ -1,4 +1,4 @@
-"""Events of emulated devices: wait for them, or be woken by an abort."""
+"""Events that a thread of our own reaches: wait for them, or be woken by an abort."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_roundpipe.devices.base import Event
 from lightning_roundpipe.devices.errors import StreamAborted, raise_kept
 
 
-class EmulatedEvent(Event):
+class ThreadEvent(Event):
     """A condition that comes true once: reached, or failed with an error."""
 
     def __init__(self, stream: str, switch: AbortSwitch, timed: bool) -> None:

@@ -1,0 +1,76 @@
+"""Whole steps on devices that believe they are GPUs: no thread that drives one waits for it.
+
+A fake plays CUDA on the CPU, so numbers are those of plain training.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import fake_cuda
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import ours, run
+
+from lightning_roundpipe import strategy
+from lightning_roundpipe.devices.cuda import CudaDevice
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaDevice]]:
+    """Made when a Trainer asks for devices. The memory that the fake tells of is no limit."""
+    made: list[CudaDevice] = []
+
+    def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
+        made[:] = [CudaDevice(i, torch.device("cpu"), "off", len(torch_devices)) for i in range(len(torch_devices))]
+        return made
+
+    fake_cuda.play_cuda(monkeypatch)
+    monkeypatch.setattr(CudaDevice, "capacity", lambda self: None)
+    monkeypatch.setattr(strategy, "make_devices", make)
+    yield made
+
+
+class Within(pl.Callback):
+    """Who waited for a GPU while step ``batch`` ran."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.threads: list[str] = []
+        self.ranges: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            fake_cuda.SYNCHRONIZED.clear()
+            fake_cuda.RANGES.clear()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            self.threads = list(fake_cuda.SYNCHRONIZED)
+            self.ranges = list(fake_cuda.RANGES)
+
+
+def test_no_thread_that_drives_a_gpu_waits_for_it(gpus: list[CudaDevice]) -> None:
+    """What a thread waits for it enqueues late, and the GPU has nothing to do. The optimizer has to wait for gradients,
+    the main thread for losses; and those that feed chunks to the link wait for chunks."""
+    module, batches = zoo.make_module("llama"), zoo.make_batches("llama", 3)
+    expected = run("auto", copy.deepcopy(module), batches)
+    within = Within(2)
+    plan = "forward 0 1-3; fused 4-5; backward 2-3 0-1; round 2"
+    used = ours(num_microbatches=2, plan=plan)
+    result = run(used, module, batches, devices=2, callbacks=[within], watch=False)
+    assert len(gpus) == 2
+    harness.assert_tensors_same(expected.state, result.state)
+    driving = [name for name in within.threads if name.startswith(("roundpipe-worker", "roundpipe-microbatch"))]
+    assert driving == []
+    assert within.threads, "nothing was counted"
+    slots = {name.split(" of ")[0] for name in within.ranges if name.startswith("forward")}
+    assert len(slots) == 6, within.ranges
+    assert all(" slot " in name for name in within.ranges)

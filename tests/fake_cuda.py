@@ -1,0 +1,94 @@
+"""The part of ``torch.cuda`` that devices use, played on the CPU: what is enqueued is done at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+GPU_CLOCK_AHEAD = 1234.5
+"""Seconds by which the fake GPU's clock differs from the host's."""
+
+
+class FakeEvent:
+    """Reached as soon as it is recorded, unless its stream is busy."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.timed = enable_timing
+        self.stream: FakeStream | None = None
+        self.at = 0.0
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.at = stream, time.perf_counter() + GPU_CLOCK_AHEAD
+
+    def synchronize(self) -> None:
+        assert self.stream is not None, "waited for an event that was never recorded"
+        self.stream.busy = False
+        SYNCHRONIZED.append(threading.current_thread().name)
+
+    def query(self) -> bool:
+        return self.stream is not None and not self.stream.busy
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.timed and later.timed
+        return (later.at - self.at) * 1e3
+
+
+class FakeStream:
+    """Counts what it is asked to wait for, and is busy when a test says so."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.device = torch.device("cuda", 0)
+        self.busy = False
+        self.waited: list[FakeEvent] = []
+
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.stream is not None
+        self.waited.append(event)
+
+    def synchronize(self) -> None:
+        self.busy = False
+        SYNCHRONIZED.append(threading.current_thread().name)
+
+
+SYNCHRONIZED: list[str] = []
+"""Threads that have waited for the GPU."""
+RANGES: list[str] = []
+"""Names that a profiler would show."""
+
+
+@contextmanager
+def nothing(*args: object) -> Iterator[None]:
+    yield
+
+
+def no_record_stream(*args: object) -> None:
+    raise AssertionError("when memory comes back would be up to the allocator")
+
+
+def play_cuda(patch: pytest.MonkeyPatch) -> None:
+    """Put fakes in the place of CUDA, for `CudaDevice` on a device of the CPU."""
+    fakes: dict[str, Any] = {
+        "Event": FakeEvent,
+        "Stream": FakeStream,
+        "stream": nothing,
+        "device": nothing,
+        "default_generators": {0: torch.default_generator, None: torch.default_generator},
+        "mem_get_info": lambda device: (600, 1000),
+        "memory_reserved": lambda device: 200,
+        "memory_allocated": lambda device: 150,
+        "max_memory_allocated": lambda device: 180,
+        "reset_peak_memory_stats": lambda device: None,
+    }
+    for name, fake in fakes.items():
+        patch.setattr(torch.cuda, name, fake)
+    patch.setattr(torch.cuda.nvtx, "range_push", RANGES.append)
+    patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    patch.setattr(torch.Tensor, "record_stream", no_record_stream, raising=False)
+    SYNCHRONIZED.clear()
+    RANGES.clear()
