@@ -9,6 +9,9 @@ after which call; from then on they are put back whenever a microbatch goes on.
     from then on                    the microbatch's own
     changed in one place only       what the microbatch before left there: counters and sums go on counting
 
+What the batch before has left is the last microbatch's. Who computes with it and puts something new in its place, such
+as a recurrent network's hidden state, means each sample's own: that is refused.
+
 Metrics are left alone: they see one microbatch after another.
 """
 
@@ -18,7 +21,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.config import RoundPipeError
@@ -66,6 +69,26 @@ class Place:
         else:
             self._owner.__dict__[self._name] = value
 
+    def inherited(self, samples: int) -> list[Tensor]:
+        """Tensors that are there when a step begins and may hold something of each sample of the batch before.
+
+        Args:
+            samples: of the microbatch that left them. In what is changed in one place only they are told by it: sums
+                over a batch may go on.
+        """
+        value = self.start[0] if isinstance(self.start, tuple) else None
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        tensors = [t for t in held if isinstance(t, Tensor) and t.dim()]
+        return [t for t in tensors if len(self.spots) > 1 or samples in t.shape]
+
+    def refuse_inheritance(self) -> None:
+        owner = type(self._owner).__name__
+        raise RoundPipeError(
+            f"attribute {self._name!r} of {owner} goes from batch to batch: training_step computes with what the batch "
+            "before has left there and replaces it. With several microbatches that would be another part's: set "
+            "num_microbatches=1, or keep it out of the step."
+        )
+
     def counts_at(self, spot: Spot | None) -> bool:
         """Whether ``spot`` is the one place that changes it."""
         return len(self.spots) == 1 and spot in self.spots
@@ -86,6 +109,9 @@ class Belongings:
         self._glue = [m for m in modules if id(m) not in inside]
         self._layers = layers
         self.places: dict[tuple[int, str], Place] = {}
+        self.inherited: dict[int, Place] = {}
+        """By the ids of tensors that the step before has left, see `Place.inherited`."""
+        self._samples = -1
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -93,12 +119,16 @@ class Belongings:
         """A step begins."""
         for place in self.places.values():
             place.start = place.latest = place.read()
+        self.inherited.clear()
+        for place in self.places.values():
+            self.inherited.update((id(tensor), place) for tensor in place.inherited(self._samples))
         self._seen = [list(m.__dict__.values()) for m in self._glue]
         self._states = [layer.state.current() for layer in self._layers]
         self._trainable = [layer.trainable() for layer in self._layers]
 
-    def end(self, last: Kept) -> None:
-        """A step ends: what is kept now is what the last microbatch would have left in plain training."""
+    def end(self, last: Kept, samples: int) -> None:
+        """A step ends: what is kept now is what the ``last`` microbatch, of so many ``samples``, would have left."""
+        self._samples = samples
         for place in self.places.values():
             place.write(place.latest if len(place.spots) == 1 else last.values.get(place, place.start))
 
@@ -172,7 +202,14 @@ class Kept:
     def __init__(self, belongings: Belongings) -> None:
         self.belongings = belongings
         self.values: dict[Place, tuple[Any, Any]] = {}
+        self.inherited = belongings.inherited
+        self._used: set[Place] = set()
         self._begun = False
+
+    def notice(self, value: Any) -> None:
+        """Glue computes with ``value``."""
+        if (place := self.inherited.get(id(value))) is not None:
+            self._used.add(place)
 
     def enter(self, spot: Spot | None, *, learning: bool) -> None:
         """The microbatch goes on with the glue of ``spot``; None when it walks back."""
@@ -191,6 +228,8 @@ class Kept:
             self.belongings.learn(spot)
         for place in self.belongings.places.values():
             self.values[place] = place.read()
+            if place in self._used and not _unchanged(self.values[place], place.start):
+                place.refuse_inheritance()
             if place.counts_at(spot):
                 place.latest = self.values[place]
 

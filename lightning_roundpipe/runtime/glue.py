@@ -13,8 +13,8 @@ Every torch function that glue calls passes through `GlueMode`. It does three th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,19 @@ class Proxies:
                 yield master, grad if self.factor == 1.0 else grad * self.factor
 
 
+class Keeps(Protocol):
+    """What a microbatch keeps on modules; see `runtime.belongings.Kept`."""
+
+    @property
+    def inherited(self) -> Mapping[int, object]: ...
+
+    def notice(self, value: Any) -> None: ...
+
+
+_OF_THE_SHAPE = frozenset({"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point"})
+"""What is asked of a tensor without computing with it."""
+
+
 class GlueMode(TorchFunctionMode):
     """The mode of one microbatch's glue.
 
@@ -81,6 +94,7 @@ class GlueMode(TorchFunctionMode):
         formats: that masters are seen in.
         train: whether masters are replaced and losses counted; evaluation only follows devices, and formats.
         accelerator: the device type that host tensors move to; None where host and device are the same.
+        kept: is told of what glue computes with that the batch before has left.
     """
 
     def __init__(
@@ -91,6 +105,7 @@ class GlueMode(TorchFunctionMode):
         *,
         train: bool,
         accelerator: str | None,
+        kept: Keeps | None = None,
     ) -> None:
         super().__init__()
         self.proxies = Proxies(read)
@@ -102,6 +117,7 @@ class GlueMode(TorchFunctionMode):
         self._accelerator = accelerator
         self._formats = formats or Formats()
         self._replaces = train or self._formats.low is not None
+        self._kept = kept
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -117,6 +133,9 @@ class GlueMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._train and name in ("register_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
+        if self._kept is not None and self._kept.inherited and name not in _OF_THE_SHAPE:
+            for value in args:
+                self._kept.notice(value)
         if self._replaces and not self._writes(name, args):
             args, kwargs = self._with_proxies(args, kwargs)
         if self._train:
@@ -155,6 +174,13 @@ class GlueMode(TorchFunctionMode):
         if any(isinstance(v, nn.Parameter) for v in kwargs.values()):
             kwargs = {k: self.stand_in(v) for k, v in kwargs.items()}
         return args, kwargs
+
+    def stand_ins(self, leaves: list[Any], given: Any) -> list[Any]:
+        """The ``leaves`` of a call with stand-ins. Glue has ``given`` it some of them; others are the layer's own."""
+        if self._kept is not None and self._kept.inherited:
+            for value in tree_iter(given):
+                self._kept.notice(value)
+        return [self.stand_in(leaf) for leaf in leaves]
 
     def stand_in(self, value: Any) -> Any:
         """What stands for ``value`` if it is a master: that is trained, or seen in another format. Else ``value``."""

@@ -69,10 +69,11 @@ class MicrobatchRun:
         self.learning = trace is None
         self.segments = Segments(step, index, learning=self.learning)
         self.kept = self.segments.kept
-        engine = step.engine
+        self._step, self.engine, self._control = step, (engine := step.engine), step.control
         self.mode = GlueMode(
-            engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator
-        )
+            engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
+            kept=self.kept,
+        )  # fmt: skip
         self.started = Waiter()
         self.passed = Waiter()
         """Woken when its output is there, computed once ``computed`` has passed; only its way back is left."""
@@ -82,7 +83,6 @@ class MicrobatchRun:
         self.differentiable = False
         self.trace = trace or Trace()
         self._foresight = Foresight(slots, step.sums_of, recent)
-        self._step, self.engine, self._control = step, engine, step.control
         self._slots = slots
         self.boundaries = Boundaries(index, step.recorder)
         self._courier = Courier(index, step.engine.workers, slots, self.boundaries)
@@ -204,7 +204,7 @@ class MicrobatchRun:
         index, traced = self._next(layer)
         state = layer.state.current()
         leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
-        leaves = [self.mode.stand_in(leaf) for leaf in leaves]
+        leaves = self.mode.stand_ins(leaves, (args, kwargs))
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         ambient = Ambient.capture(self.engine.device_types)
         trainable = layer.trainable()

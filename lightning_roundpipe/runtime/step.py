@@ -152,7 +152,7 @@ class Step:
             self._rest(given_up)
         self.control.raise_error()
         if self.belongings is not None and (last := self.runs[-1].kept) is not None:
-            self.belongings.end(last)
+            self.belongings.end(last, self.sizes[-1])
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
