@@ -276,7 +276,7 @@ def test_a_long_text_keeps_no_tensors_that_nobody_needs(monkeypatch: pytest.Monk
     real = Evaluation.call
 
     def call(self: Any, *args: Any) -> Any:
-        kept.append(len(self._boundaries._saved) + sum(map(len, self._boundaries._copies.values())))
+        kept.append(len(self._boundaries._saved) + sum(map(len, self._boundaries._here.values())))
         return real(self, *args)
 
     monkeypatch.setattr(Evaluation, "call", call)
