@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.interception import current
-from lightning_roundpipe.runtime.manual import ManualRun
+from lightning_roundpipe.runtime.manual import ManualRun, ManualStep
 from lightning_roundpipe.runtime.tape import Entry
 
 
@@ -145,6 +146,7 @@ def _one_after_another(self: Any, optimizer: Any, batch: Tensor) -> Any:
     other = self.two(hidden).square().mean()
     self.manual_backward(loss)
     one.step()
+    self.log("norm", self.trunk[0].weight.data.norm())  # may be looked at, as long as it is not written to
     self.manual_backward(other)
     two.step()
     self.log("sum", loss + other)
@@ -173,6 +175,30 @@ def _by_hand(self: Any, optimizer: Any, batch: Tensor) -> Any:
     with torch.no_grad():
         self.one.weight.mul_(0.9)
         self.log("after", sum(self.losses(batch)))
+
+
+def _written_ahead(write: Callable[[nn.Parameter], None]) -> Any:
+    def step(self: Any, optimizer: Any, batch: Tensor) -> None:
+        with torch.no_grad():
+            self.log("before", sum(self.losses(batch)))
+        time.sleep(0.02)  # what is uploaded ahead arrives, with the old weights
+        write(self.trunk[0].weight)
+        _shared_trunk(self, optimizer, batch)
+
+    return step
+
+
+def _in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(0.8)
+
+
+def _unseen(weight: nn.Parameter) -> None:
+    weight.data.mul_(0.8)
+
+
+def _elsewhere(weight: nn.Parameter) -> None:
+    weight.data = weight.detach() * 0.8
 
 
 def _accumulated(self: Any, optimizer: Any, batch: Tensor) -> Any:
@@ -231,6 +257,9 @@ WAYS: dict[str, tuple[Any, Any]] = {
     "with closures": (_with_closures, _halves),
     "lbfgs": (lambda self, optimizer, batch: _with_closures(self, [optimizer], batch), lambda p: _lbfgs(p)[0]),
     "hooks on tensors": (_hooked, None),
+    "written to": (_written_ahead(_in_place), None),
+    "written to unseen": (_written_ahead(_unseen), None),
+    "put elsewhere": (_written_ahead(_elsewhere), None),
 }
 
 
@@ -279,6 +308,27 @@ def test_resuming_goes_on_to_the_bit(tmp_path: Path) -> None:
     fit = {"ckpt_path": tmp_path / "half.ckpt"}
     resumed = run(ours(), Gan(), samples(2), devices=2, max_epochs=2, callbacks=[Seeding()], fit=fit)
     assert all(torch.equal(resumed.state[name], value) for name, value in whole.state.items())
+
+
+def test_the_next_layer_is_uploaded_while_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second batch on. On one worker, whose thread enqueues everything, the order is the same each time."""
+    steps: list[list[tuple[str, str]]] = []
+    real = ManualStep.let_go
+
+    def let_go(self: Any) -> None:
+        items = [(kind, where) for kind, *_, where in self.recorder._items if where.phase == "forward"]
+        steps.append([(kind, where.layer) for kind, where in items])
+        real(self)
+
+    monkeypatch.setattr(ManualStep, "let_go", let_go)
+    run(ours(), Manual(_shared_trunk), samples(2))
+    (first, second), count = steps, len(steps[0]) // 2
+    names = [layer for kind, layer in first if kind == "forward"]
+    assert first == [(kind, layer) for layer in names for kind in ("upload_weights", "forward")]
+    ahead = [("upload_weights", names[0])]
+    for layer, following in zip(names, [*names[1:], None], strict=True):
+        ahead += [("upload_weights", following)] * (following is not None) + [("forward", layer)]
+    assert (second, len(names)) == (ahead, count)
 
 
 def test_on_any_number_of_workers() -> None:
@@ -365,6 +415,16 @@ def _stepped_between(self: Any, optimizer: Any, batch: Tensor) -> Any:
     self.manual_backward(other)
 
 
+def _written_between(write: Callable[[nn.Parameter], None]) -> Any:
+    def step(self: Any, optimizer: Any, batch: Tensor) -> None:
+        loss, _ = self.losses(batch)
+        write(self.trunk[0].weight)
+        self.losses(batch)  # brings the new weights to where they belong
+        self.manual_backward(loss)
+
+    return step
+
+
 def _twice(self: Any, optimizer: Any, batch: Tensor) -> Any:
     loss, other = self.losses(batch)
     self.manual_backward(loss)
@@ -378,6 +438,8 @@ def _kept(self: Any, optimizer: Any, batch: Tensor) -> Any:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "a step between a call and its backward": (_stepped_between, "were written to .*before the step"),
+    "an unseen write between them": (_written_between(_unseen), "were written to"),
+    "other memory between them": (_written_between(_elsewhere), "were written to"),
     "a second backward": (_twice, "retain_graph=True"),
     "a tensor of the batch before": (_kept, "Detach what is kept"),
     "create_graph": (

@@ -21,7 +21,8 @@ from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
 from lightning_roundpipe.runtime.cutting import given_weights_of, sizes_for
-from lightning_roundpipe.runtime.evaluation import Evaluation, Order
+from lightning_roundpipe.runtime.evaluation import Evaluation
+from lightning_roundpipe.runtime.foresight import Order
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.hints import Hints

@@ -28,7 +28,7 @@ from lightning_roundpipe.runtime.call import Call
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.crew import WatchedControl
 from lightning_roundpipe.runtime.events import Recorder
-from lightning_roundpipe.runtime.glue import GlueMode
+from lightning_roundpipe.runtime.glue import DATA, GlueMode
 from lightning_roundpipe.runtime.handing import hand_back
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.interrupts import allowed
@@ -45,32 +45,6 @@ if TYPE_CHECKING:
 
 OFTEN = 64
 """Calls between two looks for copies that nobody needs: a long text is thousands of calls in one step."""
-
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-class Order:
-    """What was called last time after which two layers. Outlives a batch.
-
-    Two, because a shared layer is followed by different ones.
-    """
-
-    def __init__(self) -> None:
-        self._following: dict[tuple[int, int], HostLayer] = {}
-        self._last = (-1, -1)
-
-    def begin(self) -> None:
-        """A batch begins."""
-        self._last = (-1, -1)
-
-    def see(self, layer: HostLayer) -> None:
-        """``layer`` is called."""
-        self._following[self._last] = layer
-        self._last = (self._last[1], layer.index)
-
-    def following(self) -> HostLayer | None:
-        """What will probably be called next."""
-        return self._following.get(self._last)
 
 
 class Evaluation:
@@ -206,6 +180,6 @@ class _Glue(GlueMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if isinstance(args[0] if args else None, nn.Parameter) and func == _DATA and id(args[0]) in self._all:
+        if isinstance(args[0] if args else None, nn.Parameter) and func == DATA and id(args[0]) in self._all:
             self._touched()
         return super().__torch_function__(func, types, args, kwargs)

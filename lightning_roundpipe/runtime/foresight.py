@@ -64,3 +64,65 @@ class Foresight:
             entry = tape[-1]
             sums = self._sums_of(trace.calls[entry.call])
             self._slots.foresee(microbatch, "backward", entry.call, entry.layer, sums)
+
+
+class Order:
+    """What was called last time after which two layers. Outlives a batch.
+
+    Two, because a shared layer is followed by different ones.
+    """
+
+    def __init__(self) -> None:
+        self._following: dict[tuple[int, int], HostLayer] = {}
+        self._last = (-1, -1)
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._last = (-1, -1)
+
+    def see(self, layer: HostLayer) -> None:
+        """``layer`` is called."""
+        self._following[self._last] = layer
+        self._last = (self._last[1], layer.index)
+
+    def following(self) -> HostLayer | None:
+        """What will probably be called next."""
+        return self._following.get(self._last)
+
+
+class Guess(Foresight):
+    """Of a step that calls layers in any order, and whose user code may write to weights at any time.
+
+    Args:
+        slots: get to know what will probably come.
+        sums_of: where a call's gradients are summed.
+        order: of earlier calls; updated.
+        ahead: whether to foresee forward calls.
+    """
+
+    def __init__(
+        self, slots: Slots, sums_of: Callable[[TracedCall], HostGradients | None], order: Order, *, ahead: bool
+    ) -> None:
+        super().__init__(slots, sums_of, None)
+        self._order = order
+        self._ahead = ahead
+        self._uploading: tuple[HostLayer, list[tuple[int, int]]] | None = None
+        order.begin()
+
+    def see(self, index: int, layer: HostLayer) -> None:
+        self._order.see(layer)
+
+    def after_forward(self, microbatch: int, index: int, tape: Sequence[Entry], trace: Trace) -> None:
+        following = self._order.following() if self._ahead else None
+        if following is not None:
+            self._uploading = following, following.written()
+            self._slots.foresee(microbatch, "forward", index + 1, following, None)
+
+    def is_late(self, layer: HostLayer) -> bool:
+        """Whether ``layer``, which is called now, was uploaded ahead and has been written to since."""
+        uploading, self._uploading = self._uploading, None
+        return uploading is not None and uploading[0] is layer and uploading[1] != layer.written()
+
+    def stay_behind(self) -> None:
+        """User code may write to weights without anybody seeing it."""
+        self._ahead = False

@@ -27,7 +27,8 @@ from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 
 _LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-_VALUES = {Tensor.data.__get__, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
+DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_VALUES = {DATA, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
 """Attributes of a tensor that share its memory."""
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _IN_PLACE = re.compile(

@@ -19,17 +19,18 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.belongings import Spot
 from lightning_roundpipe.runtime.call import Call
 from lightning_roundpipe.runtime.crew import WatchedControl
-from lightning_roundpipe.runtime.glue import GlueMode
+from lightning_roundpipe.runtime.foresight import Guess
+from lightning_roundpipe.runtime.glue import DATA, GlueMode
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.interrupts import allowed
@@ -148,9 +149,14 @@ class ManualRun(MicrobatchRun):
         super().__init__(step, 0, None, slots)
         self._manual = step
         self.segments = self._pieces = _Pieces(step)
-        self.mode = _Glue(self._differentiate, step.engine.accelerator)
+        self.mode = _Glue(self._differentiate, self._touched, step.engine)
+        self._foresight = self._guess = Guess(
+            slots, step.sums_of, step.engine.order, ahead=bool(step.engine.options.prefetch)
+        )
         self._weights: dict[Entry, list[tuple[int, int]]] = {}
-        """What the masters of a call's layer were when it was made: version and place."""
+        """What was known of the weights of a call's layer when it was made."""
+        self._before: dict[Entry, list[tuple[nn.Parameter, Tensor]]] = {}
+        """Weights that user code has got hold of between a call and its backward, and what they were."""
 
     def train(self, function: Callable[[], Any]) -> Any:
         """``function()`` with its layer calls on the workers."""
@@ -175,17 +181,36 @@ class ManualRun(MicrobatchRun):
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with allowed(False):
-            layer.adopt()
-            layer.remember()  # [4]
+            with torch._C.DisableTorchFunction():
+                self._bring_up_to_date(layer)  # [4]
             output = super().call(layer, args, kwargs)
             assert self._slot is not None
             worker, uploaded = self.engine.workers[self._slot.worker], self._slot.uploaded[layer.index]
             worker.run(uploaded.wait, self._control)  # [1]
             return output
 
+    def _bring_up_to_date(self, layer: HostLayer) -> None:
+        if self._guess.is_late(layer):
+            self._slots.finish(self.index)
+        places = [master.data_ptr() for master in layer.masters]
+        layer.adopt()
+        moved = [m for m, place in zip(layer.masters, places, strict=True) if m.data_ptr() != place]
+        torch.autograd.graph.increment_version(moved)  # they were given other memory, and with it other values
+        layer.remember()
+
+    def _touched(self, master: nn.Parameter) -> None:
+        """User code reads ``master.data``, through which it may write without being counted."""
+        self._guess.stay_behind()
+        if self._phase == "forward":
+            self._slots.finish(self.index)
+        held = [entry for entry in self.tape if any(master is mine for mine in entry.layer.masters)]
+        value = master.detach().clone() if held else master
+        for entry in held:
+            self._before.setdefault(entry, []).append((master, value))
+
     def _new_entry(self, call: Call, traced: TracedCall) -> Entry:
         entry = super()._new_entry(call, traced)
-        self._weights[entry] = _weights_of(call.layer)
+        self._weights[entry] = call.layer.written()
         self._manual.called(traced, call.trainable)
         return entry
 
@@ -226,8 +251,7 @@ class ManualRun(MicrobatchRun):
             entry = self.tape.pop()
             reached = entry.wants_backward()
             if reached:
-                if self._weights[entry] != _weights_of(entry.layer):
-                    _refuse_written(entry.layer)
+                self._refuse_written(entry)
                 outputs = len(entry.grads)
                 entry.done = not retain
                 self._walk_back(entry, self._manual.sums_of(self.trace.calls[entry.call]))
@@ -236,19 +260,18 @@ class ManualRun(MicrobatchRun):
                 left.append(entry)
             else:
                 del self._weights[entry]
+                self._before.pop(entry, None)
         self.tape = left[::-1]
 
-
-def _weights_of(layer: HostLayer) -> list[tuple[int, int]]:
-    return [(master._version, master.data_ptr()) for master in layer.masters]
-
-
-def _refuse_written(layer: HostLayer) -> NoReturn:
-    raise RoundPipeError(
-        f"weights of layer {layer.name!r} were written to (by an optimizer's step, most likely) between its call and "
-        "the backward of that call, for which it is computed once more. Run backward before the step, or call the "
-        "model again after it."
-    )
+    def _refuse_written(self, entry: Entry) -> None:
+        before = self._before.get(entry, ())
+        if self._weights[entry] == entry.layer.written() and all(torch.equal(m, value) for m, value in before):
+            return
+        raise RoundPipeError(
+            f"weights of layer {entry.layer.name!r} were written to (by an optimizer's step, most likely) between its "
+            "call and the backward of that call, for which it is computed once more. Run backward before the step, or "
+            "call the model again after it."
+        )
 
 
 class _Pieces(Segments):
@@ -282,9 +305,13 @@ class _Pieces(Segments):
 class _Glue(GlueMode):
     """Masters are read as they are, and nothing is weighed; ``backward`` is ours."""
 
-    def __init__(self, differentiate: Callable[..., None], accelerator: str | None) -> None:
-        super().__init__((), lambda master: master, train=True, accelerator=accelerator)
+    def __init__(
+        self, differentiate: Callable[..., None], touched: Callable[[nn.Parameter], None], engine: Engine
+    ) -> None:
+        super().__init__((), lambda master: master, train=True, accelerator=engine.accelerator)
+        self._all = engine.unit_of
         self._differentiate = weakref.WeakMethod(differentiate)  # of the run, which holds this
+        self._touched = weakref.WeakMethod(touched)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -293,6 +320,10 @@ class _Glue(GlueMode):
             differentiate = self._differentiate()
             assert differentiate is not None
             return differentiate(*args, **(kwargs or {}))
+        if func == DATA and isinstance(args[0], nn.Parameter) and id(args[0]) in self._all:
+            touched = self._touched()
+            assert touched is not None
+            touched(args[0])
         return super().__torch_function__(func, types, args, kwargs)
 
     def _count(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

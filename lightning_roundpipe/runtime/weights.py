@@ -282,6 +282,10 @@ class HostLayer:
                 "the model before fit(), and choose between modules in the layer's forward."
             )
 
+    def written(self) -> list[tuple[int, int]]:
+        """What changes when user code writes to a master, or puts other memory in its place."""
+        return [(master._version, master.data_ptr()) for master in self.masters]
+
     def trainable(self) -> list[bool]:
         return [p.requires_grad for p in self.masters]
 
