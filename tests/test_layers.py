@@ -124,6 +124,31 @@ def test_files_are_short(file: Path) -> None:
     assert lines <= MAX_LINES, f"{lines} lines: one noun a file, split it"
 
 
+def test_both_flavours_have_the_same_parts() -> None:
+    """What is made of Lightning's classes, and what imports that, is executed for each flavour; in order."""
+    tree = ast.parse((PACKAGE / "pytorch_lightning.py").read_text())
+    [parts] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_PARTS"
+    ]
+    known: set[str] = set()
+    for part in parts:
+        uses = {unit for _, unit in imported_units(ast.parse((PACKAGE / f"{part}.py").read_text()), [PACKAGE.name])}
+        assert not (uses & set(parts)) - known, f"{part} comes before what it imports"
+        known.add(part)
+    below = {unit for units in LAYERS[: layer_of("pytorch_lightning")] for unit in units}
+    for file in FILES:
+        names = {name.split(".")[0] for name in modules_imported(ast.parse(file.read_text()))}
+        if unit_of(file) in below and "lightning" in names:
+            assert unit_of(file) in known, f"{file.name} imports Lightning: add it to _PARTS in pytorch_lightning.py"
+
+
+def modules_imported(tree: ast.AST) -> set[str]:
+    found = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return found | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+
+
 def test_every_package_is_shipped() -> None:
     """pyproject.toml lists the packages by hand, so that conf/ can be one of them."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
