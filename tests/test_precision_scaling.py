@@ -73,10 +73,10 @@ def test_the_factor_moves_and_steps_are_skipped() -> None:
     assert state(result)["scale"] < TOO_LARGE
 
 
-WAYS: list[dict[str, Any]] = [
+WAYS: list[Any] = [
     {},
     {"gradient_clip_val": 0.3},
-    {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+    pytest.param({"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, marks=pytest.mark.slow),
     {"accumulate_grad_batches": 2},
 ]
 
@@ -134,7 +134,7 @@ class SaveAfter(pl.Callback):
 
 @pytest.mark.parametrize(
     ("precision", "staleness", "done"),
-    [("16-mixed", 0, 6), ("16-mixed", 0, 7), ("16-mixed", 1, 3), ("16-mixed", 1, 6), ("16-true", 0, 3)],
+    [("16-mixed", 0, 6), ("16-mixed", 0, 5), ("16-mixed", 1, 5), ("16-mixed", 1, 9), ("16-true", 0, 3)],
 )
 def test_resuming_goes_on_bit_for_bit(precision: str, staleness: int, done: int, tmp_path: Path) -> None:
     """Between the steps after which the factor grows or was halved, and in the middle of an accumulation window."""
