@@ -241,9 +241,11 @@ class Averaging(zoo.PlainClassifier):
             parameter.data.mul_(2.0)
 
 
-def test_weights_that_user_code_writes_to_are_not_uploaded_ahead() -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_weights_that_user_code_writes_to_are_not_uploaded_ahead(staleness: int) -> None:
+    """With staleness 1 uploads read a working copy, which has to follow."""
     module, batches = Averaging(MLP), zoo.make_batches("mlp", 3)
-    plain, found = (validate(strategy, module, batches) for strategy in ("auto", ours()))
+    plain, found = (validate(strategy, module, batches) for strategy in ("auto", ours(staleness=staleness)))
     assert plain[0]["first"] != plain[0]["second"]
     assert_tensors_same(plain, found)
 
@@ -285,3 +287,12 @@ def test_a_long_text_keeps_no_tensors_that_nobody_needs(monkeypatch: pytest.Monk
     validate(ours(), module, zoo.make_batches("llama", 1), devices=2)
     assert len(kept) > 100
     assert max(kept) < 50  # without looking, 180
+
+
+def test_weights_that_a_validation_step_puts_back_are_trained_on() -> None:
+    """Halving and doubling leave every bit; but a working copy of the halved ones would stay."""
+    states = []
+    for kind in (zoo.PlainClassifier, Averaging):
+        batches, more = zoo.make_batches("mlp", 3), {"val_batches": zoo.make_batches("mlp", 1), "val_check_interval": 1}
+        states.append(harness.run(ours(staleness=1), kind(MLP), batches, devices=2, **more).state)
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())

@@ -53,7 +53,7 @@ class Evaluation:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._order = engine.order
-        self._ahead = bool(engine.options.prefetch)
+        self._ahead, self._written = bool(engine.options.prefetch), False
         self._foreseen: Slot | None = None
         self._control = WatchedControl(engine.crew)
         self.recorder = Recorder()
@@ -81,6 +81,8 @@ class Evaluation:
             self._control.fail(error)
         crew = self._engine.crew
         crew.rest(self._control, given_up=self._control.given_up)
+        for unit in self._engine.units if self._written else ():
+            unit.refresh()  # it may have put weights back
         self._control.raise_error()
         return output
 
@@ -106,6 +108,8 @@ class Evaluation:
                 Ambient.capture(engine.device_types), state, None, contextvars.copy_context(), originals,
             )  # fmt: skip
             self._calls += 1
+            if self._written:
+                layer.unit.refresh()
             slot = self._slot_for(layer)
             with noted(lambda: Place(f"layer {layer.name!r}", "evaluation", 0, slot, worker.device)):
                 worker.run(lambda: worker.open(slot), self._control)
@@ -162,9 +166,8 @@ class Evaluation:
 
     def _stay_behind(self) -> None:
         """User code may write to weights without anybody seeing it: for the rest of the batch each is uploaded late."""
-        if self._ahead:
-            self._ahead = False
-            self._drop_foreseen()
+        self._ahead, self._written = False, True
+        self._drop_foreseen()
 
 
 class _Glue(GlueMode):

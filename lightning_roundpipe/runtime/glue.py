@@ -30,7 +30,6 @@ _LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _VALUES = {DATA, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
 """Attributes of a tensor that share its memory."""
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _IN_PLACE = re.compile(
     r"[a-z].*[^_]_|__(setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__"
 )
@@ -151,7 +150,7 @@ class GlueMode(TorchFunctionMode):
 
     def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
         """``.data`` of a master that is seen in another format is the master's own, for who writes there means it."""
-        if func != _DATA or not self._formats.differ(master):
+        if func != DATA or not self._formats.differ(master):
             return False
         if self._train:
             _refuse_write("reads .data of", master)
