@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +56,7 @@ def draw_model(found: Outlook, picture: Path | None, trace: Path | None) -> None
         )
     costs, workers, microbatches = found.costs, found.workers, found.microbatches
     paper = ahead_within(baseline_within(costs, workers, microbatches, found.limits), costs, found.memory)
-    rules = replace(found.rules, recompute_ahead=paper.recompute_ahead)
-    runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, rules, len(found.run.ends_s))}
+    runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, found.rules, len(found.run.ends_s))}
     if found.plan != paper:
         runs["found by simulation"] = found.run
     steps = _MODEL_STEPS[found.wish.staleness]

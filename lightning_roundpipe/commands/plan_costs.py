@@ -112,20 +112,20 @@ def figures(question: Question, plan: Plan) -> Answer:
         if turns <= _MOST_TURNS:
             period = run_answer(question, plan, 2 * PERIOD_STEPS).period_s(PERIOD_STEPS)
         else:
-            period = float(_timing(question, plan.recompute_ahead).settled(plan)[-1])
+            period = float(_timing(question).settled(plan)[-1])
     bound = _bound_s(question, plan)
     bubble = max(100 * (1 - bound / period), 0.0) if period else 0.0  # not -1e-13
     return Answer(plan, makespan, period, bubble)
 
 
-def _timing(question: Question, ahead: bool) -> Timing:
-    pace = Pace.of(question.costs, HostTime(hop_s=question.hop_s), ahead)
+def _timing(question: Question) -> Timing:
+    pace = Pace.of(question.costs, HostTime(hop_s=question.hop_s))
     return Timing(pace, question.workers, question.microbatches, question.staleness, 0, 0)
 
 
 def run_answer(question: Question, plan: Plan, steps: int) -> Run:
     """Steps by the rules that the question implies."""
-    rules = Rules(question.staleness, plan.recompute_ahead, HostTime(hop_s=question.hop_s))
+    rules = Rules(question.staleness, host=HostTime(hop_s=question.hop_s))
     return run_steps(plan, question.costs, question.workers, question.microbatches, rules, steps)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -183,7 +183,6 @@ def look(wish: Wish) -> Outlook:
     size, costs = _choose_size(shape, wish, microbatches, memory)
     limits, rules = _limits(costs, wish, workers, microbatches, memory), shape.rules(wish.staleness)
     plan, fits = _make_plan(costs, wish, workers, microbatches, limits, rules.host)
-    rules = replace(rules, recompute_ahead=plan.recompute_ahead)
     run = run_steps(plan, costs, workers, microbatches, rules, 2 * _STEPS) if fits else None
     longest = find_longest(shape, microbatches, memory)
     return Outlook(
@@ -215,10 +214,8 @@ def _make_plan(
     if limits.memory is not None and device_bytes(smallest, costs) > limits.memory:
         return smallest, False
     if wish.search:
-        plan = search_partition(costs, workers, microbatches, limits, wish.staleness, host, wish.search_seconds)
-    else:
-        plan = baseline_within(costs, workers, microbatches, limits)
-    return ahead_within(plan, costs, limits.memory), True
+        return search_partition(costs, workers, microbatches, limits, wish.staleness, host, wish.search_seconds), True
+    return ahead_within(baseline_within(costs, workers, microbatches, limits), costs, limits.memory), True
 
 
 def find_longest(shape: Shape, microbatches: int, memory: int | None) -> Longest:

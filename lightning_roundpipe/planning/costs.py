@@ -75,11 +75,12 @@ class StageBytes:
     """The bytes that a growing stage needs on its worker, call by call.
 
     A running sum, because the partitioner asks after every call whether the stage still fits. A layer that is called
-    twice within the stage is resident once.
+    twice within the stage is resident once. ``ahead``: whether a backward stage keeps all its graphs at once.
     """
 
-    def __init__(self, phase: Phase) -> None:
+    def __init__(self, phase: Phase, ahead: bool = False) -> None:
         self._phase = phase
+        self._keeps = phase == "fused" or (phase == "backward" and ahead)
         self._resident: dict[tuple[str, str], int] = {}
         self._kept = 0  # activations of a graph that lives until backward
         self._worst = 0  # activations that go before the next call runs
@@ -100,7 +101,7 @@ class StageBytes:
         self.weights += self._grow("weights", call.layer, call.weight_bytes)
         if self._phase != "forward" and call.needs_backward:
             self.gradients += self._grow("gradients", call.layer, call.gradient_bytes)
-        if self._phase == "fused" and call.needs_backward:
+        if self._keeps and call.needs_backward:
             self._kept += call.activation_bytes
         else:
             self._worst = max(self._worst, call.activation_bytes)
@@ -136,9 +137,12 @@ class Costs:
         """Seconds that the stage takes for one microbatch."""
         return math.fsum(call.time_s(phase) for call in self.calls[first : last + 1])
 
-    def stage_bytes(self, first: int, last: int, phase: Phase) -> StageBytes:
-        """What the stage needs on its worker: ``.weights``, ``.gradients``, and ``.total`` with activations."""
-        need = StageBytes(phase)
+    def stage_bytes(self, first: int, last: int, phase: Phase, ahead: bool = False) -> StageBytes:
+        """What the stage needs on its worker: ``.weights``, ``.gradients``, and ``.total`` with activations.
+
+        ``ahead``: whether a backward stage is recomputed as a whole before its gradient is there.
+        """
+        need = StageBytes(phase, ahead)
         for call in self.calls[first : last + 1]:
             need.add(call)
         return need

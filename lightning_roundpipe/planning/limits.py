@@ -55,11 +55,11 @@ class Limits:
 
 
 class MemoryTable:
-    """The bytes of every possible stage, so that a batch of plans can be checked at once."""
+    """The bytes of every possible stage, recomputed ahead or not, so that a batch of plans can be checked at once."""
 
-    def __init__(self, costs: Costs, memory: int) -> None:
+    def __init__(self, costs: Costs, memory: int, ahead: bool = False) -> None:
         self._memory = memory
-        self._needs = {phase: _needs(costs, phase) for phase in get_args(Phase)}
+        self._needs = {phase: _needs(costs, phase, ahead) for phase in get_args(Phase)}
 
     def fits(self, forward: int, sizes: Sizes) -> NDArray[np.bool_]:
         """Which of the plans (rows of ``sizes``, see `batch`) fit, by the same sum as `memory.device_bytes`."""
@@ -75,12 +75,12 @@ class MemoryTable:
         return np.asarray(total <= self._memory)
 
 
-def _needs(costs: Costs, phase: Phase) -> NDArray[np.int64]:
+def _needs(costs: Costs, phase: Phase, ahead: bool) -> NDArray[np.int64]:
     """Bytes of (weights, gradients, activations), first call, last call."""
     calls = len(costs)
     table = np.zeros((3, calls, calls), dtype=np.int64)
     for first in range(calls):
-        need = StageBytes(phase)
+        need = StageBytes(phase, ahead)
         for last in range(first, calls):
             need.add(costs.calls[last])
             table[:, first, last] = need.weights, need.gradients, need.activations

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.partition import greedy_partition
-from lightning_roundpipe.planning.schedule import Plan, Stage
+from lightning_roundpipe.planning.schedule import Plan
 
 ARENAS = 2
 """Of each kind: one is used while the other is filled or emptied."""
@@ -49,16 +49,9 @@ MASTER_BYTES = 4
 
 def device_bytes(plan: Plan, costs: Costs) -> int:
     """Bytes that ``plan`` takes on each worker at its worst."""
-    needs = [costs.stage_bytes(stage.first, stage.last, stage.phase) for stage in plan.stages()]
+    needs = [costs.stage_bytes(s.first, s.last, s.phase, plan.recompute_ahead) for s in plan.stages()]
     arenas = max(need.weights for need in needs) + max(need.gradients for need in needs)
-    return ARENAS * arenas + max(activation_bytes(plan, stage, costs) for stage in plan.stages())
-
-
-def activation_bytes(plan: Plan, stage: Stage, costs: Costs) -> int:
-    """What one microbatch's calls keep on the worker while ``stage`` runs: of those recomputed ahead, all at once."""
-    if stage.phase == "backward" and plan.recompute_ahead:
-        return sum(call.activation_bytes for call in costs.calls[stage.first : stage.last + 1] if call.needs_backward)
-    return costs.stage_bytes(stage.first, stage.last, stage.phase).activations
+    return ARENAS * arenas + max(need.activations for need in needs)
 
 
 def ahead_within(plan: Plan, costs: Costs, budget: int | None) -> Plan:
@@ -70,11 +63,9 @@ def ahead_within(plan: Plan, costs: Costs, budget: int | None) -> Plan:
 def device_items(plan: Plan, costs: Costs) -> list[Item]:
     """The parts of `device_bytes`, each with the stage that needs most of it."""
     stages = plan.stages()
-    needs = [costs.stage_bytes(stage.first, stage.last, stage.phase) for stage in stages]
+    needs = [costs.stage_bytes(s.first, s.last, s.phase, plan.recompute_ahead) for s in stages]
 
     def largest(what: str) -> int:
-        if what == "activations":
-            return max(range(len(stages)), key=lambda position: activation_bytes(plan, stages[position], costs))
         return max(range(len(stages)), key=lambda position: int(getattr(needs[position], what)))
 
     items = []
@@ -83,8 +74,7 @@ def device_items(plan: Plan, costs: Costs) -> list[Item]:
         size = getattr(needs[position], what)
         items.append(Item(f"{ARENAS} arenas for {what}, of stage {position}", ARENAS * size))
     position = largest("activations")
-    stage = stages[position]
-    size = activation_bytes(plan, stage, costs)
+    stage, size = stages[position], needs[position].activations
     last = costs.calls[-1].activation_bytes if stage.phase == "fused" else 0
     if last:  # of the last call, and the loss that follows it
         items.append(Item(f"logits, loss and activations of {costs.layers[-1]}", last))

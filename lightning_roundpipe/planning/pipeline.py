@@ -81,14 +81,14 @@ class Rules:
 
     Args:
         staleness: 0 or 1.
-        recompute_ahead: whether a recomputation may run before its gradient is there.
+        recompute_ahead: whether a recomputation may run before its gradient is there; None: as the plan says.
         host: what the engine itself takes.
         links: how fast a worker and the host exchange bytes; None: at once.
         updates: how fast the optimizer is; None: at once.
     """
 
     staleness: Staleness = 0
-    recompute_ahead: bool = True
+    recompute_ahead: bool | None = None
     host: HostTime = field(default_factory=HostTime)
     links: Links | None = None
     updates: Updates | None = None
@@ -190,6 +190,7 @@ class _Pipeline:
     def __init__(self, plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules) -> None:
         self._costs, self._workers, self._microbatches, self._rules = costs, workers, microbatches, rules
         self._round = plan.round_microbatches
+        self._ahead = plan.recompute_ahead if rules.recompute_ahead is None else rules.recompute_ahead
         self._stages = [_Stage(stage, costs, rules) for stage in plan.stages()]
         self._forward_of = plan.stage_of_forward
         self._last_backward = {  # per layer, the last stage that adds to its gradients
@@ -292,7 +293,7 @@ class _Pipeline:
         ready = max(loaded, gradients)
         if stage.phase == "backward":
             saved, given = self._inputs(stage, worker, microbatch)
-            behind = 0.0 if self._rules.recompute_ahead else given
+            behind = 0.0 if self._ahead else given
             begin = max(free, saved, behind, ready)  # [4]
             recomputed = begin + stage.recompute_s
             start = max(recomputed, given)

@@ -19,7 +19,7 @@ ends what takes far longer than expected. The paper's plan is among the candidat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
@@ -29,7 +29,7 @@ from lightning_roundpipe.planning.anneal import Clock, anneal
 from lightning_roundpipe.planning.batch import Pace, Sizes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
-from lightning_roundpipe.planning.memory import partition_within
+from lightning_roundpipe.planning.memory import ahead_within, partition_within
 from lightning_roundpipe.planning.moves import kicked, neighbours, recuts
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.seeds import seeds
@@ -83,7 +83,7 @@ def search_partition(
         staleness: 0: a step ends before the next begins; 1: steps overlap.
         host: what the engine itself takes; by default nothing.
         search_seconds: at most so long; 0 gives the paper's plan.
-        recompute_ahead: whether a recomputation may run before its gradient is there.
+        recompute_ahead: whether the plan may say so.
 
     Raises:
         ValueError: no plan keeps to the limits, or a number makes no sense.
@@ -95,8 +95,10 @@ def search_partition(
     work = search_seconds * _WORK_PER_SECOND
     pace = Pace.of(costs, host or HostTime(), recompute_ahead)
     timing = Timing(pace, workers, microbatches, staleness, search_seconds, work)
-    best, best_s = baseline, timing.settled(baseline)
+    best = ahead_within(baseline, costs, limits.memory) if recompute_ahead else baseline
+    best_s = timing.settled(best)
     for plan in _Search(timing, costs, limits, work).run(baseline):
+        plan = replace(plan, recompute_ahead=recompute_ahead and bool(plan.backward))
         plan_s = timing.settled(plan)
         # By whatever steps one measures, it has to be no slower than the plan that it is taken for.
         if plan_s.mean() < best_s.mean() * (1 - _CLEARLY) and (plan_s <= best_s * (1 + 1e-12)).all():
@@ -121,7 +123,7 @@ def baseline_within(costs: Costs, workers: int, microbatches: int, limits: Limit
 class _Search:
     def __init__(self, timing: Timing, costs: Costs, limits: Limits, work: float) -> None:
         self._timing, self._limits = timing, limits
-        self._table = None if limits.memory is None else MemoryTable(costs, limits.memory)
+        self._table = None if limits.memory is None else MemoryTable(costs, limits.memory, timing.pace.ahead)
         self._random = np.random.default_rng(0)
         self._seeding_ends = work * (1 - _SEEDING)
         self._count = 0

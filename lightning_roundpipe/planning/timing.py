@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -58,7 +59,8 @@ class Timing:
         Where the pattern of steps does not repeat after `PERIOD_STEPS`, one mean alone may be too low or too high.
         """
         shape, sizes = sizes_of(plan)
-        turns = stage_times(self.pace, shape.forward, np.array([sizes]))
+        pace = replace(self.pace, ahead=self.pace.ahead and plan.recompute_ahead)
+        turns = stage_times(pace, shape.forward, np.array([sizes]))
         steps = 2 * PERIOD_STEPS if self.staleness else 1
         rounds = shape.rounds(self.microbatches)
         ends = step_ends(turns, self.pace.hop_s, self.workers, rounds, steps)[:, 0]

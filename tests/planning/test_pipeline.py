@@ -17,7 +17,7 @@ from lightning_roundpipe.planning.shapes import Shape, plan_of, sizes_of
 from lightning_roundpipe.planning.simulate import HostTime, simulate
 from lightning_roundpipe.planning.updates import Updates, Updating
 
-TWO = Plan.parse("forward 0; fused 1; backward 0; round 2")
+TWO = Plan.parse("forward 0; fused 1; backward 0; round 2; recompute ahead")
 
 
 def rows(run: Run, *kinds: str) -> list[tuple[str, int, int, float, float]]:
