@@ -3,12 +3,13 @@
 Each layer's update takes as long as its forward of one microbatch, and so does it here: the optimizer sleeps as well.
 
     blocking: all updates between the backward and the next forward, while nothing else runs
+    late:     as eager, but nothing is recomputed before its gradient is there
     eager:    each layer's update as soon as its gradients are there, and the next forward of a layer behind it
     stale:    staleness 1, the updates while the next step runs
 
-Every way has the best plan that the search finds for it (blocking and eager the same one: both fill and drain the
-pipeline in each step). The simulation is that of `planning.pipeline` for an engine that takes no time itself and does
-not recompute ahead. Measured is the time between ends of training batches, the mean of some steps behind some others.
+Every way has the best plan that the search finds for it (all but stale the same one: they fill and drain the pipeline
+in each step). The simulation is that of `planning.pipeline` for an engine that takes no time itself. Measured is the
+time between ends of training batches, the mean of some steps behind some others.
 
 All cases are simulated. To measure one takes minutes, so by default one is measured with 8 workers and one with a
 single worker; times are stretched so that forwards take 15 ms at least, against which the engine's own time is small.
@@ -41,8 +42,8 @@ from lightning_roundpipe.planning.search import search_partition
 from lightning_roundpipe.planning.timing import PERIOD_STEPS
 from lightning_roundpipe.planning.updates import Updates
 
-Way = Literal["blocking", "eager", "stale"]
-WAYS: tuple[Way, ...] = ("blocking", "eager", "stale")
+Way = Literal["blocking", "late", "eager", "stale"]
+WAYS: tuple[Way, ...] = ("blocking", "late", "eager", "stale")
 
 CASES = {
     case.model: case
@@ -65,8 +66,6 @@ LEAST_FORWARD_MS = 15.0
 """The engine takes some tenths of a millisecond for a call, which should not count."""
 WARM_UP = 2
 """Steps behind the one that learns the trace, which are not counted: steps overlap, and the first ones less."""
-RECOMPUTES_AHEAD = False
-"""Whether the engine does."""
 FORWARD_S = 1e-9
 """Updates are simulated by bytes of gradients: a byte for so many seconds of a layer's forward."""
 
@@ -158,14 +157,18 @@ def best_plan(question: Question, staleness: Staleness, search_seconds: float) -
         question.microbatches,
         staleness=staleness,
         search_seconds=search_seconds,
-        recompute_ahead=RECOMPUTES_AHEAD,
     )
+
+
+def plan_for(question: Question, way: Way, search_seconds: float) -> Plan:
+    plan = best_plan(question, staleness_of(way), search_seconds)
+    return replace(plan, recompute_ahead=False) if way == "late" else plan
 
 
 def simulate(question: Question, way: Way, plan: Plan, scale: float) -> float:
     """Seconds of each of many steps."""
     updates = Updates(1 / FORWARD_S, blocking=way == "blocking")
-    rules = Rules(staleness_of(way), RECOMPUTES_AHEAD, updates=updates)
+    rules = Rules(staleness_of(way), updates=updates)
     # Without staleness every step is like the one before.
     steps = PERIOD_STEPS if way == "stale" else 1
     run = run_steps(plan, question.costs(scale), question.workers, question.microbatches, rules, 2 * steps)
@@ -199,7 +202,7 @@ def figures_of(question: Question, options: argparse.Namespace, console: Console
     found = Figures({}, {})
     for way in WAYS:
         with console.status(f"{question.model}: searching a plan"):
-            plan = best_plan(question, staleness_of(way), options.search_seconds)
+            plan = plan_for(question, way, options.search_seconds)
         found.simulated[way] = seconds = simulate(question, way, plan, scale)
         if to_measure:
             with console.status(f"{question.model}, {way}: {WARM_UP + options.steps} steps of {seconds:.1f} s"):
@@ -209,7 +212,7 @@ def figures_of(question: Question, options: argparse.Namespace, console: Console
 
 def rows_of(question: Question, found: Figures, options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     for way in WAYS:
-        plan = best_plan(question, staleness_of(way), options.search_seconds)
+        plan = plan_for(question, way, options.search_seconds)
         simulated, measured = found.simulated[way], found.measured.get(way)
         yield (
             question.model,

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import DoesNotFit
+from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import ahead_within, device_bytes, partition_within
+from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
 from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import check_plan_fits, worker_bytes
 from lightning_roundpipe.runtime.interrupts import allowed
@@ -19,6 +22,9 @@ from lightning_roundpipe.runtime.weights import begin_to_train
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
     from lightning_roundpipe.runtime.step import Step
+
+WORTH_S = 5.0
+"""Seconds of a step from which on some seconds are spent on a better plan."""
 
 
 def plan_from(engine: Engine, step: Step) -> None:
@@ -32,7 +38,7 @@ def plan_from(engine: Engine, step: Step) -> None:
             f"({', '.join(layer.name for layer in engine.layers)}): name the modules it calls with layers=[...]."
         )
     engine.costs = trace.costs()
-    size, limit = engine.options.round_microbatches, worker_bytes(engine.options, engine.devices[0])
+    limit = worker_bytes(engine.options, engine.devices[0])
     if engine.options.plan is not None:
         plan = Plan.parse(engine.options.plan)
         plan.validate(trace.names)
@@ -40,8 +46,7 @@ def plan_from(engine: Engine, step: Step) -> None:
     else:
         try:
             with allowed():  # it may take its time, and nothing has been changed yet
-                plan = partition_within(engine.costs, len(engine.workers), len(step.sizes), size, limit)
-                plan = ahead_within(plan, engine.costs, limit)
+                plan = _cut(engine, trace, len(step.sizes), limit)
         except ValueError as error:
             raise DoesNotFit(str(error)) from None
     if buffer := trace.torn_buffer(plan):
@@ -49,6 +54,23 @@ def plan_from(engine: Engine, step: Step) -> None:
         return
     _reserve_for(engine, plan, trace, None if limit is None else max(0, limit - device_bytes(plan, engine.costs)))
     engine.plan = plan
+
+
+def _cut(engine: Engine, trace: Trace, microbatches: int, limit: int | None) -> Plan:
+    """The plan of the paper's algorithm, or a better one where a step takes so long that looking for it pays."""
+    costs, workers, size = trace.costs(), len(engine.workers), engine.options.round_microbatches
+    plan = ahead_within(partition_within(costs, workers, microbatches, size, limit), costs, limit)
+    seconds = run_steps(plan, costs, workers, microbatches).makespan_s
+    if workers == 1 or size is not None or seconds < WORTH_S:
+        return plan
+    engine.hints.say("plan", f"steps of {seconds:.0f} s: looking for the fastest plan, for {SEARCH_SECONDS:.0f} s.")
+    limits = Limits.usual(costs, workers, microbatches)
+    if limit is not None:  # how much is fused is a question of memory then
+        limits = Limits(limits.min_round, len(costs) - 1, limit)
+    stale = bool(engine.options.staleness)
+    found = search_partition(costs, workers, microbatches, limits, 1 if stale else 0)
+    better = stale or run_steps(found, costs, workers, microbatches).makespan_s < seconds
+    return found if better and not trace.torn_buffer(found) else plan
 
 
 def _run_in_order(engine: Engine, buffer: str) -> None:

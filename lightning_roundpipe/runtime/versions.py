@@ -38,6 +38,8 @@ class Versioned:
 
     def wait(self, version: int, control: Control) -> None:
         """Wait until ``version`` is there."""
+        if self.has(version):
+            return
         waiter = Waiter()
         if self.when(version, waiter.wake):
             control.wait(waiter)

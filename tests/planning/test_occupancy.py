@@ -16,7 +16,7 @@ def costs(n: int) -> Costs:
 
 def test_counted_by_hand() -> None:
     """Forward 0 to 1 on worker 0, fused 1 to 4 on worker 1, recomputation and backward from 2 on worker 0."""
-    run = run_steps(Plan.parse("forward 0; fused 1; backward 0; round 1"), costs(2), 2, 1)
+    run = run_steps(Plan.parse("forward 0; fused 1; backward 0; round 1; recompute ahead"), costs(2), 2, 1)
     [first, second], host = find_occupancy(run, costs(2))
     assert list(zip(first.times_s, first.held, strict=True)) == [(0, 110), (1, 150), (6, 0)]
     assert list(zip(second.times_s, second.held, strict=True)) == [(1, 151), (4, 0)]

@@ -61,6 +61,7 @@ def tokens_per_s(model: str, source: str) -> float:
     batch = MEASURED[model][1]
     microbatches = batch // SEQUENCES
     plan = baseline_within(costs, WORKERS, microbatches, Limits.usual(costs, WORKERS, microbatches))
+    plan = replace(plan, recompute_ahead=True)
     run = run_steps(plan, costs, WORKERS, microbatches, shape(model).rules(1), 2 * STEPS)
     return batch * LENGTH / run.period_s(STEPS)
 

@@ -150,7 +150,7 @@ def test_an_independent_judge_agrees(case: tuple[Times, dict[str, object], int, 
     made, costs = ours(times, plan)
     made.validate(costs.layers)
     assert plan_of(*sizes_of(made)) == made
-    rules = Rules(staleness=1, host=HostTime(hop_s=times.hop))
+    rules = Rules(1, recompute_ahead=True, host=HostTime(hop_s=times.hop))
     run = run_steps(made, costs, workers, microbatches, rules, 4)
     assert run.ends_s == pytest.approx(step_ends(times, plan, workers, microbatches, 4), abs=1e-9)
 
@@ -211,7 +211,7 @@ def test_weights_come_while_the_slot_before_runs() -> None:
     first = uploads[0]
     assert (first[1], first[2]) == (0.0, 1.0)
     assert uploads[1][1] >= run.ends_s[0]  # of weights that are updated only then
-    plan = Plan.parse("forward 0 1; fused 2; backward 1 0; round 4")
+    plan = Plan.parse("forward 0 1; fused 2; backward 1 0; round 4; recompute ahead")
     run = run_steps(plan, sized(3), 1, 4, Rules(links=Links(4.0, 1e12)))
     uploads = [(e.slot, e.start_s, e.end_s) for e in run.events if e.kind == "upload_weights"]
     begins = {e.slot: e.start_s for e in reversed(run.events) if e.kind in COMPUTE}
@@ -232,7 +232,7 @@ def test_small_copies_go_first() -> None:
 
 
 def test_an_update_holds_the_next_step_up() -> None:
-    plan = Plan.parse("forward 0; fused 1; backward 0; round 1")
+    plan = Plan.parse("forward 0; fused 1; backward 0; round 1; recompute ahead")
     costs = sized(2)
     free = run_steps(plan, costs, 2, 1, Rules(), 2)
     eager = run_steps(plan, costs, 2, 1, Rules(updates=Updates(1.0)), 2)
@@ -274,7 +274,7 @@ def test_of_the_layers_that_are_there_the_first_is_updated_first() -> None:
 
 
 def test_blocking_updates_run_alone() -> None:
-    plan = Plan.parse("forward 0; fused 1; backward 0; round 1")
+    plan = Plan.parse("forward 0; fused 1; backward 0; round 1; recompute ahead")
     run = run_steps(plan, sized(2), 2, 1, Rules(updates=Updates(1.0, blocking=True)), 2)
     assert run.ends_s == (6, 16)
     assert updates_of(run) == [(6, 8), (8, 10)]
@@ -283,7 +283,7 @@ def test_blocking_updates_run_alone() -> None:
 
 def test_a_call_waits_for_its_own_layer_only() -> None:
     """One stage of both layers: the second one's update, 8 to 10, runs while the first one computes, 8 to 9."""
-    plan = Plan.parse("forward 0-1; fused 2; backward 0-1; round 1")
+    plan = Plan.parse("forward 0-1; fused 2; backward 0-1; round 1; recompute ahead")
     costs = Costs((*(call(f"layers.{i}", gradients=2) for i in range(2)), call("head", gradients=0)))
     run = run_steps(plan, costs, 1, 1, Rules(updates=Updates(1.0)), 2)
     end = run.ends_s[0]
@@ -295,7 +295,7 @@ def test_a_call_waits_for_its_own_layer_only() -> None:
 
 
 def test_one_worker_hides_all_updates_but_the_first_layers() -> None:
-    plan, costs = Plan.parse("forward 0-2; fused 3; backward 0-2; round 4"), sized(4, gradients=1)
+    plan, costs = Plan.parse("forward 0-2; fused 3; backward 0-2; round 4; recompute ahead"), sized(4, gradients=1)
     eager, stale = (run_steps(plan, costs, 1, 4, Rules(s, updates=Updates(1.0)), 6) for s in (0, 1))
     assert stale.period_s(2) == 4 * (3 * 4 + 3)
     assert eager.period_s(2) == stale.period_s(2) + 1

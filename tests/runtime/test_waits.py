@@ -79,7 +79,7 @@ WAITS = [
     Wait("runtime.worker:Worker.close_slot", "self.device.compute.wait(self._upload_of(slot, layer))", "order", NOBODY),
     # Versions: an upload that waits for an update, glue that reads a weight itself, a sum that is to be accumulated.
     Wait("runtime.worker:Worker._upload_of", "slot.control.wait(waiter)", "numbers", CUT, "updating"),
-    Wait("runtime.units:Unit.wait", "control.wait(waiter)", "numbers", CUT, "updating"),
+    Wait("runtime.versions:Versioned.wait", "control.wait(waiter)", "numbers", CUT, "updating"),
     Wait("runtime.sums:HostGradients.make_room", "control.wait(before.consumed)", "numbers", SUMMED, "adding"),
     Wait("runtime.worker:Arena.release", "self.free.wait()", "numbers", FUSED, "gradients_down"),
     # Memory of the gradients: an arena is used again, a sum is continued, a sum is read.
@@ -138,9 +138,11 @@ ELSEWHERE = {
     ("runtime.crew:Crew.rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
     ("runtime.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
     ("runtime.sums:HostGradients.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
-    # Unit.wait, above; the first one in front of the lock, the second one for what was not read before.
+    # Versioned.wait, above; the first one in front of the lock, the second one for what was not read before.
     ("runtime.segments:Segments.enter", "unit.wait(step.version, step.control)  # [1]"),
-    ("runtime.segments:Segments.read_master", "self.aside(lambda: unit.wait(step.version, step.control))"),
+    ("runtime.segments:Segments.read_master", "self.wait_for(unit, step.version)"),
+    ("runtime.segments:Segments.wait_for", "self.aside(lambda: what.wait(version, self._step.control))"),
+    ("runtime.scales:Scales.of", "run.segments.wait_for(self, version)"),  # test_precision_scaling.py
     ("runtime.step:Step._end_whole", "sums.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     ("runtime.gradients:StepGradients.arrive", "total.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates
