@@ -155,7 +155,7 @@ def test_resume_within_an_accumulation_window(precision: str, staleness: int, bl
 
     The run that is compared saves too: with staleness 1 a checkpoint is where training goes on with the newest weights.
     """
-    for saved in (4, 7):
+    for saved in (4, 7) if precision == "32-true" else (7,):
         path = tmp_path / f"{saved}.ckpt"
         options: dict[str, Any] = {
             "steps": 8, "accumulate_grad_batches": 3, "precision": precision, "blocking": blocking,
