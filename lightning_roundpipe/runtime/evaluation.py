@@ -81,6 +81,7 @@ class Evaluation:
             self._control.fail(error)
         crew = self._engine.crew
         crew.rest(self._control, given_up=self._control.given_up)
+        self._boundaries.move_to(None)
         for unit in self._engine.units if self._written else ():
             unit.refresh()  # it may have put weights back
         self._control.raise_error()
