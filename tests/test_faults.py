@@ -249,8 +249,8 @@ class LoggingModule(FaultyModule):
 
 
 def test_in_a_logged_metric() -> None:
-    """Lightning computes it at the end of the epoch. (Each microbatch's call computes a value, too.)"""
-    error = fail(2, "metric", None, 6, again=False, module=LoggingModule())
+    """Lightning computes it at the end of the epoch. (Microbatches compute a value too, and each step one for all.)"""
+    error = fail(2, "metric", None, 8, again=False, module=LoggingModule())
     assert type(error) is Boom and not notes(error)
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from lightning_roundpipe.runtime.slots import Slot
 
 if TYPE_CHECKING:
@@ -43,8 +45,11 @@ class Ahead:
             return
         try:
             self._step.engine.runners[slot.worker].recompute_ahead(slot, entry, run.boundaries)
-        except Exception:
-            entry.recomputed = None  # if it is needed it fails again, and is then raised where it belongs
+        except torch.OutOfMemoryError:
+            return  # when the microbatch is there, nothing is kept beside it
+        except Exception as error:
+            if not self._step.control.failed:  # else it only says that the step has
+                entry.failed = error  # raised where it belongs, if the call is needed at all
             return
         self.look(slot, microbatch)  # [3]; behind the microbatch, if that has arrived meanwhile [4]
 

@@ -257,6 +257,7 @@ class Runner:
             Per tensor argument, its gradient on this worker's device.
         """
         worker = self._worker
+        entry.raise_failed()
         kept = entry.graph or entry.recomputed
         inlet, outputs = kept or self._recompute(slot, entry, boundaries)
         entry.graph = entry.recomputed = None

@@ -79,7 +79,8 @@ class Entry:
         mutates: positions of arguments that the layer writes to; they are outputs as well.
         home: where the call's outputs, and so their gradients, live; ``input_home``: where its inputs do.
         given: tensors that glue could overwrite while they are needed, as (position, tensor, version then).
-        graph: the kept graph of a fused call, as (inlet, outputs); ``recomputed``: of one that was recomputed ahead.
+        graph: the kept graph of a fused call, as (inlet, outputs); ``recomputed``: of one that was recomputed ahead;
+            ``failed``: what was raised when it was.
         trainable: per parameter of the layer, whether it required grad at the call.
         sides: how many tensors left by which side door; they are the last outputs.
         hooks: by output, what user code wants to be called with its gradient.
@@ -109,6 +110,7 @@ class Entry:
     given: list[tuple[int, Tensor, int]] = field(default_factory=list)
     graph: tuple[Inlet, list[Tensor]] | None = None
     recomputed: tuple[Inlet, list[Tensor]] | None = None
+    failed: Exception | None = None
     trainable: list[bool] = field(default_factory=list)
     sides: dict[Key, int] = field(default_factory=dict)
     hooks: dict[int, dict[int, Callable[[Tensor], Tensor | None]]] = field(default_factory=dict)
@@ -158,12 +160,21 @@ class Entry:
         """Positions of arguments that have been written to since the call."""
         return {position for position, tensor, version in self.given if tensor._version != version}
 
+    def raise_failed(self) -> None:
+        """Raise what its recomputation ahead has raised."""
+        failed, self.failed = self.failed, None
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed  # whose frames know this one
+
     def wants_backward(self) -> bool:
         return any(self.grads)
 
     def let_go(self) -> None:
         """There will be no backward. What was kept for it may hang on the entry in a circle (``h += layer(h)``)."""
-        self.graph = self.recomputed = None
+        self.graph = self.recomputed = self.failed = None
         self.given.clear()
 
 

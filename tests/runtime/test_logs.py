@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_roundpipe.runtime.logs import LogRecorder, issue, shadowed_log
 
 
-class Module:
+class Module(nn.Module):
     """Takes what is logged in the end."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.said: list[tuple[str, Any, dict[str, Any]]] = []
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
@@ -90,19 +91,22 @@ def test_a_name_that_is_logged_twice_is_said_twice() -> None:
 
 
 def test_a_metric_is_said_as_it_is_with_the_step_value_of_all() -> None:
-    metric, recorders = MeanMetric(), [LogRecorder(), LogRecorder()]
-    for recorder, value in zip(recorders, (1.0, 5.0), strict=True):
-        metric(value)
-        recorder.log("m", metric)
-    module = Module()
-    issue(module, recorders, [1, 1], [3, 1])
-    assert module.said[0][1] is metric and float(metric._forward_cache) == 2.0
-    assert float(metric.compute()) == 3.0
+    """That of all samples, not the mean of the microbatches' values."""
+    module, recorders = Module(), [LogRecorder(), LogRecorder()]
+    module.metric = metric = MeanMetric()
+    now = iter(recorders)
+    with shadowed_log(module, lambda: next(now), 2):
+        for values in ([1.0, 2.0, 3.0], [10.0]):
+            metric(torch.tensor(values))
+            module.log("m", metric)
+    issue(module, recorders, [3, 1], [1, 1])
+    assert module.said[0][1] is metric and float(metric._forward_cache) == 4.0
+    assert float(metric.compute()) == 4.0
 
 
 def test_log_is_shadowed_for_the_time_of_a_step() -> None:
     module, recorder = Module(), LogRecorder()
-    with shadowed_log(module, lambda: recorder):
+    with shadowed_log(module, lambda: recorder, 1):
         module.log("x", 1.0, True, False)  # type: ignore[call-arg]
     module.log("y", 2.0)
     assert recorder.calls == [("x", 1.0, {"prog_bar": True, "logger": False})]
