@@ -98,9 +98,10 @@ def answer(question: Question, search_seconds: float = SEARCH_SECONDS, partition
     host = HostTime(hop_s=question.hop_s)
     if partitioner == "paper":
         plan = baseline_within(costs, workers, microbatches, question.limits)
+        plan = ahead_within(plan, costs, question.limits.memory)
     else:
         plan = search_partition(costs, workers, microbatches, question.limits, question.staleness, host, search_seconds)
-    return figures(question, ahead_within(plan, costs, question.limits.memory))
+    return figures(question, plan)
 
 
 def figures(question: Question, plan: Plan) -> Answer:

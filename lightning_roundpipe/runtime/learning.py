@@ -58,7 +58,8 @@ def plan_from(engine: Engine, step: Step) -> None:
 
 def _cut(engine: Engine, trace: Trace, microbatches: int, limit: int | None) -> Plan:
     """The plan of the paper's algorithm, or a better one where a step takes so long that looking for it pays."""
-    costs, workers, size = trace.costs(), len(engine.workers), engine.options.round_microbatches
+    costs, workers, size = engine.costs, len(engine.workers), engine.options.round_microbatches
+    assert costs is not None
     plan = ahead_within(partition_within(costs, workers, microbatches, size, limit), costs, limit)
     seconds = run_steps(plan, costs, workers, microbatches).makespan_s
     if workers == 1 or size is not None or seconds < WORTH_S:

@@ -37,7 +37,6 @@ from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.segments import Segments
-from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.step import Step
 from lightning_roundpipe.runtime.sums import GradientBuffers, GradientLayout, HostGradients
 from lightning_roundpipe.runtime.surroundings import Surroundings
@@ -47,7 +46,6 @@ from lightning_roundpipe.runtime.unplanned import SlotsOnArrival
 from lightning_roundpipe.runtime.weights import HostLayer
 
 if TYPE_CHECKING:
-    from lightning_roundpipe.planning.costs import Phase
     from lightning_roundpipe.runtime.engine import Engine
 
 
@@ -83,20 +81,9 @@ class ManualStep(Step):
         self.control.raise_error()
         return output
 
-    def new_slot(
-        self,
-        phase: Phase,
-        calls: range,
-        layers: Sequence[HostLayer],
-        sums: dict[int, HostGradients],
-        microbatches: Sequence[int],
-        round_: int = 0,
-        predecessor: Slot | None = None,
-    ) -> Slot:
+    def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
         """A layer is always on the same worker, so that what is logged is on the same device in each step."""
-        slot = super().new_slot(phase, calls, layers, sums, microbatches, round_, predecessor)
-        slot.worker = layers[0].index % len(self.engine.workers)
-        return slot
+        return layers[0].index % len(self.engine.workers)
 
     def called(self, call: TracedCall, trainable: list[bool]) -> None:
         """What was trained of the layer when it was called: optimizers are toggled within the step."""

@@ -69,9 +69,8 @@ class Segments:
         device = device or engine.devices[0]
         self._around.enter_context(device.activate())
         seed = derive(*step.seed, self._index, -1 - self._count)
-        kind = (
-            "glue" if spot is not None else "way back"
-        )  # which may have the numbers of others where layers are left out
+        # Where layers are left out, a piece of the way back may have the number of one of the way there.
+        kind = "glue" if spot is not None else "way back"
         key = kind if astray else (kind, self._count)
         self._draws = engine.randomness.may_draw(key)
         self._around.enter_context(engine.randomness.segment(key, seed, device, what, backward=spot is None))
@@ -102,7 +101,6 @@ class Segments:
 
     def aside(self, wait: Callable[[], None]) -> None:
         """Within a piece: ``wait`` for what may need other user code, such as the way back of the step before.
-
 
         Where there may be such a step, pieces keep nothing on modules that others would find changed.
         """

@@ -112,7 +112,7 @@ class Step:
         self.slots = [slot for slots in rounds for slot in slots]
         slots = PlannedSlots(rounds, plan, self.control, self._close, Ahead(self).look)
         self._unclosed, self._running = len(self.slots), len(args)
-        self.arrivals.expect(self.slots)
+        self.arrivals.expect(self.slots, uploads=bool(self.engine.options.staleness))
         self.runs = [MicrobatchRun(self, m, trace, slots) for m in range(len(args))]
         for index, queue in enumerate(self.engine.queues):
             queue.append((slot for slot in self.slots if slot.worker == index), self._close)
@@ -270,9 +270,12 @@ class Step:
         """The next one of the global sequence."""
         index = self.engine.next_slot()
         return Slot(
-            index, index % len(self.engine.workers), round_, phase, calls, layers, sums, microbatches, predecessor,
+            index, self._worker_of(index, layers), round_, phase, calls, layers, sums, microbatches, predecessor,
             self.version, self.recorder, self.control,
         )  # fmt: skip
+
+    def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
+        return index % len(self.engine.workers)
 
     def _close(self, slot: Slot) -> None:
         worker = self.engine.workers[slot.worker]
