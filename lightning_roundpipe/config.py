@@ -139,7 +139,7 @@ class Options:
         object.__setattr__(self, "pin_memory", pin)
         if not (_is_whole(self.prefetch) and self.prefetch in (0, 1)):
             raise ValueError(f"prefetch={self.prefetch!r} must be 0 or 1, the stages that are uploaded ahead.")
-        self._refuse_unbuilt()
+        self._check_modes()
 
     def _check_layers(self) -> None:
         layers: Any = self.layers
@@ -163,12 +163,18 @@ class Options:
         elif budget is not None and not (isinstance(budget, float) and budget == 1):
             object.__setattr__(self, "memory_budget", parse_bytes(budget, "memory_budget"))
 
-    def _refuse_unbuilt(self) -> None:
+    def _check_modes(self) -> None:
         if not _is_whole(self.staleness) or self.staleness not in (0, 1):
             raise ValueError(
                 f"staleness={self.staleness!r} must be 0 (exact training) or 1 (gradients one optimizer step late)."
             )
-        if self.microbatch_scope == "model":
-            raise ValueError("microbatch_scope='model' is not built yet: only microbatch_scope='step' works.")
-        if self.microbatch_scope != "step":
-            raise ValueError(f"microbatch_scope={self.microbatch_scope!r} must be 'step'; 'model' is not built yet.")
+        if self.microbatch_scope not in ("step", "model"):
+            raise ValueError(
+                f"microbatch_scope={self.microbatch_scope!r} must be 'step' (each microbatch runs training_step) or "
+                "'model' (training_step runs once, and each call of the model in microbatches)."
+            )
+        if self.microbatch_scope == "model" and self.loss_weight is not None:
+            raise ValueError(
+                "loss_weight says how losses of microbatches are averaged, and microbatch_scope='model' has one loss "
+                "of the whole batch: leave loss_weight out."
+            )

@@ -19,7 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.model.meta import without_values
 from lightning_roundpipe.planning.schedule import Plan
+
+_NAMED = 3
+"""Tensors that a message names, of many."""
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 """What every checkpoint holds that Lightning wrote."""
@@ -58,6 +62,7 @@ def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -
                 "live in host memory and are sent to the GPUs layer by layer. Build the model on the CPU (no .cuda(), "
                 "no device_map)."
             )
+    _refuse_without_values(module)
     if fitting:
         _refuse_shared_memory(module)
 
@@ -65,12 +70,26 @@ def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -
 def _refuse_parts(options: Options) -> None:
     """Under manual optimization: a step that differentiates and steps by itself cannot be run in parts."""
     asked = [f"{n}={v!r}" for n in ("microbatch_size", "plan") if (v := getattr(options, n)) is not None]
+    if options.microbatch_scope != "step":
+        asked.append(f"microbatch_scope={options.microbatch_scope!r}")
     if options.num_microbatches not in (None, 1):
         asked.insert(0, f"num_microbatches={options.num_microbatches}")
     if asked:
         raise MisconfigurationException(
             f"{asked[0]} with automatic_optimization=False: under manual optimization training_step runs once, on the "
             "whole batch, and its layers as they are called. Leave it out, or set num_microbatches=1 alone."
+        )
+
+
+def _refuse_without_values(module: LightningModule) -> None:
+    """Built on the meta device, and nothing was loaded: to make up values would train another model."""
+    if names := without_values(module):
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        raise MisconfigurationException(
+            f"on the meta device, without values: {', '.join(map(repr, names[:_NAMED]))}{more}. Give them values in "
+            "configure_model(): load_state_dict(weights, assign=True), or to_empty(device='cpu') and an "
+            "initialisation; or set ckpt_path= to a checkpoint that holds them. (Buffers that are in no checkpoint, "
+            "such as rotary tables, are computed anew by building their module off the meta device.)"
         )
 
 
@@ -86,10 +105,15 @@ def _refuse_shared_memory(module: LightningModule) -> None:
             )
 
 
-def refuse_plan(text: str, round_microbatches: int | None) -> None:
+def refuse_plan(text: str, round_microbatches: int | None, microbatch_scope: str = "step") -> None:
     """What can be said of a plan before there is a trace."""
     plan = Plan.parse(text)
     plan.validate()
+    if plan.recompute_ahead and microbatch_scope == "model":
+        raise ValueError(
+            "plan: it says 'recompute ahead', and with microbatch_scope='model' gradients come when all microbatches "
+            "have been through the model: leave it out."
+        )
     size = plan.round_microbatches
     if round_microbatches is not None and round_microbatches != size:
         raise ValueError(

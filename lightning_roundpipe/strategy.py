@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.monitors import profile_all_threads, tell_of_all_workers
 from lightning_roundpipe.one_process import OneProcess
 from lightning_roundpipe.precision import RoundPipePrecision
@@ -72,7 +73,8 @@ class RoundPipeStrategy(OneProcess):
         pin_memory: ``"auto"``, ``"on"`` or ``"off"``: pinned host memory for fast copies.
         prefetch: stages that are uploaded ahead, 0 or 1.
         watchdog_timeout: seconds without any progress after which a step fails with the stacks of all threads.
-        microbatch_scope: ``"step"``: every part runs the whole ``training_step``. (``"model"`` is not built yet.)
+        microbatch_scope: ``"step"``: every part runs the whole ``training_step``. ``"model"``: it runs once, on the
+            whole batch, and each call of the model in it is cut: for losses that need all samples at once.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -120,7 +122,7 @@ class RoundPipeStrategy(OneProcess):
             emulation=Emulation.of(emulation),
         )
         if plan is not None:
-            refuse_plan(plan, round_microbatches)
+            refuse_plan(plan, round_microbatches, microbatch_scope)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._engine: Engine | None = None
         self._last_report: dict[str, Any] = {}
@@ -311,7 +313,8 @@ class RoundPipeStrategy(OneProcess):
 
         Returns:
             ``plan`` (text), ``workers``, ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
-            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (each per worker), ``peak_host_bytes``,
+            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (each per worker),
+            ``planned_device_bytes`` (of each worker, at the most; None without a plan), ``peak_host_bytes``,
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
             ``step_time_s``, ``weights_bytes_uploaded_total`` since setup, ``profiled`` (a step without a plan, each
             call a slot of its own), ``costs`` (of each call, as measured before the plan was made; or None), and
@@ -353,6 +356,7 @@ class RoundPipeStrategy(OneProcess):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         self._precision.make_room(self.lightning_module, checkpoint["state_dict"])
+        make_room(self.lightning_module, checkpoint["state_dict"])
         try:
             super().load_model_state_dict(checkpoint, strict=strict)
         except RuntimeError as error:

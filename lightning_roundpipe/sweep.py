@@ -1,4 +1,4 @@
-"""A sweep's runs side by side: one table, printed at the end and left as ``sweep.csv``.
+"""A sweep's runs side by side: one table, printed at the end and left as ``sweep.csv``, and a picture, ``sweep.png``.
 
 The table is made from what the runs left in their folders, so it does not matter which launcher ran them, or where,
 and a run that failed has its row too. ``python -m lightning_roundpipe.sweep FOLDER`` makes it again.
@@ -30,6 +30,8 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 """Keys of ``summary.json``, their headings (of short words, which fit into 80 columns), and how they are shown."""
 
+_SHOWN = tuple(key for key, _, _ in COLUMNS)
+
 _current: list[Path] = []
 
 
@@ -56,9 +58,21 @@ def finished_sweep() -> Path | None:
     """After a command: if it was a sweep whose runs began, prints its table and returns its folder."""
     if not _current or not (rows := read_runs(_current[-1])):
         return None
-    write_table(rows, _current[-1] / "sweep.csv")
-    Console().print(draw_table(rows))
+    present(rows, _current[-1])
     return _current[-1]
+
+
+def present(rows: list[dict[str, Any]], folder: Path) -> None:
+    """Leaves the rows as a table and as a picture in ``folder``, and shows the table."""
+    from lightning_roundpipe.sweep_picture import (
+        draw_sweep,
+    )  # matplotlib takes long, and a run without a sweep needs none
+
+    write_table(rows, folder / "sweep.csv")
+    console = Console()
+    console.print(draw_table(rows))
+    if draw_sweep(rows, varied_settings(rows), folder / "sweep.png"):
+        console.print(f"The picture of it: {folder / 'sweep.png'}", soft_wrap=True, highlight=False)
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
@@ -71,10 +85,17 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
         rows.append(
             {"run": run.name}
             | {key: value for key, _, value in (str(override).partition("=") for override in overrides)}
-            | {key: summary.get(key) for key, _, _ in COLUMNS}
+            | {key: summary.get(key) for key in (*_SHOWN, "microbatches")}
             | {"error": summary.get("error")}
         )
     return rows
+
+
+def varied_settings(rows: list[dict[str, Any]]) -> list[str]:
+    """The overrides in which runs differ."""
+    known = {"run", "error", "microbatches", *_SHOWN}
+    keys = dict.fromkeys(key for row in rows for key in row if key not in known)
+    return [key for key in keys if len({row.get(key) for row in rows}) > 1 or len(rows) == 1]
 
 
 def write_table(rows: list[dict[str, Any]], path: Path) -> None:
@@ -87,18 +108,15 @@ def write_table(rows: list[dict[str, Any]], path: Path) -> None:
 
 def draw_table(rows: list[dict[str, Any]]) -> Table:
     """The rows for the screen: overrides only where runs differ, and errors instead of numbers."""
-    known = {"run", "error", *(key for key, _, _ in COLUMNS)}
-    varied = [
-        key
-        for key in dict.fromkeys(key for row in rows for key in row if key not in known)
-        if len({row.get(key) for row in rows}) > 1 or len(rows) == 1
-    ]
+    varied = varied_settings(rows)
     table = Table(title=f"Sweep: {len(rows)} runs", title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
     settings = [key.rpartition(".")[2].replace("_", " ") for key in varied]
     for heading in ("run", *settings, *(heading for _, heading, _ in COLUMNS)):
         table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     for row in rows:
-        values = ["–" if row[key] is None else show(row[key]) for key, _, show in COLUMNS]
+        missing = ["failed" if row["error"] else "–", *["–"] * (len(COLUMNS) - 1)]
+        shown = zip(COLUMNS, missing, strict=True)
+        values = [instead if row[key] is None else show(row[key]) for (key, _, show), instead in shown]
         table.add_row(row["run"], *(str(row.get(key, "")) for key in varied), *values)
     table.caption = Text("\n".join(f"run {row['run']} failed: {row['error']}" for row in rows if row["error"]))
     return table
@@ -114,5 +132,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         raise SystemExit("usage: python -m lightning_roundpipe.sweep FOLDER   (a folder that a sweep left)")
     found = read_runs(Path(sys.argv[1]))
-    write_table(found, Path(sys.argv[1]) / "sweep.csv")
-    Console().print(draw_table(found))
+    present(found, Path(sys.argv[1]))

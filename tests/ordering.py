@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
+from lightning_roundpipe.runtime.model_runs import PartRun
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.worker import IN_FLIGHT, Worker
 
@@ -265,10 +266,14 @@ def unfollowed() -> Iterator[None]:
 
 
 def _follow_operations(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
-    real_run = MicrobatchRun.run
+    def follow(kind: type, name: str) -> None:
+        real = getattr(kind, name)
 
-    def run(self: Any, *args: Any) -> None:
-        with following(ordering, HOST):
-            real_run(self, *args)
+        def followed(self: Any, *args: Any) -> None:
+            with following(ordering, HOST):
+                real(self, *args)
 
-    patch.setattr(MicrobatchRun, "run", run)
+        patch.setattr(kind, name, followed)
+
+    for kind, name in ((MicrobatchRun, "run"), (PartRun, "forward"), (PartRun, "back")):
+        follow(kind, name)

@@ -83,6 +83,13 @@ def test_a_whole_stage_is_recomputed_deepest_call_first(ahead: list[tuple[str, i
     assert first[:2] == ["layers.1", "layers.0"]
 
 
+def test_nothing_is_recomputed_before_the_forward_has_left_the_stage(ahead: list[tuple[str, int]]) -> None:
+    """The fifth worker has its turn while the first calls of its stage are still being made."""
+    plan = replace(Plan.parse("forward 0 1 2; fused 3; backward 1-2 0; round 2"), recompute_ahead=True)
+    fit(Gated(Gate(-1)), plan, devices=5)
+    assert next(name for name, microbatch in ahead if microbatch == 0 and name != "layers.0") == "layers.2"
+
+
 def test_no_plan_changes_a_bit(ahead: list[tuple[str, int]]) -> None:
     results = [fit(Gated(Gate(-1)), plan, devices).state for plan in (PLAN, AHEAD) for devices in (1, 3)]
     assert ahead
@@ -121,9 +128,9 @@ def test_what_fails_ahead_is_raised_where_it_is_needed(ahead: list[tuple[str, in
 def test_the_plan_says_so_where_there_is_room() -> None:
     costs = Costs(tuple(CallCost(str(i), 1.0, 2.0, 100, 50, 1, 1000, needs_backward=True) for i in range(4)))
     alone, stage = 2 * (2 * 100 + 2 * 50) + 1000, 2 * (2 * 100 + 2 * 50) + 2000
-    assert device_bytes(PLAN, costs) == alone
-    assert device_bytes(AHEAD, costs) == stage
-    assert ahead_within(PLAN, costs, None) == ahead_within(PLAN, costs, stage) == AHEAD
-    assert ahead_within(PLAN, costs, stage - 1) == PLAN
-    assert sum(item.nbytes for item in device_items(AHEAD, costs)) == stage
-    assert ahead_within(Plan.single(4), costs, None) == Plan.single(4)
+    assert device_bytes(PLAN, costs, 2) == alone
+    assert device_bytes(AHEAD, costs, 2) == stage
+    assert ahead_within(PLAN, costs, 2, None) == ahead_within(PLAN, costs, 2, stage) == AHEAD
+    assert ahead_within(PLAN, costs, 2, stage - 1) == PLAN
+    assert sum(item.nbytes for item in device_items(AHEAD, costs, 2, None)) == stage
+    assert ahead_within(Plan.single(4), costs, 2, None) == Plan.single(4)

@@ -156,7 +156,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
     found = json.loads(command(*options, "sequence_length=256")[1])
     longest = found["longest_sequence"]
     assert 256 < longest < 1 << 16
-    assert found["limited_by"].startswith("memory=0.05GiB of each worker, most of it for activations")
+    assert found["limited_by"].startswith("memory=0.05GiB of each worker, most of it for boundary tensors of 15 micro")
     for length, fits in ((longest, True), (longest + 256, False)):
         again = json.loads(command(*options, f"sequence_length={length}", "microbatch_size=1")[1])
         assert again["fits"] is fits
@@ -175,7 +175,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (("model=tiny_llama", "hardware=rtx4090"), "Did you mean rtx4090x8? Allowed are a800x8, cpu, h200, rtx3090x4"),
         (("model=tiny_llama", "hardware=nowhere.yaml"), "nowhere.yaml cannot be read"),
         (("model=nowhere/config.json", "hardware=cpu"), "nowhere/config.json cannot be read"),
-        (("model=tiny_llama", "hardware=cpu", "lora=all"), "Allowed are all_linear, attention, none"),
+        (("model=tiny_llama", "hardware=cpu", "lora=all"), "Allowed are all_linear, attention, moe_experts, none"),
         (("model=tiny_llama", "hardware=cpu", "precision=fp8"), "must be one of 32-true, bf16-mixed, 16-mixed"),
         (("model=tiny_llama", "hardware=cpu", "sequence_length=257"), "longer than the 256 tokens"),
         (("model=tiny_llama", "hardware=cpu", "staleness=2"), "must be 0 or 1"),

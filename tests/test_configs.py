@@ -19,6 +19,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from patience import PATIENCE_S
 from peft import PeftModel
+from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from lightning_roundpipe import train
@@ -49,7 +50,13 @@ SUMMARY = [
     "completion_before",
     "completion_after",
 ]
-NEEDED = {"folder": "model.folder=/models/x", "by_hand": "partition.plan=forward none fused 0-8 backward none round 4"}
+NEEDED = {
+    "folder": "model.folder=/models/x",
+    "hub": "model.name=some/model",
+    "by_hand": "partition.plan=forward none fused 0-8 backward none round 4",
+    "texts": "data.path=/texts",
+    "completions": "data.path=/chats",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +215,23 @@ def test_adapters_are_read_and_merged_by_plain_peft(
         assert merged(**batch).loss.item() == pytest.approx(summary["val_loss_after"], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [("model=tiny_llama", "model.weights=base"), ("model=hub", "model.name=base")])
+def test_weights_from_files(
+    choice: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A base model that stays in its files, under adapters, in low precision."""
+    base = OmegaConf.to_container(composed().model)
+    assert isinstance(base, dict)
+    made = from_config(**{key: value for key, value in base.items() if key != "_target_"})
+    made.model.bfloat16().save_pretrained("base")
+    options = ["model.dtype=auto", "trainer.precision=bf16-mixed", "lora=all_linear", "trainer.max_steps=3"]
+    run(monkeypatch, *choice, *options, "optimizer.lr=0.03", "prompt=null")
+    folder = Path(last_line(capfd.readouterr().out))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["val_loss_after"] < summary["val_loss_before"]
+
+
 def test_plain_lightning_is_a_choice(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The comparison: same losses, on one device, and null for what only roundpipe knows."""
     summaries = []
@@ -222,6 +246,36 @@ def test_plain_lightning_is_a_choice(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert {key for key in SUMMARY if plain[key] is None} == {
         *("bubble_pct", "plan", "workers", "forward_stages", "backward_stages", "microbatches", "weights_uploaded_gib")
     }
+
+
+@pytest.mark.slow
+def test_own_files_are_trained_on(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Padded or packed, the losses are those of plain Lightning; a bad record is refused before anything is trained."""
+    tiny_tokenizer().save_pretrained("tokenizer")
+    chats = Path("chats.jsonl")
+    questions = [{"prompt": f"{n} + {n} = ", "completion": str(2 * n)} for n in range(60)]
+    chats.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    options = ["data=completions", "data.path=chats.jsonl", "data.tokenizer=tokenizer", "data.cache_folder=cache"]
+    options += ["model.vocab_size=300", "data.sequence_length=48", "trainer.max_steps=2", "prompt=null"]
+    for ways in ("data.rows=packed", "data.rows=padded"):
+        losses = []
+        for strategy in ("roundpipe", "auto"):
+            run(monkeypatch, *options, ways, f"strategy={strategy}")
+            summary = json.loads((Path(last_line(capfd.readouterr().out)) / "summary.json").read_text())
+            losses.append([summary["val_loss_before"], summary["val_loss_after"]])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        assert losses[0][1] < losses[0][0]
+    chats.write_text("{}\n")
+    with pytest.raises(SystemExit) as exit_:
+        run(monkeypatch, *options)
+    assert exit_.value.code == 2
+    out, err = capfd.readouterr()
+    assert (
+        "roundpipe-train: data.path: 1 of 1 records cannot be used: chats.jsonl line 1: the record has none of" in err
+    )
+    assert "Plan: " not in out
 
 
 def test_a_sweep_leaves_a_table(
@@ -240,11 +294,11 @@ def test_a_sweep_leaves_a_table(
     assert losses == pytest.approx([losses[0]] * 2, rel=1e-5)  # microbatches change rounding only
     microbatches = [json.loads((folder / name / "summary.json").read_text())["microbatches"] for name in "01"]
     assert microbatches == [4, 1]
-    table = out[out.index("Sweep: 2 runs") :]
+    table = out[out.index("Sweep: 2 runs") : out.index("The picture of it: ")]
     for heading in ("microbatch", "step time", "bubble", "device", "host", "train loss", "val loss"):
         assert all(word in table for word in heading.split()), heading
     assert "…" not in table
-    assert max(len(line) for line in table.splitlines()[:-1]) <= 80
+    assert max(len(line) for line in table.splitlines()) <= 80
 
 
 def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -257,6 +311,25 @@ def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: py
     assert not finished["error"]
     assert float(finished["step_time_s"]) > 0
     assert "run 0 failed: ValueError: num_microbatches=0" in out
+    assert re.search(r"^ *0 +0 +failed +–", out, re.MULTILINE)
+    assert (Path(last_line(out)) / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sweep_over_several_settings(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Microbatches, rounds, staleness and ranks, two runs of which fail; the others are there all the same."""
+    ways = ["strategy.num_microbatches=2,4", "strategy.staleness=0,1", "lora.r=2,0", "partition.round_microbatches=2"]
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "-m", *ways, "lora=all_linear", "trainer.max_steps=2", "prompt=null")
+    out, _ = capfd.readouterr()
+    rows = list(csv.DictReader((Path(last_line(out)) / "sweep.csv").open()))
+    assert len(rows) == 8
+    for row in rows:
+        assert bool(row["error"]) == (row["lora.r"] == "0"), row
+        assert row["error"] or (
+            row["microbatches"] == row["strategy.num_microbatches"] and float(row["step_time_s"]) > 0
+        )
 
 
 def test_a_current_folder_with_spaces(

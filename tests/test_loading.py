@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_package
+from lightning_roundpipe.model import weight_files
+from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_name, from_package
 
 SETTINGS = {
     "vocab_size": 32,
@@ -157,6 +158,53 @@ def test_a_folder_that_is_broken(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"model\.folder=.* cannot be read: .*repair: copy"):
         from_folder(tmp_path)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A model in several files, in bf16."""
+    tiny().model.bfloat16().save_pretrained(tmp_path / "shards", max_shard_size="4KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
+    return tmp_path / "shards"
+
+
+@pytest.mark.parametrize(("dtype", "becomes"), [("float32", torch.float32), ("auto", torch.bfloat16)])
+def test_weights_for_a_shape(shards: Path, dtype: str, becomes: torch.dtype) -> None:
+    """From several files; the folder's configuration says what the settings leave open, if it is there."""
+    expected = from_folder(shards, dtype=dtype)
+    loaded = from_config("llama", weights=shards, dtype=dtype, **SETTINGS)
+    assert {p.dtype for p in loaded.model.parameters()} == {becomes}
+    assert loaded.source == str(shards) and loaded.tokenizer is None
+    assert torch.equal(logits(loaded), logits(expected))
+    config = shards / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.25'))
+    other = from_config("llama", weights=shards, dtype=dtype, **SETTINGS)
+    assert other.model.config.rms_norm_eps == 0.25
+    config.unlink()
+    assert torch.equal(logits(from_config("llama", weights=str(shards), dtype=dtype, **SETTINGS)), logits(loaded))
+
+
+def test_a_model_by_name(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder, or on the hub, of which only what is needed is asked for; with its weights, others, or random ones."""
+    assert torch.equal(logits(from_name(str(shards))), logits(from_folder(shards)))
+    asked: list[tuple[str, bool]] = []
+
+    def snapshot_download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((name, "*.safetensors" in allow_patterns))
+        assert "*/*" in ignore_patterns
+        return str(shards)
+
+    monkeypatch.setattr(weight_files, "snapshot_download", snapshot_download)
+    assert torch.equal(logits(from_name("some/model", dtype="auto")), logits(from_folder(shards, dtype="auto")))
+    torch.manual_seed(3)
+    random = from_name("some/model", weights="random", dtype="auto")
+    assert random.source == "a random some/model"
+    assert {p.dtype for p in random.model.parameters()} == {torch.float32}
+    assert not torch.equal(logits(random), logits(from_folder(shards)))
+    random.model.save_pretrained(tmp_path / "other")
+    assert torch.equal(logits(from_name("some/model", weights=tmp_path / "other")), logits(random))
+    assert torch.equal(logits(from_config("llama", weights="some/other", **SETTINGS)), logits(from_folder(shards)))
+    assert asked == [("some/model", True), ("some/model", False), ("some/model", False), ("some/other", True)]
 
 
 def test_random_models_depend_on_the_seed() -> None:

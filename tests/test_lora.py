@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import lightning.pytorch as pl
 import pytest
 import torch
 import zoo
@@ -164,3 +165,39 @@ def test_frozen_weights_travel_up_and_only_adapters_come_down() -> None:
 
     weights = sum(p.numel() * 4 for p in zoo.make_module("llama").parameters())
     assert downloaded(full) - downloaded(lora) > 0.5 * weights
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"use_dora": True}),
+        ("llama", {"use_rslora": True, "lora_alpha": 2}),
+        (
+            "gpt_oss",
+            {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        ),
+    ],
+)
+def test_kinds_of_adapters(name: str, options: dict[str, Any]) -> None:
+    module = adapted(name, **options)
+    assert_same(run("auto", module, zoo.make_batches(name)), trained(name, module))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_frozen_weights_are_in_host_memory_once(staleness: int) -> None:
+    """The user's parameters are what uploads read: not even with an update on its way is there a copy of them."""
+    strategy = ours(num_microbatches=3, staleness=staleness)
+    seen: list[int] = []
+
+    class Look(pl.Callback):
+        roundpipe_looks_away = True
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            for layer in strategy._engine.layers:
+                for master in layer.masters:
+                    pointers = {master.data_ptr(), layer.read(master).data_ptr()}
+                    seen.append(len(pointers) if master.requires_grad == bool(staleness) else 0)
+                    assert master.requires_grad or len(pointers) == 1
+
+    run(strategy, zoo.make_module("llama", lora=True), zoo.make_batches("llama"), devices=2, callbacks=[Look()])
+    assert set(seen) == ({0, 2} if staleness else {0, 1})

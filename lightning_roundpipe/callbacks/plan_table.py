@@ -69,7 +69,12 @@ def plan_table(report: Mapping[str, Any], module: Module) -> Table:
 
 
 def span(names: Sequence[str]) -> str:
-    """First and last of several names, and how many they are."""
+    """First and last of several names, and how many they are; a dash where there are none.
+
+    A backward stage of calls that nothing differentiates through, such as frozen embeddings, has nothing to load.
+    """
+    if not names:
+        return "–"
     return " … ".join(dict.fromkeys([names[0], names[-1]])) + (f" ({len(names)})" if len(names) > 2 else "")
 
 

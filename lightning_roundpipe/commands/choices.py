@@ -26,6 +26,9 @@ _MADE_BY = {"model": "lightning_roundpipe.model.loading.from_config", "lora": "p
 _ABOUT_FILES = ("quantization_config", "dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
 """Keys of a config.json that are about its weights' files."""
 
+_ABOUT_WEIGHTS = ("weights", "dtype")
+"""Settings of ``from_config`` that are about its weights, of which there are none here."""
+
 DTYPES: Mapping[Precision, torch.dtype] = {
     "32-true": torch.float32,
     "bf16-mixed": torch.bfloat16,
@@ -61,6 +64,7 @@ def read_config(text: str) -> PretrainedConfig:
         settings = {key: value for key, value in settings.items() if key not in _ABOUT_FILES}
     else:
         settings = _choice("model", text, "a config.json of Hugging Face, or a folder with one")
+    settings = {key: value for key, value in settings.items() if key not in _ABOUT_WEIGHTS}
     kind = settings.pop("model_type")
     if kind not in CONFIG_MAPPING:
         close = get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=1)

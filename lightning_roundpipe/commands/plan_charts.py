@@ -55,7 +55,7 @@ def draw_model(found: Outlook, picture: Path | None, trace: Path | None) -> None
             f"{name}= has no steps to draw, as {found.wish.model} does not fit: leave it out to see what is missing."
         )
     costs, workers, microbatches = found.costs, found.workers, found.microbatches
-    paper = ahead_within(baseline_within(costs, workers, microbatches, found.limits), costs, found.memory)
+    paper = ahead_within(baseline_within(costs, workers, microbatches, found.limits), costs, workers, found.memory)
     runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, found.rules, len(found.run.ends_s))}
     if found.plan != paper:
         runs["found by simulation"] = found.run

@@ -98,7 +98,7 @@ def answer(question: Question, search_seconds: float = SEARCH_SECONDS, partition
     host = HostTime(hop_s=question.hop_s)
     if partitioner == "paper":
         plan = baseline_within(costs, workers, microbatches, question.limits)
-        plan = ahead_within(plan, costs, question.limits.memory)
+        plan = ahead_within(plan, costs, question.workers, question.limits.memory)
     else:
         plan = search_partition(costs, workers, microbatches, question.limits, question.staleness, host, search_seconds)
     return figures(question, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from lightning_roundpipe.commands.choices import make_model, read_config, read_machine
 from lightning_roundpipe.model.layers import find_layers
+from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.limits import Limits
@@ -63,7 +65,9 @@ class Wish:
 class Shape:
     """A model without data, on a machine."""
 
-    def __init__(self, model: str, lora: str, precision: Precision, hardware: Hardware) -> None:
+    def __init__(
+        self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0
+    ) -> None:
         config = read_config(model)
         self.longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
         self.hardware = hardware
@@ -71,14 +75,17 @@ class Shape:
         root = nn.Module()
         root.model = self._module  # as a LightningModule has it, so that layers have the names they will have
         self._layers = find_layers(root)
+        self._lean = _is_lean(self._module)
         weights = list(self._module.parameters())
         trained = sum(p.numel() for p in weights if p.requires_grad)
-        self.parameters = Parameters(trained, sum(p.numel() for p in weights) - trained, weights[0].element_size())
+        frozen = sum(p.numel() for p in weights) - trained
+        self.parameters = Parameters(trained, frozen, weights[0].element_size(), apart=bool(staleness))
 
     def costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         """Of a microbatch of that many sequences."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        return estimate_costs(self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware)
+        with lean_logits(self._module) if self._lean else nullcontext():
+            return estimate_costs(self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware)
 
     def rules(self, staleness: Staleness) -> Rules:
         """What takes time beside computing."""
@@ -88,6 +95,15 @@ class Shape:
         return Rules(
             staleness=staleness, host=HostTime(hop_s=machine.hop_s), links=machine.links(), updates=Updates(rate)
         )
+
+
+def _is_lean(module: nn.Module) -> bool:
+    """Whether the packaged module computes its loss without holding the logits."""
+    try:
+        make_lean(module)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,7 @@ class Outlook:
 
     @cached_property
     def device_items(self) -> list[Item]:
-        return device_items(self.plan, self.costs)
+        return device_items(self.plan, self.costs, self.workers, self.memory)
 
     @cached_property
     def host_items(self) -> list[Item]:
@@ -171,7 +187,7 @@ def look(wish: Wish) -> Outlook:
         ValueError: something of the wish is not known or makes no sense. That it does not fit is an answer.
     """
     machine = read_machine(wish.hardware)
-    shape = Shape(wish.model, wish.lora, wish.precision, machine)
+    shape = Shape(wish.model, wish.lora, wish.precision, machine, wish.staleness)
     if wish.sequence_length > shape.longest:
         raise ValueError(
             f"sequence_length={wish.sequence_length} is longer than the {shape.longest} tokens that model={wish.model} "
@@ -180,22 +196,22 @@ def look(wish: Wish) -> Outlook:
     workers = wish.workers or machine.workers
     microbatches = wish.microbatches or 2 * workers
     memory = wish.memory or (None if machine.memory is None else int(MEMORY_SHARE * machine.memory))
-    size, costs = _choose_size(shape, wish, microbatches, memory)
+    size, costs = _choose_size(shape, wish, workers, microbatches, memory)
     limits, rules = _limits(costs, wish, workers, microbatches, memory), shape.rules(wish.staleness)
     plan, fits = _make_plan(costs, wish, workers, microbatches, limits, rules.host)
     run = run_steps(plan, costs, workers, microbatches, rules, 2 * _STEPS) if fits else None
-    longest = find_longest(shape, microbatches, memory)
+    longest = find_longest(shape, workers, microbatches, memory)
     return Outlook(
         wish, machine, shape.parameters, costs, workers, microbatches, size, limits, rules, plan, run, longest
     )
 
 
-def _choose_size(shape: Shape, wish: Wish, microbatches: int, memory: int | None) -> tuple[int, Costs]:
+def _choose_size(shape: Shape, wish: Wish, workers: int, microbatches: int, memory: int | None) -> tuple[int, Costs]:
     """As many sequences a microbatch as fit."""
     sizes = _SIZES if wish.microbatch_size is None else (wish.microbatch_size,)
     for size in sizes[:-1]:
         costs = shape.costs(size, wish.sequence_length)
-        if _why_not(costs, shape, microbatches, memory) is None:
+        if _why_not(costs, shape, workers, microbatches, memory) is None:
             return size, costs
     return sizes[-1], shape.costs(sizes[-1], wish.sequence_length)
 
@@ -211,18 +227,18 @@ def _make_plan(
 ) -> tuple[Plan, bool]:
     """A plan, and whether it keeps to the memory; if none does, the one that takes least."""
     smallest = Plan.per_call(len(costs), microbatches)
-    if limits.memory is not None and device_bytes(smallest, costs) > limits.memory:
+    if limits.memory is not None and device_bytes(smallest, costs, workers) > limits.memory:
         return smallest, False
     if wish.search:
         return search_partition(costs, workers, microbatches, limits, wish.staleness, host, wish.search_seconds), True
-    return ahead_within(baseline_within(costs, workers, microbatches, limits), costs, limits.memory), True
+    return ahead_within(baseline_within(costs, workers, microbatches, limits), costs, workers, limits.memory), True
 
 
-def find_longest(shape: Shape, microbatches: int, memory: int | None) -> Longest:
+def find_longest(shape: Shape, workers: int, microbatches: int, memory: int | None) -> Longest:
     """For microbatches of one sequence each, cut at every layer."""
 
     def why_not(units: int) -> str | None:
-        return _why_not(shape.costs(1, units * _LENGTHS), shape, microbatches, memory)
+        return _why_not(shape.costs(1, units * _LENGTHS), shape, workers, microbatches, memory)
 
     low, high = 0, max(shape.longest // _LENGTHS, 1)
     reason = why_not(high)
@@ -238,11 +254,11 @@ def find_longest(shape: Shape, microbatches: int, memory: int | None) -> Longest
     return Longest(low * _LENGTHS, reason)
 
 
-def _why_not(costs: Costs, shape: Shape, microbatches: int, memory: int | None) -> str | None:
+def _why_not(costs: Costs, shape: Shape, workers: int, microbatches: int, memory: int | None) -> str | None:
     """What is too large, in words; None: it fits."""
     plan = Plan.per_call(len(costs), microbatches)
-    if memory is not None and device_bytes(plan, costs) > memory:
-        item = max(device_items(plan, costs), key=lambda item: item.nbytes)
+    if memory is not None and device_bytes(plan, costs, workers) > memory:
+        item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
         return f"memory={memory / 2**30:,.2f}GiB of each worker, most of it for {_without_stage(item)}"
     items = host_items(plan, costs, shape.parameters)
     if total(items) > shape.hardware.host_memory:

@@ -5,5 +5,6 @@ from __future__ import annotations
 from lightning_roundpipe.data.packed_text import PackedText
 from lightning_roundpipe.data.pydoc_topics import pydoc_topics
 from lightning_roundpipe.data.random_tokens import RandomTokens
+from lightning_roundpipe.data.text_files import TextFiles
 
-__all__ = ["PackedText", "RandomTokens", "pydoc_topics"]
+__all__ = ["PackedText", "RandomTokens", "TextFiles", "pydoc_topics"]

@@ -43,7 +43,7 @@ class RandomTokens(LightningDataModule):
 
     @override
     def train_dataloader(self) -> ShuffledLoader:
-        return ShuffledLoader(self.training, self.batch_size, self.seed, self.num_workers)
+        return ShuffledLoader(Sequences(self.training), self.batch_size, self.seed, self.num_workers)
 
     @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sized
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,15 +44,14 @@ class ShuffledLoader(DataLoader[Batch]):
     are left. An ordinary shuffled loader would start the epoch again, in another order.
     """
 
-    def __init__(self, tokens: Tensor, batch_size: int, seed: int, num_workers: int = 0) -> None:
-        if len(tokens) < batch_size:
-            raise ValueError(
-                f"data.batch_size={batch_size} is more than the {len(tokens)} training sequences there are."
-            )
-        self._order = _Order(len(tokens), seed)
+    def __init__(self, rows: Dataset[Batch], batch_size: int, seed: int, num_workers: int = 0) -> None:
+        count = len(cast(Sized, rows))
+        if count < batch_size:
+            raise ValueError(f"data.batch_size={batch_size} is more than the {count} training sequences there are.")
+        self._order = _Order(count, seed)
         self._batches = 0
         self._resumed = False
-        super().__init__(Sequences(tokens), batch_size, sampler=self._order, drop_last=True, num_workers=num_workers)
+        super().__init__(rows, batch_size, sampler=self._order, drop_last=True, num_workers=num_workers)
 
     @override
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
@@ -88,4 +87,7 @@ class _Order(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         # Its own generator: the order is the same whatever else draws random numbers.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        yield from torch.randperm(self.rows, generator=generator).tolist()[self.skip :]
+        # Numbers in pieces: a list of them takes four times their memory.
+        order = torch.randperm(self.rows, generator=generator).numpy()
+        for start in range(self.skip, self.rows, 65536):
+            yield from order[start : start + 65536].tolist()

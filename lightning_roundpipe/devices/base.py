@@ -165,6 +165,11 @@ class Device(ABC):
         """Host memory that copies asynchronously: shape ``(nbytes,)``, uint8; given back when its last view dies."""
 
     @abstractmethod
+    def worth_copying(self, nbytes: int) -> bool:
+        """Whether what lies in files, in all so many bytes, is to be copied into `host_buffer` memory to be read from
+        there: that must be faster, and there must be room for it."""
+
+    @abstractmethod
     def host_like(self, t: Tensor) -> Tensor:
         """A host tensor of ``t``'s shape, dtype and strides, to save ``t`` in; expanded dimensions take no memory."""
 
@@ -202,6 +207,14 @@ class Device(ABC):
 
         Raises:
             DeviceOutOfMemory: they do not fit. None of them is counted then.
+        """
+
+    @abstractmethod
+    def follow(self, tensors: Iterable[Tensor], purpose: str) -> None:
+        """Count the tensors' storages as resident for as long as they live. What lies in an arena is counted there.
+
+        Raises:
+            DeviceOutOfMemory: one does not fit. Those before it are counted.
         """
 
     @abstractmethod

@@ -21,6 +21,7 @@ from lightning_roundpipe.devices.base import Device, Hold, Stream
 from lightning_roundpipe.devices.cuda_feed import FedStream
 from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
+from lightning_roundpipe.devices.host_memory import worth_copying
 
 _generator_locks: dict[int, threading.RLock] = {}
 
@@ -74,6 +75,9 @@ class CudaDevice(Device):
     def host_buffer(self, nbytes: int) -> Tensor:
         return pinned.host_buffer(nbytes, self._pin_memory)
 
+    def worth_copying(self, nbytes: int) -> bool:
+        return worth_copying(nbytes, self._pin_memory)
+
     def host_like(self, t: Tensor) -> Tensor:
         return pinned.host_like(t, self._pin_memory)
 
@@ -111,6 +115,9 @@ class CudaDevice(Device):
 
     def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:
         return Hold()
+
+    def follow(self, tensors: Iterable[Tensor], purpose: str) -> None:
+        pass  # CUDA counts by itself
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -167,6 +174,7 @@ class CudaDevice(Device):
             for stream in self.streams:
                 if isinstance(stream, FedStream):
                     stream.join()
+            pinned.give_back()
 
     def _settle(self) -> None:
         for stream in self.streams:

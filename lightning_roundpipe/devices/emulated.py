@@ -101,6 +101,9 @@ class EmulatedDevice(Device):
         with torch.inference_mode(False):
             return self._poison(torch.empty(nbytes, dtype=torch.uint8))
 
+    def worth_copying(self, nbytes: int) -> bool:
+        return False  # a file's pages are memory like any other, and nothing is pinned
+
     def host_like(self, t: Tensor) -> Tensor:
         with torch.inference_mode(False):
             return self._poison(torch.empty_strided(t.size(), t.stride(), dtype=t.dtype))
@@ -118,6 +121,12 @@ class EmulatedDevice(Device):
 
     def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:
         return CountedHold(self._ledger, tensors, purpose)
+
+    def follow(self, tensors: Iterable[Tensor], purpose: str) -> None:
+        arenas = {arena.untyped_storage()._cdata for arena, _ in list(self._arenas.values())}
+        for tensor in tensors:
+            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in arenas:
+                self._ledger.follow(tensor.untyped_storage(), purpose)
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
         return saved_for_backward(self._ledger)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from typing import Any
 
 _M_ARENA_MAX = -8
 """From glibc's malloc.h."""
@@ -18,7 +19,15 @@ _M_ARENA_MAX = -8
 @functools.cache
 def share_heap() -> None:
     """Let threads that start from now on use the main thread's heap, where the C library has such a switch."""
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(_M_ARENA_MAX, 1)
+    if (mallopt := _of_glibc("mallopt")) is not None:
+        mallopt(_M_ARENA_MAX, 1)
+
+
+def give_back() -> None:
+    """Return what was freed to the system, where the C library has such a switch; it keeps what lies between others."""
+    if (trim := _of_glibc("malloc_trim")) is not None:
+        trim(0)
+
+
+def _of_glibc(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

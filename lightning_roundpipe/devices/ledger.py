@@ -13,6 +13,7 @@ added, so the peak is exact.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
 
@@ -56,6 +57,21 @@ class Ledger:
             self._entries[key] = (nbytes, [purpose])
             self._total += nbytes
             self._peak = max(self._peak, self._total)
+
+    def follow(self, storage: torch.UntypedStorage, purpose: str) -> None:
+        """Count ``storage`` until it dies, once for a purpose.
+
+        Raises:
+            DeviceOutOfMemory: it was not resident, and does not fit.
+        """
+        key = storage._cdata
+        with self._lock:
+            self._settle()  # what had the address before has ended
+            followed = key in self._entries and purpose in self._entries[key][1]
+        if not followed:
+            self.add(key, storage.nbytes(), purpose)
+            # torch keeps the Python object for as long as there is the storage.
+            weakref.finalize(storage, self.end, key, purpose).atexit = False
 
     def end(self, key: int, purpose: str) -> None:
         """One reason of ``key`` is over. Safe in a destructor."""

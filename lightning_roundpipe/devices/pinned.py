@@ -1,9 +1,9 @@
 """Host memory that a GPU can copy from and to while the host goes on.
 
 Torch's own pinned allocator rounds every block up to a power of two, which for the working copy of a 20 GB model is 12
-GB lost. So big buffers are our own mapping, registered with CUDA: exact to the page. It is a *shared* anonymous
-mapping, because pages that a forked data loader shares copy-on-write would be copied away from under the GPU by the
-first write after the fork.
+GB lost. So all of it is our own mapping, registered with CUDA: exact to the page. It is a *shared* anonymous mapping,
+because pages that a forked data loader shares copy-on-write would be copied away from under the GPU by the first write
+after the fork. Buffers are kept for a whole run; boundary tensors come and go, and their pages are used again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_roundpipe.devices.pages import Pages
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU, not only for the current one
 _warned = False
@@ -62,6 +65,10 @@ def registered(nbytes: int) -> Tensor:
     return whole[:nbytes]
 
 
+_pages = Pages(lambda nbytes: registered(nbytes), mmap.PAGESIZE)
+"""For boundary tensors, whichever device they come from."""
+
+
 def host_buffer(nbytes: int, pin_memory: str) -> Tensor:
     """Host memory for asynchronous copies: shape ``(nbytes,)``, uint8.
 
@@ -73,29 +80,36 @@ def host_buffer(nbytes: int, pin_memory: str) -> Tensor:
     Raises:
         RegistrationError: it cannot be pinned, and ``pin_memory`` is ``"on"``.
     """
-    with torch.inference_mode(False):  # memory that is made during validation must serve training too
-        if pin_memory == "off":
-            return torch.empty(nbytes, dtype=torch.uint8)
-        try:
-            return registered(nbytes)
-        except RegistrationError as error:
-            if pin_memory == "on":
-                raise RegistrationError(f"{error}. Set pin_memory='auto' to go on with pageable memory.") from None
-            warn_pageable(error)
-            return torch.empty(nbytes, dtype=torch.uint8)
+    return _bytes_from(registered, nbytes, pin_memory)
 
 
 def host_like(t: Tensor, pin_memory: str) -> Tensor:
-    """A host tensor of ``t``'s shape, dtype and strides, from torch's caching allocator, as boundaries come and go."""
+    """A host tensor of ``t``'s shape, dtype and strides, which takes no memory for expanded dimensions.
+
+    Raises:
+        RegistrationError: as in `host_buffer`.
+    """
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    flat = _bytes_from(_pages.take, (last + 1) * t.element_size() if t.numel() else 0, pin_memory)
     with torch.inference_mode(False):
+        return flat.view(t.dtype).as_strided(t.shape, t.stride())
+
+
+def give_back() -> None:
+    """Unlock what is kept for boundary tensors."""
+    _pages.give_back()
+
+
+def _bytes_from(source: Callable[[int], Tensor], nbytes: int, pin_memory: str) -> Tensor:
+    with torch.inference_mode(False):  # memory that is made during validation must serve training too
         if pin_memory != "off":
             try:
-                return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, pin_memory=True)
-            except RuntimeError as error:
+                return source(nbytes)
+            except RegistrationError as error:
                 if pin_memory == "on":
-                    raise
+                    raise RegistrationError(f"{error}. Set pin_memory='auto' to go on with pageable memory.") from None
                 warn_pageable(error)
-        return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 def warn_pageable(error: Exception) -> None:

@@ -1,9 +1,12 @@
-"""Load a Hugging Face causal language model and its tokenizer: from a package, from a folder, or at random.
+"""Load a Hugging Face causal language model and its tokenizer: from a package, from files, by name, or at random.
 
 A package is a way to ship weights to machines that reach a package index and nothing else: the GGUF file is found in
 what is installed, and the package itself is never imported (it may well need a compiled runtime that nobody asked for).
-Whatever comes out is an ordinary fp32 model: the traces of its quantised file are taken off, because with them Hugging
-Face refuses to save it and PEFT treats it as quantised.
+Whatever comes out of it is an ordinary fp32 model: the traces of its quantised file are taken off, because with them
+Hugging Face refuses to save it and PEFT treats it as quantised.
+
+Safetensors files are mapped into memory, not read. What has the wanted format there already takes no memory until it is
+trained, and what has not is converted tensor by tensor: nothing is held twice.
 
 Everything that can be missing or broken here is on the user's disk, so each message names the setting and the remedy.
 """
@@ -11,19 +14,32 @@ Everything that can be missing or broken here is on the user's disk, so each mes
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as hf_logging
 
+from lightning_roundpipe.model.weight_files import check_file, from_the_hub, weight_files
+
+RANDOM = "random"
+PRETRAINED = "pretrained"
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _GGUF_MAGIC = b"GGUF"
+_AGAIN = "copy or download the folder again"
 
 
 @dataclass(frozen=True)
@@ -57,13 +73,14 @@ def from_package(package: str, pattern: str = "*.gguf") -> Pretrained:
     return _from_gguf(found[0], f"model.package={package!r}", remedy, f"{found[0].name} of the package {package}")
 
 
-def from_folder(folder: str | Path, gguf_file: str | None = None) -> Pretrained:
+def from_folder(folder: str | Path, gguf_file: str | None = None, dtype: str = "float32") -> Pretrained:
     """The model in a local folder, as ``save_pretrained`` leaves it, or in its file ``gguf_file``.
 
     Raises:
         FileNotFoundError: the folder, or what it must hold, is not there.
         ValueError: what is there cannot be read.
     """
+    _check_dtype(dtype)
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"model.folder={str(folder)!r} is no folder. Name one that holds a Hugging Face model.")
@@ -75,31 +92,135 @@ def from_folder(folder: str | Path, gguf_file: str | None = None) -> Pretrained:
         )
     setting = f"model.folder={str(folder)!r}"
     if gguf_file is not None:
+        if dtype != "float32":
+            raise ValueError(f"model.dtype={dtype!r} must be 'float32', which model.gguf_file={gguf_file!r} becomes.")
         return _from_gguf(path / gguf_file, setting, "copy or download the file again", str(path / gguf_file))
-    with _reading(path, setting, "copy or download the folder again"):
-        model = _whole_model(path)
-    tokenizer = None
-    if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        with _reading(path, setting, "copy or download the folder again"):
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    return Pretrained(model, tokenizer, str(path))
+    return _from_files(path, setting, dtype)
 
 
-def from_config(model_type: str, **settings: Any) -> Pretrained:
-    """A model with random weights, of Hugging Face's architecture ``model_type`` and with its ``settings``.
+def from_config(model_type: str, weights: str | Path = RANDOM, dtype: str = "float32", **settings: Any) -> Pretrained:
+    """A model of Hugging Face's architecture ``model_type`` with its ``settings``.
+
+    Args:
+        model_type, settings: what the configuration class takes.
+        weights: ``"random"``; or a folder with safetensors files, or the name of a model on the hub, whose own
+            configuration has to agree with ``settings`` and decides what they leave open.
+        dtype: of the weights; ``"auto"``: as the files have them.
 
     Raises:
-        ValueError: there is no such architecture, or it does not take these settings.
+        ValueError: there is no such architecture, it does not take these settings, or the weights do not fit.
+        FileNotFoundError: there are no such weights.
     """
+    _check_dtype(dtype)
     try:
         config = AutoConfig.for_model(model_type, **settings)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        if weights == RANDOM:
+            return Pretrained(_random_model(config, dtype), None, f"a random {model_type}")
     except Exception as error:
         raise ValueError(
             f"model.model_type={model_type!r} with {settings} makes no causal language model: {_first_line(error)}. "
             "Remedy: take an architecture that transformers has, and settings that fit it."
         ) from error
-    return Pretrained(model, None, f"a random {model_type}")
+    setting = f"model.weights={str(weights)!r}"
+    path = _find(str(weights), setting, weights=True)
+    if (path / "config.json").is_file():
+        own = _configuration(path, setting)
+        _refuse_other_shape(own, config, {"model_type": model_type, **settings}, setting)
+        config = own
+    return _from_files(path, setting, dtype, config)
+
+
+def from_name(name: str, weights: str | Path = PRETRAINED, dtype: str = "float32") -> Pretrained:
+    """Any causal language model of Hugging Face.
+
+    Args:
+        name: of a model on the hub, or a folder as ``save_pretrained`` leaves it.
+        weights: ``"pretrained"``: its own; ``"random"``; or other ones, as in `from_config`.
+        dtype: see there.
+
+    Raises:
+        FileNotFoundError: there is no such model, or there are no such weights.
+        ValueError: they cannot be read, or the weights do not fit.
+    """
+    _check_dtype(dtype)
+    setting = f"model.name={name!r}"
+    path = _find(name, setting, weights=weights == PRETRAINED)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{setting} holds no config.json: name a model as save_pretrained() writes it.")
+    if weights == PRETRAINED:
+        return _from_files(path, setting, dtype)
+    config = _configuration(path, setting)
+    if weights == RANDOM:
+        with _reading(path, setting, _AGAIN):
+            return Pretrained(_random_model(config, dtype), _tokenizer(path), f"a random {name}")
+    setting = f"model.weights={str(weights)!r}"
+    found = _from_files(_find(str(weights), setting, weights=True), setting, dtype, config)
+    return replace(found, tokenizer=found.tokenizer or _tokenizer(path))
+
+
+def _find(text: str, setting: str, *, weights: bool) -> Path:
+    """The folder that ``text`` names, here or on the hub."""
+    path = Path(text).expanduser().absolute()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise FileNotFoundError(f"{setting} is a file. Name the folder that it is in.")
+    try:
+        return from_the_hub(text, weights=weights)
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{setting} is no folder, and no model that the Hugging Face hub gives us: {_first_line(error)}. Name a "
+            "folder with safetensors files, or check the name and the connection."
+        ) from error
+
+
+def _configuration(path: Path, setting: str) -> PretrainedConfig:
+    with _reading(path, setting, _AGAIN):
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+        return config
+
+
+def _refuse_other_shape(
+    own: PretrainedConfig, asked: PretrainedConfig, settings: Mapping[str, Any], setting: str
+) -> None:
+    """Whose weights do not say so by their shapes would be computed with wrongly, without any message."""
+    for key in settings:
+        has, wants = getattr(own, key, None), getattr(asked, key, None)
+        if has != wants:
+            raise ValueError(
+                f"{setting} is another model: {key} is {has!r} in its config.json, and {wants!r} by model.{key}. Set "
+                f"model.{key} to what it has, or take the whole model by its name (model=hub model.name=...)."
+            )
+
+
+def _from_files(path: Path, setting: str, dtype: str, config: PretrainedConfig | None = None) -> Pretrained:
+    """What is in a folder; ``config``: instead of its own."""
+    with _reading(path, setting, _AGAIN):
+        files = weight_files(path)
+    for file, names in files.items():
+        with _reading(file, setting, _AGAIN):
+            check_file(file, names)
+    with _reading(path, setting, _AGAIN):
+        options: dict[str, Any] = {} if config is None else {"config": config}
+        return Pretrained(_whole_model(path, dtype=dtype, **options), _tokenizer(path), str(path))
+
+
+def _tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return tokenizer
+
+
+def _random_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
+    wanted = "float32" if dtype == "auto" else dtype
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
+    return model
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in _DTYPES:
+        raise ValueError(f"model.dtype={dtype!r} must be one of {', '.join(_DTYPES)}.")
 
 
 def _package_files(package: str) -> Iterator[Path]:
@@ -135,10 +256,13 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained
     return Pretrained(model, tokenizer, source)
 
 
-def _whole_model(path: str | Path, **options: Any) -> PreTrainedModel:
-    """Transformers fills what a file lacks with random numbers, and says so only in a log."""
+def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> PreTrainedModel:
+    """Transformers fills what a file lacks with random numbers, and says so only in a log.
+
+    What need not be converted stays in the file, which is mapped into memory.
+    """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True,
+        path, dtype=dtype, local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True,
         **options,
     )  # fmt: skip
     model, info = loaded
@@ -149,6 +273,8 @@ def _whole_model(path: str | Path, **options: Any) -> PreTrainedModel:
         )
     if missing := info["missing_keys"]:
         raise ValueError(f"{len(missing)} weights of the configuration are not in it, {min(missing)!r} first")
+    if "config" in options and (unused := info["unexpected_keys"]):  # by its own configuration it may have them
+        raise ValueError(f"{len(unused)} weights in it have no place by the configuration, {min(unused)!r} first")
     whole: PreTrainedModel = model
     return whole
 

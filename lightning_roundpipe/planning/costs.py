@@ -6,13 +6,14 @@ microbatch, sizes are bytes.
 
 How the three phases of a stage differ:
 
-========  ===================================  ==================  ==============================
+========  ===================================  ==================  ====================================
 phase     time                                 weights, gradients  activations held at once
-========  ===================================  ==================  ==============================
+========  ===================================  ==================  ====================================
 forward   forward                              weights             the worst call's
-fused     forward + backward (graph is kept)   both                the sum over its calls
+fused     forward + backward (graph is kept)   both                what all its calls' graphs keep, and
+                                                                   what a backward takes beside them
 backward  recomputation (forward) + backward   both                the worst call's
-========  ===================================  ==================  ==============================
+========  ===================================  ==================  ====================================
 
 A call that needs no backward (a frozen embedding) is neither recomputed nor uploaded again in a backward stage: there
 it costs nothing. In a fused stage it still runs forward, but nothing of it is kept.
@@ -22,10 +23,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal
 
 Phase = Literal["forward", "fused", "backward"]
+
+_NUMBERS = (
+    "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
+    "input_bytes", "forward_bytes", "waiting_bytes", "returning_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,8 +45,16 @@ class CallCost:
         weight_bytes: the layer's weights as they travel to a worker.
         gradient_bytes: the gradients of its trainable weights on the worker.
         boundary_bytes: its inputs, which are saved on the host for recomputation.
-        activation_bytes: what it holds on the worker at its worst: inputs, outputs, and what autograd saves.
+        activation_bytes: what it holds on the worker at its worst: inputs, outputs, what autograd saves, and in its
+            backward the gradients of its outputs.
         needs_backward: whether a gradient has to pass through it or to reach its weights.
+        kept_bytes: of these, what stays between forward and backward where its graph is kept; None: all of it.
+        input_bytes: of these, its inputs.
+        forward_bytes: what its forward holds where no graph is kept; None: as much as at its worst.
+        waiting_bytes: outputs of earlier calls that a microbatch holds while it waits for this one.
+        returning_bytes: gradients of its outputs, which it holds while it waits for this one's backward.
+        shared: of its inputs, what an earlier call has had, too: (how many calls before, bytes) for each such call.
+        passed: the same for what an earlier call has given.
     """
 
     layer: str
@@ -51,12 +65,26 @@ class CallCost:
     boundary_bytes: int
     activation_bytes: int
     needs_backward: bool
+    kept_bytes: int | None = None
+    input_bytes: int = 0
+    forward_bytes: int | None = None
+    waiting_bytes: int = 0
+    returning_bytes: int = 0
+    shared: tuple[tuple[int, int], ...] = ()
+    passed: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes"):
+        for name in _NUMBERS:
             value = getattr(self, name)
+            if value is None and name in ("kept_bytes", "forward_bytes"):
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} of layer {self.layer!r} must be a number of at least 0.")
+
+    @property
+    def graph_bytes(self) -> int:
+        """What its graph keeps until its backward."""
+        return self.activation_bytes if self.kept_bytes is None else min(self.kept_bytes, self.activation_bytes)
 
     def time_s(self, phase: Phase) -> float:
         """Seconds that a stage of this phase spends on the call, for one microbatch."""
@@ -75,41 +103,62 @@ class StageBytes:
     """The bytes that a growing stage needs on its worker, call by call.
 
     A running sum, because the partitioner asks after every call whether the stage still fits. A layer that is called
-    twice within the stage is resident once. ``ahead``: whether a backward stage keeps all its graphs at once.
+    twice within the stage is resident once, but its gradients are summed call by call. ``ahead``: whether a backward
+    stage keeps all its graphs at once.
+
+    Attributes:
+        activations: of one microbatch in the stage, at its worst.
+        crowded: the same with the inputs of its next call, which come while one runs.
     """
 
     def __init__(self, phase: Phase, ahead: bool = False) -> None:
         self._phase = phase
         self._keeps = phase == "fused" or (phase == "backward" and ahead)
-        self._resident: dict[tuple[str, str], int] = {}
-        self._kept = 0  # activations of a graph that lives until backward
-        self._worst = 0  # activations that go before the next call runs
+        self._resident: dict[str, int] = {}
+        self._kept = 0  # by graphs that live until backward
+        self._calls: list[bool] = []
+        """Whether each call's graph is kept."""
+        self._before: int | None = None
+        """Inputs of the call before, which follows this one on the way back."""
         self.weights = 0
         self.gradients = 0
-
-    @property
-    def activations(self) -> int:
-        return self._kept + self._worst
+        self.activations = 0
+        self.crowded = 0
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.activations
 
     def add(self, call: CallCost) -> None:
-        if not call.is_loaded(self._phase):
-            return
-        self.weights += self._grow("weights", call.layer, call.weight_bytes)
-        if self._phase != "forward" and call.needs_backward:
-            self.gradients += self._grow("gradients", call.layer, call.gradient_bytes)
-        if self._keeps and call.needs_backward:
-            self._kept += call.activation_bytes
-        else:
-            self._worst = max(self._worst, call.activation_bytes)
+        """The call behind those that were added."""
+        keeps = self._keeps and call.needs_backward
+        if call.is_loaded(self._phase):
+            before = self._resident.get(call.layer, 0)
+            self._resident[call.layer] = max(before, call.weight_bytes)
+            self.weights += max(call.weight_bytes - before, 0)
+            if self._phase != "forward" and call.needs_backward:
+                self.gradients += call.gradient_bytes
+            beside = call.activation_bytes
+            if self._phase == "forward" and call.forward_bytes is not None:
+                beside = min(call.forward_bytes, beside)
+            if keeps:
+                self._kept += max(0, call.graph_bytes - self._there(call))
+                beside -= call.graph_bytes
+            self.activations = max(self.activations, self._kept + beside)
+            self.crowded = max(self.crowded, self._kept + beside + self._following(call))
+            self._before = call.input_bytes
+        self._calls.append(keeps)
 
-    def _grow(self, what: str, layer: str, size: int) -> int:
-        before = self._resident.get((what, layer), 0)
-        self._resident[what, layer] = max(before, size)
-        return max(size - before, 0)
+    def _there(self, call: CallCost) -> int:
+        """Bytes of its inputs that graphs of the stage keep already. What is recomputed from came from the host."""
+        known = (*call.shared, *call.passed) if self._phase == "fused" else call.shared
+        return sum(size for distance, size in known if distance <= len(self._calls) and self._calls[-distance])
+
+    def _following(self, call: CallCost) -> int:
+        """What is brought for the next call while this one runs backward."""
+        if self._phase != "backward" or self._keeps or self._before is None:
+            return 0
+        return max(0, self._before - sum(size for distance, size in call.shared if distance == 1))
 
 
 @dataclass(frozen=True)
@@ -162,10 +211,24 @@ class Costs:
 
 def _call_from_dict(number: int, data: object) -> CallCost:
     known = [field.name for field in fields(CallCost)]
+    needed = [field.name for field in fields(CallCost) if field.default is MISSING]
     if not isinstance(data, Mapping):
         raise ValueError(f"calls[{number}] must be a mapping with the keys {', '.join(known)}, not {data!r}.")
-    if missing := [key for key in known if key not in data]:
-        raise ValueError(f"calls[{number}] lacks {missing[0]!r}; it needs {', '.join(known)}.")
+    if missing := [key for key in needed if key not in data]:
+        raise ValueError(f"calls[{number}] lacks {missing[0]!r}; it needs {', '.join(needed)}.")
     if unknown := [key for key in data if key not in known]:
         raise ValueError(f"calls[{number}] has an unknown key {unknown[0]!r}; it takes {', '.join(known)}.")
-    return CallCost(**data)
+    return CallCost(**{**data, **{key: _pairs(number, key, data[key]) for key in ("shared", "passed") if key in data}})
+
+
+def _pairs(number: int, key: str, value: object) -> tuple[tuple[int, int], ...]:
+    """JSON knows no tuples."""
+    try:
+        pairs = tuple((int(distance), int(size)) for distance, size in value)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        pairs = ((0, 0),)
+    if any(distance < 1 or size < 0 for distance, size in pairs):
+        raise ValueError(
+            f"calls[{number}]: {key}={value!r} must be a list of pairs: how many calls before (1 or more), and bytes."
+        )
+    return pairs

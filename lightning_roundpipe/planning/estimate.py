@@ -8,9 +8,9 @@ same weights' shapes, same inputs' shapes) are measured once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.crossing import Crossed, Crossing
 from lightning_roundpipe.planning.meter import Meter, Work
 from lightning_roundpipe.planning.profile import Hardware
 
@@ -92,6 +93,8 @@ class _Measured:
     inputs: int
     kept: int
     """Bytes alive after the forward."""
+    returning: int
+    """Bytes of the gradients of its outputs."""
     peak: int
 
 
@@ -101,6 +104,7 @@ class _Called:
     layer: nn.Module
     measured: _Measured
     boundary: int
+    crossed: Crossed
     after: Work = field(default_factory=Work)
 
 
@@ -113,6 +117,7 @@ class _Walk:
         self._known: dict[Any, tuple[_Measured, Any]] = {}
         self._saved: dict[int, Tensor] = {}
         self._intercepted: list[nn.Module] = []
+        self._crossing = Crossing()
 
     def intercept(self, name: str, layer: nn.Module) -> None:
         original = layer.forward
@@ -145,6 +150,9 @@ class _Walk:
             # The loss begins when the head's forward has ended, and ends before the head's backward begins.
             activation_bytes=found.inputs + max(found.peak, found.kept + after.peak),
             needs_backward=found.needs_backward,
+            kept_bytes=found.inputs + found.kept,
+            returning_bytes=found.returning,
+            **asdict(call.crossed),
         )
 
     def _call(self, name: str, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -153,14 +161,16 @@ class _Walk:
         if key not in self._known:
             self._known[key] = self._measure(layer, run, args, kwargs)
         found, outputs = self._known[key]
+        given = tree_map(_fresh, outputs)
+        crossed = self._crossing.see(_tensors(leaves), _tensors(tree_flatten(given)[0]))
         boundary = 0
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in self._saved:
                 self._saved[id(leaf)] = leaf
                 boundary += leaf.numel() * leaf.element_size()
-        self.calls.append(_Called(name, layer, found, boundary))
+        self.calls.append(_Called(name, layer, found, boundary, crossed))
         self.meter.go_on_with(self.calls[-1].after)
-        return tree_map(_fresh, outputs)
+        return given
 
     def _measure(self, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Measured, Any]:
         inputs: dict[int, int] = {}
@@ -180,7 +190,7 @@ class _Walk:
         with self.meter.scope(work):
             args, kwargs = tree_map(cut, (args, kwargs))
             out = run(*args, **kwargs)
-        leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
+        leaves = _tensors(tree_flatten(out)[0])
         roots = [leaf for leaf in leaves if leaf.requires_grad]
         kept, outputs = work.live, tree_map(_described, out)
         if roots:
@@ -189,7 +199,8 @@ class _Walk:
         for hook in hooks:
             hook.remove()
         peak = max(work.peak, kept + backward.peak)
-        return _Measured(work, backward, bool(roots), sum(inputs.values()), kept, peak), outputs
+        returning = sum(root.nbytes for root in roots)
+        return _Measured(work, backward, bool(roots), sum(inputs.values()), kept, returning, peak), outputs
 
 
 @dataclass(frozen=True)
@@ -208,6 +219,10 @@ def _fresh(leaf: Any) -> Any:
         return leaf
     made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
     return made.view_as(made) if leaf.requires_grad else made  # glue may write to it, as it may not to a leaf
+
+
+def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _forget(parameter: Tensor) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.batch import Sizes, stage_ends
-from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes
+from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
 from lightning_roundpipe.planning.memory import ARENAS, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -45,24 +47,27 @@ class Limits:
         """Rounds of at least N microbatches, and an eighth of the calls before the last one (rounded up) fused."""
         return cls(min(workers, microbatches), -(-(len(costs) - 1) // 8), memory)
 
-    def keeps(self, plan: Plan, costs: Costs) -> bool:
+    def keeps(self, plan: Plan, costs: Costs, workers: int) -> bool:
         """Whether the plan is within all of them."""
         return (
             plan.round_microbatches >= self.min_round
             and len(plan.fused) <= self.max_fused + 1
-            and (self.memory is None or device_bytes(plan, costs) <= self.memory)
+            and (self.memory is None or device_bytes(plan, costs, workers) <= self.memory)
         )
 
 
 class MemoryTable:
     """The bytes of every possible stage, recomputed ahead or not, so that a batch of plans can be checked at once."""
 
-    def __init__(self, costs: Costs, memory: int, ahead: bool = False) -> None:
-        self._memory = memory
+    def __init__(self, costs: Costs, workers: int, memory: int, ahead: bool = False) -> None:
+        self._workers, self._memory = workers, memory
+        self._waiting = np.array([*(call.waiting_bytes for call in costs), 0])
+        self._returning = np.array(list(accumulate(costs, _returning, initial=0)))
         self._needs = {phase: _needs(costs, phase, ahead) for phase in get_args(Phase)}
 
-    def fits(self, forward: int, sizes: Sizes) -> NDArray[np.bool_]:
+    def fits(self, shape: Shape, sizes: Sizes) -> NDArray[np.bool_]:
         """Which of the plans (rows of ``sizes``, see `batch`) fit, by the same sum as `memory.device_bytes`."""
+        forward = shape.forward
         starts, ends = stage_ends(forward, sizes)
         phases: Sequence[tuple[Phase, slice]] = (
             ("forward", slice(0, forward)),
@@ -70,9 +75,16 @@ class MemoryTable:
             ("backward", slice(forward + 1, None)),
         )
         needs = [self._needs[phase][:, starts[:, part], ends[:, part] - 1] for phase, part in phases]
-        weights, gradients, activations = np.concatenate(needs, axis=2).max(axis=2)
-        total = ARENAS * (weights + gradients) + activations
+        weights, gradients, activations = np.concatenate(needs, axis=2)
+        left = np.concatenate([self._waiting[ends[:, :forward]], self._returning[starts[:, forward:]]], axis=1)
+        waiting = (shape.round_microbatches - 1) * np.maximum(left, np.roll(left, self._workers, axis=1))
+        total = ARENAS * (weights.max(axis=1) + gradients.max(axis=1)) + (activations + waiting).max(axis=1)
         return np.asarray(total <= self._memory)
+
+
+def _returning(before: int, call: CallCost) -> int:
+    """Gradients that wait for the next call in front that has a backward."""
+    return call.returning_bytes if call.needs_backward else before
 
 
 def _needs(costs: Costs, phase: Phase, ahead: bool) -> NDArray[np.int64]:

@@ -1,8 +1,9 @@
 """What a plan needs on each worker and on the host, before anything is allocated.
 
 A worker holds two arenas for weights (the running slot's and the next one's), two for gradients (the running slot's and
-those on their way down), each as large as the largest stage needs, and the activations of the running stage. Any stage
-may come to any worker, so all workers need the same.
+those on their way down), each as large as the largest stage needs, the activations of the running stage, and tensors
+between stages: those that glue still holds of microbatches which wait for their next stage, and those that were brought
+for the microbatch whose turn is next. Any stage may come to any worker, so all workers need the same.
 
 The host holds what outlives a stage: weights, gradients, the optimizer's state, and what recomputation starts from.
 """
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.costs import Costs, StageBytes
 from lightning_roundpipe.planning.partition import greedy_partition
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.schedule import Plan, Stage
 
 ARENAS = 2
 """Of each kind: one is used while the other is filled or emptied."""
@@ -36,66 +37,120 @@ class Parameters:
         trained: those that get gradients.
         frozen: the others.
         compute_bytes: of each, in the format that layers compute in.
+        apart: whether they are updated while a step computes with them (staleness 1).
     """
 
     trained: int
     frozen: int
     compute_bytes: int
+    apart: bool = False
 
 
 MASTER_BYTES = 4
 """Masters, their gradients and each of AdamW's two moments are fp32."""
 
 
-def device_bytes(plan: Plan, costs: Costs) -> int:
-    """Bytes that ``plan`` takes on each worker at its worst."""
-    needs = [costs.stage_bytes(s.first, s.last, s.phase, plan.recompute_ahead) for s in plan.stages()]
+def device_bytes(plan: Plan, costs: Costs, workers: int) -> int:
+    """Bytes that ``plan`` takes on each worker at its worst; what is brought ahead of its turn comes on top."""
+    needs = _needs(plan, costs)
     arenas = max(need.weights for need in needs) + max(need.gradients for need in needs)
-    return ARENAS * arenas + max(need.activations for need in needs)
+    waiting = waiting_bytes(plan, costs, workers)
+    return ARENAS * arenas + max(need.activations + size for need, size in zip(needs, waiting, strict=True))
 
 
-def ahead_within(plan: Plan, costs: Costs, budget: int | None) -> Plan:
+def _needs(plan: Plan, costs: Costs) -> list[StageBytes]:
+    return [costs.stage_bytes(s.first, s.last, s.phase, plan.recompute_ahead) for s in plan.stages()]
+
+
+def waiting_bytes(plan: Plan, costs: Costs, workers: int) -> list[int]:
+    """While a stage runs, what the round's other microbatches may have left on its worker, for each stage.
+
+    Each of them has been through this stage and waits for the next one, or has been through the worker's stage before
+    this one and waits for what follows that. With one worker all of them do wait; with several, as many as those behind
+    are late.
+    """
+    left = [_left_behind(stage, costs) for stage in plan.stages()]
+    before = [left[(position - workers) % len(left)] for position in range(len(left))]
+    return [(plan.round_microbatches - 1) * max(pair) for pair in zip(left, before, strict=True)]
+
+
+def _left_behind(stage: Stage, costs: Costs) -> int:
+    """What a microbatch has left on the stage's worker while it waits for the next stage: outputs or gradients."""
+    if stage.phase == "forward":
+        return costs.calls[stage.last + 1].waiting_bytes
+    deeper = (call.returning_bytes for call in reversed(costs.calls[: stage.first]) if call.needs_backward)
+    return next(deeper, 0)
+
+
+def ahead_bytes(plan: Plan, costs: Costs, workers: int) -> int:
+    """What is brought to a worker before it is needed: inputs of a running microbatch's next call, and all that the
+    next microbatch starts from. One worker has the outputs of its own stages, and their gradients."""
+    needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
+    alone = max(need.activations + size for need, size in zip(needs, waiting, strict=True))
+    crowded = max(need.crowded + size for need, size in zip(needs, waiting, strict=True))
+    return crowded - alone + max(_brought(stage, costs, alone=workers == 1) for stage in plan.stages())
+
+
+def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
+    """What a microbatch's turn in ``stage`` begins with, that comes from elsewhere."""
+    if stage.phase != "backward":
+        return 0 if alone else costs.calls[stage.first].input_bytes
+    taped = [call for call in costs.calls[stage.first : stage.last + 1] if call.needs_backward]
+    return taped[-1].input_bytes + (0 if alone else taped[-1].returning_bytes) if taped else 0
+
+
+def planned_bytes(plan: Plan, costs: Costs, workers: int, budget: int | None) -> int:
+    """What a worker will hold at its peak: `device_bytes`, and as much ahead as ``budget`` (None: no limit) allows."""
+    need = device_bytes(plan, costs, workers)
+    room = ahead_bytes(plan, costs, workers)
+    return need + (room if budget is None else min(room, max(0, budget - need)))
+
+
+def ahead_within(plan: Plan, costs: Costs, workers: int, budget: int | None) -> Plan:
     """``plan`` with recomputation ahead, where it has backward stages and ``budget`` (None: no limit) has the room."""
     ahead = replace(plan, recompute_ahead=bool(plan.backward))
-    return ahead if budget is None or device_bytes(ahead, costs) <= budget else plan
+    return ahead if budget is None or device_bytes(ahead, costs, workers) <= budget else plan
 
 
-def device_items(plan: Plan, costs: Costs) -> list[Item]:
-    """The parts of `device_bytes`, each with the stage that needs most of it."""
-    stages = plan.stages()
-    needs = [costs.stage_bytes(s.first, s.last, s.phase, plan.recompute_ahead) for s in stages]
-
-    def largest(what: str) -> int:
-        return max(range(len(stages)), key=lambda position: int(getattr(needs[position], what)))
-
+def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None) -> list[Item]:
+    """The parts of `planned_bytes`, each with the stage that needs most of it."""
+    stages, needs, waiting = plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers)
     items = []
     for what in ("weights", "gradients"):
-        position = largest(what)
+        position = max(range(len(stages)), key=lambda position: int(getattr(needs[position], what)))
         size = getattr(needs[position], what)
         items.append(Item(f"{ARENAS} arenas for {what}, of stage {position}", ARENAS * size))
-    position = largest("activations")
+    position = max(range(len(stages)), key=lambda position: needs[position].activations + waiting[position])
     stage, size = stages[position], needs[position].activations
-    last = costs.calls[-1].activation_bytes if stage.phase == "fused" else 0
+    last = min(costs.calls[-1].activation_bytes, size) if stage.phase == "fused" else 0
     if last:  # of the last call, and the loss that follows it
-        items.append(Item(f"logits, loss and activations of {costs.layers[-1]}", last))
+        items.append(Item(f"loss and activations of {costs.layers[-1]}", last))
     if not last or size > last:
         items.append(Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last))
+    if waiting[position]:
+        others = plan.round_microbatches - 1
+        items.append(Item(f"boundary tensors of {others} microbatches that wait for the next stage", waiting[position]))
+    if ahead := planned_bytes(plan, costs, workers, budget) - device_bytes(plan, costs, workers):
+        items.append(Item("boundary tensors that are brought ahead", ahead))
     return items
 
 
 def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
     """What the host holds under AdamW.
 
-    Boundary tensors are those of the microbatches of one round; the fused stage recomputes nothing, so it saves none.
+    Gradients are summed call by call: those of a weight that several layers share, or of a layer that is called twice,
+    are there as often. Boundary tensors are those of the microbatches of one round; the fused stage recomputes nothing,
+    so it saves none.
     """
     trained, frozen, size = parameters.trained, parameters.frozen, parameters.compute_bytes
     saved = [call.boundary_bytes for call in costs.calls[: plan.fused.first] if call.needs_backward]
-    copied = size != MASTER_BYTES
+    gradients = sum(call.gradient_bytes for call in costs.calls if call.needs_backward)
+    copied = size != MASTER_BYTES or parameters.apart
     items = [
         Item("trained weights, fp32", MASTER_BYTES * trained, locked=not copied),
         Item("their working copy in compute precision", size * trained if copied else 0, locked=True),
         Item("frozen weights in compute precision", size * frozen, locked=True),
-        Item("gradients, fp32", MASTER_BYTES * trained, locked=True),
+        Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=True),
         Item("AdamW's two moments, fp32", 2 * MASTER_BYTES * trained),
         Item(f"boundary tensors of {plan.round_microbatches} microbatches", plan.round_microbatches * sum(saved), True),
     ]
@@ -116,25 +171,29 @@ def partition_within(
     if budget is None:
         return greedy_partition(costs, workers, microbatches, round_microbatches)
     smallest = Plan.per_call(len(costs), round_microbatches or microbatches)
-    if (least := device_bytes(smallest, costs)) > budget:
-        raise ValueError(_too_small(costs, least, budget))
+    if device_bytes(smallest, costs, workers) > budget:
+        raise ValueError(_too_small(costs, smallest, workers, budget))
     stage_bytes = budget
     while True:
         try:
             plan = greedy_partition(costs, workers, microbatches, round_microbatches, stage_bytes)
         except ValueError:  # some call does not fit into a stage of that size, though the arenas have room for it
             return smallest
-        need = device_bytes(plan, costs)
+        need = device_bytes(plan, costs, workers)
         if need <= budget:
             return plan
         stage_bytes = min(stage_bytes - 1, stage_bytes * budget // need)
 
 
-def _too_small(costs: Costs, least: int, budget: int) -> str:
+def _too_small(costs: Costs, smallest: Plan, workers: int, budget: int) -> str:
     call = max(costs, key=lambda c: ARENAS * (c.weight_bytes + c.gradient_bytes) + c.activation_bytes)
+    waiting, others = max(waiting_bytes(smallest, costs, workers)), smallest.round_microbatches - 1
+    held = f"; {others} microbatches that wait hold up to {waiting:,}" if waiting else ""
+    fewer = " or round_microbatches" if waiting else ""
     return (
-        f"memory_budget: workers may use {budget:,} bytes, and a cut at every layer needs {least:,}. The largest layer "
-        f"is {call.layer!r}: {ARENAS} x {call.weight_bytes:,} of weights, {ARENAS} x {call.gradient_bytes:,} of "
-        f"gradients, {call.activation_bytes:,} of activations. Raise memory_budget, lower microbatch_size, or name "
+        f"memory_budget: workers may use {budget:,} bytes, and a cut at every layer needs "
+        f"{device_bytes(smallest, costs, workers):,}. The largest layer is {call.layer!r}: {ARENAS} x "
+        f"{call.weight_bytes:,} of weights, {ARENAS} x {call.gradient_bytes:,} of gradients, "
+        f"{call.activation_bytes:,} of activations{held}. Raise memory_budget, lower microbatch_size{fewer}, or name "
         "smaller modules in layers= so that the layer is split."
     )

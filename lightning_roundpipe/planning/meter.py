@@ -39,6 +39,9 @@ _FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::lift_fre
 _ROWS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
 """They read as many bytes of their first input as they write, not all of it."""
 
+_IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
+"""Products that are written to their first input, and what counts the same operations."""
+
 
 @dataclass
 class Work:
@@ -90,6 +93,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 read = sum(map(_touched, inputs))
             form = _FORMATS.get(inputs[0].dtype, "fp32") if inputs else "fp32"
+            if func is torch.ops.aten.mm.dtype:
+                form = _summed_in_fp32(form)
             if grouped:
                 # Each row of experts' inputs meets one of their matrices, whichever.
                 flops = 2.0 * args[0].numel() * args[1].shape[-1]
@@ -194,7 +199,7 @@ def _touched(tensor: Tensor) -> int:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    counted = flop_registry.get(func._overloadpacket)
+    counted = flop_registry.get(func._overloadpacket) or flop_registry.get(_IN_PLACE.get(func._overloadpacket))
     if counted is not None:
         return float(counted(*args, **kwargs, out_val=out))
     return 0.0

@@ -106,8 +106,7 @@ class _PhaseLimits:
     @classmethod
     def of(cls, costs: Costs, phase: Phase, stage_bytes: int | None) -> _PhaseLimits:
         ticks = (round(call.time_s(phase) * _TICKS_PER_S) for call in costs)
-        lowest = [_lowest_that_fits(costs, phase, last, stage_bytes) for last in range(len(costs))]
-        return cls(tuple(accumulate(ticks, initial=0)), lowest)
+        return cls(tuple(accumulate(ticks, initial=0)), _lowest_that_fit(costs, phase, stage_bytes))
 
     def ticks(self, first: int, last: int) -> int:
         return self.elapsed[last + 1] - self.elapsed[first]
@@ -118,15 +117,18 @@ class _PhaseLimits:
         return max(first, self.lowest[last]) if first <= last else None
 
 
-def _lowest_that_fits(costs: Costs, phase: Phase, last: int, stage_bytes: int | None) -> int:
+def _lowest_that_fit(costs: Costs, phase: Phase, stage_bytes: int | None) -> list[int]:
     if stage_bytes is None:
-        return 0
-    need = StageBytes(phase)
-    for first in range(last, -1, -1):
-        need.add(costs.calls[first])
-        if need.total > stage_bytes:
-            return first + 1
-    return 0
+        return [0] * len(costs)
+    lowest = list(range(1, len(costs) + 1))
+    for first in reversed(range(len(costs))):
+        need = StageBytes(phase)
+        for last in range(first, len(costs)):
+            need.add(costs.calls[last])
+            if need.total > stage_bytes:
+                break
+            lowest[last] = first
+    return lowest
 
 
 def _check_calls_fit(costs: Costs, stage_bytes: int) -> None:

@@ -95,7 +95,7 @@ def search_partition(
     work = search_seconds * _WORK_PER_SECOND
     pace = Pace.of(costs, host or HostTime(), recompute_ahead)
     timing = Timing(pace, workers, microbatches, staleness, search_seconds, work)
-    best = ahead_within(baseline, costs, limits.memory) if recompute_ahead else baseline
+    best = ahead_within(baseline, costs, workers, limits.memory) if recompute_ahead else baseline
     best_s = timing.settled(best)
     for plan in _Search(timing, costs, limits, work).run(baseline):
         plan = replace(plan, recompute_ahead=recompute_ahead and bool(plan.backward))
@@ -123,7 +123,9 @@ def baseline_within(costs: Costs, workers: int, microbatches: int, limits: Limit
 class _Search:
     def __init__(self, timing: Timing, costs: Costs, limits: Limits, work: float) -> None:
         self._timing, self._limits = timing, limits
-        self._table = None if limits.memory is None else MemoryTable(costs, limits.memory, timing.pace.ahead)
+        self._table = (
+            None if limits.memory is None else MemoryTable(costs, timing.workers, limits.memory, timing.pace.ahead)
+        )
         self._random = np.random.default_rng(0)
         self._seeding_ends = work * (1 - _SEEDING)
         self._count = 0
@@ -231,7 +233,7 @@ class _Search:
     def _allowed(self, shape: Shape, sizes: Sizes) -> Sizes:
         """Those of the plans that keep to the limits."""
         sizes = sizes[sizes[:, shape.forward] <= self._limits.max_fused + 1]
-        return sizes if self._table is None else sizes[self._table.fits(shape.forward, sizes)]
+        return sizes if self._table is None else sizes[self._table.fits(shape, sizes)]
 
     def _best(self, shape: Shape, sizes: Sizes, most: int) -> list[_Found]:
         sizes = self._allowed(shape, sizes)

@@ -59,18 +59,19 @@ class Arrivals:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def expect(self, slots: Iterable[Slot], *, uploads: bool = True) -> None:
-        """All slots of the step, before the first is closed.
+        """Slots of the step, before the first of them is closed. All are known when its losses are.
 
         Args:
             uploads: whether somebody wants to know when units have been sent [3].
         """
-        for slot in slots:
-            for unit in _units(slot):
-                self._open[unit] += 1
-            if uploads:
-                slot.arrivals = self
-                for layer in slot.layers:
-                    self._unsent[layer.unit] += 1
+        with self._lock:
+            for slot in slots:
+                for unit in _units(slot):
+                    self._open[unit] += 1
+                if uploads:
+                    slot.arrivals = self
+                    for layer in slot.layers:
+                        self._unsent[layer.unit] += 1
 
     def uploading(self, unit: Unit, upload: Event) -> None:
         """The weights of a layer of ``unit`` are on their way to one of the slots, until ``upload`` [3]."""

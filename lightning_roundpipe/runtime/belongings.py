@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.attributes import Container, StateDiff, frozen, own_attributes, refill, same
+from lightning_roundpipe.model.attributes import Container, StateDiff, frozen, own_attributes, refill, same, tensors_in
 from lightning_roundpipe.runtime.weights import HostLayer
 
 _ABSENT = object()
@@ -89,6 +89,17 @@ class Place:
             "num_microbatches=1, or keep it out of the step."
         )
 
+    def tensors(self) -> list[Tensor]:
+        """What is there now."""
+        return list(tensors_in(self.read()[0]))
+
+    def refuse_reading(self) -> None:
+        owner = type(self._owner).__name__
+        raise RoundPipeError(
+            f"training_step computes with attribute {self._name!r} of {owner}, which the model's forward has set: with "
+            "microbatch_scope='model' that is of the last part of the batch only. Return it from the model."
+        )
+
     def counts_at(self, spot: Spot | None) -> bool:
         """Whether ``spot`` is the one place that changes it."""
         return len(self.spots) == 1 and spot in self.spots
@@ -104,7 +115,7 @@ class Belongings:
 
     def __init__(self, root: nn.Module, layers: Sequence[HostLayer]) -> None:
         modules = [m for m in root.modules() if not isinstance(m, Metric)]
-        self._watch = _Watch(modules, list(root.parameters()))
+        self._watch = Watch(modules, list(root.parameters()))
         inside = {id(m) for layer in layers for m in layer.state.modules}
         self._glue = [m for m in modules if id(m) not in inside]
         self._layers = layers
@@ -234,7 +245,7 @@ class Kept:
                 place.latest = self.values[place]
 
 
-class _Watch:
+class Watch:
     """Finds what has changed on many modules and parameters; cheap as long as that is little.
 
     Like `ModuleState`, but for a whole model, and between one look and the next.

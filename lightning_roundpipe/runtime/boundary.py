@@ -12,6 +12,7 @@ its own worker does not travel.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device, Event, Hold
+from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.runtime.events import Recorder
 
 
@@ -41,13 +43,41 @@ class HostCopy:
         self.wanted = 0
 
 
+class Room:
+    """Bytes that may lie on a worker before they are needed; ``limit`` None: as many as there are."""
+
+    def __init__(self, limit: int | None = 0) -> None:
+        self.limit = limit
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Whether there is room for them. If so, they are to be given back."""
+        with self._lock:
+            if self.limit is not None and self._taken + nbytes > self.limit:
+                return False
+            self._taken += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._taken -= nbytes
+
+
 class _Here(NamedTuple):
-    """A copy that is on the worker, or on its way there until ``end``."""
+    """A copy that is on the worker, or on its way there until ``end``. ``ahead``: the room that it takes until used."""
 
     copy: HostCopy
     tensor: Tensor
     end: Event
     hold: Hold
+    ahead: list[tuple[Room, int]]
+
+    def needed(self) -> None:
+        """It is not ahead any more. Any thread may say so."""
+        with contextlib.suppress(IndexError):
+            room, nbytes = self.ahead.pop()
+            room.give_back(nbytes)
 
 
 class Boundaries:
@@ -132,33 +162,45 @@ class Boundaries:
             return self.on(target, copy)
         return self.fresh(target, copy)
 
-    def bring(self, device: Device, copy: HostCopy) -> None:
-        """Begin to bring ``copy`` to ``device``, unless it is there [2]."""
+    def bring(self, device: Device, copy: HostCopy, room: Room) -> None:
+        """Begin to bring ``copy`` to ``device``, unless it is there or there is no ``room`` for it [2]."""
         self.move_to(device)
-        self._brought(device, copy)
+        self._brought(device, copy, room)
 
     def on(self, device: Device, copy: HostCopy) -> Tensor:
         """``copy`` on ``device``, brought there once while the microbatch stays [3]."""
         self.move_to(device)
-        return self._used(device, self._brought(device, copy))
+        return self._used(device, copy)
 
     def ahead_on(self, device: Device, copy: HostCopy) -> Tensor:
         """``copy`` on ``device``, where the microbatch will come later: what it has elsewhere stays there."""
         self._ahead.add(device)
-        return self._used(device, self._brought(device, copy))
+        return self._used(device, copy)
 
-    def _brought(self, device: Device, copy: HostCopy) -> _Here:
+    def _brought(self, device: Device, copy: HostCopy, room: Room | None = None) -> _Here | None:
+        """``room`` None: it is needed now."""
         with self._bringing:  # the worker may recompute ahead while the microbatch arrives
             copies = self._here.setdefault(device, {})
             here = copies.get(id(copy))
             if here is None:
-                tensor, end = self._upload(device, copy, lent=True)
-                here = _Here(copy, tensor, end, device.hold([tensor], "inputs of the next call"))
+                size = tensor_bytes(copy.tensor)
+                if room is not None and not room.take(size):
+                    return None
+                ahead = [] if room is None else [(room, size)]
+                try:
+                    tensor, end = self._upload(device, copy, lent=True)
+                    here = _Here(copy, tensor, end, device.hold([tensor], "inputs of the next call"), ahead)
+                except BaseException:
+                    for taken, nbytes in ahead:
+                        taken.give_back(nbytes)
+                    raise
                 copies[id(copy)] = here
             return here
 
-    @staticmethod
-    def _used(device: Device, here: _Here) -> Tensor:
+    def _used(self, device: Device, copy: HostCopy) -> Tensor:
+        here = self._brought(device, copy)
+        assert here is not None, "what is needed asks for no room"
+        here.needed()
         device.compute.wait(here.end)
         return here.tensor
 
@@ -192,10 +234,12 @@ class Boundaries:
                 self._drop(other, list(self._here[other]))
         self._device = device
 
-    def leave(self) -> None:
-        """No call that is here now will be followed by another one: all is dropped."""
-        if self._device is not None:
-            self._drop(self._device, list(self._here.get(self._device, ())))
+    def leave(self, device: Device | None = None) -> None:
+        """No call on ``device``, by default here, will be followed by another one: all that is there is dropped."""
+        device = device or self._device
+        if device is not None:
+            self._ahead.discard(device)
+            self._drop(device, list(self._here.get(device, ())))
 
     def drop(self, copies: Iterable[HostCopy]) -> None:
         """Nobody here needs ``copies`` any more [4]. Behind the compute that used them."""
@@ -215,4 +259,5 @@ class Boundaries:
         if gone:
             device.let_go([here.tensor for here in gone])
         for here in gone:
+            here.needed()
             here.hold.release()

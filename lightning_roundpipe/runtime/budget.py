@@ -20,13 +20,13 @@ _SHARE = 0.9
 """Of a device's memory, where ``memory_budget`` is not set."""
 
 
-def worker_bytes(options: Options, device: Device) -> int | None:
-    """What a worker may use; None: no limit.
+def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
+    """What any worker may use, as stages go to all of them: that of the smallest device. None: no limit.
 
     Raises:
         ValueError: if the budget is a fraction of a memory that has no size.
     """
-    budget, capacity = options.memory_budget, device.capacity()
+    budget, capacity = options.memory_budget, capacity_of(devices)
     if isinstance(budget, float):
         if capacity is None:
             raise ValueError(
@@ -39,11 +39,16 @@ def worker_bytes(options: Options, device: Device) -> int | None:
     return None if capacity is None else int(_SHARE * capacity)
 
 
-def check_layers_fit(layers: Sequence[HostLayer], options: Options, device: Device) -> None:
+def capacity_of(devices: Sequence[Device]) -> int | None:
+    """Bytes that the smallest device has; None: no limit."""
+    return min((c for c in (device.capacity() for device in devices) if c is not None), default=None)
+
+
+def check_layers_fit(layers: Sequence[HostLayer], options: Options, devices: Sequence[Device]) -> None:
     """``ValueError`` unless there is room for the arenas of the largest layer, which nothing runs without."""
-    limit, setting = worker_bytes(options, device), "memory_budget"
+    limit, setting = worker_bytes(options, devices), "memory_budget"
     if options.memory_budget is None:  # the share left for activations is the plan's affair
-        limit, setting = device.capacity(), "emulation.memory (or use devices with more memory)"
+        limit, setting = capacity_of(devices), "emulation.memory (or use devices with more memory)"
     weights = max(layer.nbytes for layer in layers)
     gradients = max(HostGradients.bytes_of(layer) for layer in layers)
     need = ARENAS * (weights + gradients)
@@ -56,14 +61,14 @@ def check_layers_fit(layers: Sequence[HostLayer], options: Options, device: Devi
         )
 
 
-def check_plan_fits(plan: Plan, costs: Costs, options: Options, device: Device) -> None:
+def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequence[Device]) -> None:
     """``ValueError`` for a plan by hand that takes more than a budget that was given."""
-    limit = worker_bytes(options, device)
+    limit = worker_bytes(options, devices)
     if options.memory_budget is None or limit is None:
         return
-    if (need := device_bytes(plan, costs)) > limit:
+    if (need := device_bytes(plan, costs, len(devices))) > limit:
         raise ValueError(
             f"plan: it needs {need:,} bytes on each worker (two arenas each for weights and gradients of the largest "
-            f"stages, and activations), but memory_budget allows {limit:,}. Cut it into more stages, or raise "
-            "memory_budget."
+            "stages, activations, and boundary tensors of microbatches that wait), but memory_budget allows "
+            f"{limit:,}. Cut it into more stages or smaller rounds, or raise memory_budget."
         )

@@ -40,6 +40,7 @@ class Call:
         measure: whether to find out how much memory it takes.
         precedent: what the last step's call in the same manner gave.
         may_mutate: positions of inputs that the layer is known to write to; None while learning.
+        forward_bytes: what it took on its worker without a graph, if it was probed.
     """
 
     index: int
@@ -64,6 +65,7 @@ class Call:
     measure: bool = False
     precedent: Precedent | None = None
     may_mutate: frozenset[int] | None = None
+    forward_bytes: int | None = None
 
     @functools.cached_property
     def manner(self) -> Manner | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import bits
+from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.runtime.arguments import Flat, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.call import Call, Forward
 from lightning_roundpipe.runtime.collector import collecting
 from lightning_roundpipe.runtime.events import Where
 from lightning_roundpipe.runtime.formats import Formats
+from lightning_roundpipe.runtime.gauge import Gauge
 from lightning_roundpipe.runtime.interception import Inside, calling
 from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
 from lightning_roundpipe.runtime.notes import Place, noted
@@ -32,8 +34,12 @@ from lightning_roundpipe.runtime.sides import Doors, Sides, again, refuse_new_gr
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.surroundings import parametrizing
 from lightning_roundpipe.runtime.tape import Entry, Inlet
+from lightning_roundpipe.runtime.trace import TracedCall
 from lightning_roundpipe.runtime.weights import HostLayer
 from lightning_roundpipe.runtime.worker import Worker
+
+INPUTS, OUTPUTS, GRADIENTS = "inputs of the running call", "outputs of calls", "gradients between calls"
+"""What a device counts them as."""
 
 
 @dataclass
@@ -70,21 +76,21 @@ class Runner:
         replica = worker.replica(call.layer)
         buffers = worker.buffers(call.layer)
         if call.measure:
-            boundaries.leave()  # what is brought for it counts
-            device.reset_peak()
-        before = device.resident_bytes() if call.measure else 0
+            boundaries.leave()  # as if it came from elsewhere
         could = worker.ready(slot, call.layer)
         leaves = [boundaries.on(device, leaf) if isinstance(leaf, HostCopy) else leaf for leaf in call.leaves]
         slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
         snapshot = buffers.snapshot(thorough) if call.recomputed else None
         buffers.load()
-        with device.hold([t for t in leaves if isinstance(t, Tensor)], "inputs of the running call"):
+        inputs = _tensors(leaves)
+        with device.hold(inputs, INPUTS):
+            gauge = Gauge(device, inputs) if call.measure else None
             foretold = self._foretold(slot, call, leaves, boundaries)
             ran = foretold or self._run(slot, call, leaves, "forward")
             refuse_hidden(ran.output.leaves, call.layer.name)
-            with device.hold(ran.tensors(), "outputs of the running call"):
-                activation = device.peak_bytes() - before if call.measure else 0
+            device.follow(ran.tensors(), OUTPUTS)  # until glue is done with them, too
+            activation = gauge.read() if gauge is not None else 0
         if call.walk and ran.inlet is not None:
             refuse_foreign_graph(ran.tensors(), ran.inlet, replica.parameters, call.layer.name)
         mutated = self._mutated(call, ran.given)
@@ -188,10 +194,16 @@ class Runner:
         a second time to find out.
         """
         again = dataclasses.replace(call, graph=False)
+
+        def without() -> list[Tensor]:
+            gauge = Gauge(self._device, _tensors(leaves))
+            second = self._run(slot, again, leaves, "").tensors()
+            self._device.follow(second, OUTPUTS)
+            call.forward_bytes = gauge.read()
+            return second
+
         return self._writes(call, first) or differs(
-            first.tensors(),
-            lambda: self._run(slot, again, leaves, "").tensors(),
-            self._worker.replica(call.layer).drop_written,
+            first.tensors(), without, self._worker.replica(call.layer).drop_written
         )
 
     def _differs_outside(self, slot: Slot, call: Call, leaves: list[Any], first: _Ran) -> bool:
@@ -244,7 +256,9 @@ class Runner:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def backward(self, slot: Slot, entry: Entry, boundaries: Boundaries, factor: float) -> list[Tensor | None]:
+    def backward(
+        self, slot: Slot, entry: Entry, boundaries: Boundaries, factor: float, measured: TracedCall | None = None
+    ) -> list[Tensor | None]:
         """Recompute the call unless its graph was kept, and run its backward.
 
         Args:
@@ -252,6 +266,7 @@ class Runner:
             entry: the call, with its output gradients.
             boundaries: brings saved inputs and gradients here.
             factor: what its parameters' gradients are still to be multiplied by.
+            measured: where to note how much memory it takes, if that is to be known.
 
         Returns:
             Per tensor argument, its gradient on this worker's device.
@@ -259,6 +274,7 @@ class Runner:
         worker = self._worker
         entry.raise_failed()
         kept = entry.graph or entry.recomputed
+        gauge = Gauge(self._device, self._there(entry)) if measured is not None and not kept else None
         inlet, outputs = kept or self._recompute(slot, entry, boundaries)
         entry.graph = entry.recomputed = None
         could = self._device.compute.record(timed=True)
@@ -277,12 +293,21 @@ class Runner:
         where = Where(slot.index, slot.phase, entry.call, entry.layer.name)
         if pairs:
             name, computing = entry.layer.name, self._computing(slot, "backward", where, entry.microbatch)
-            with alone(name, self._device), computing, calling(Inside(name)), inlet:
+            given = self._device.hold(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
+            with given, alone(name, self._device), computing, calling(Inside(name)), inlet:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+                self._device.follow(_tensors(inlet.grads), GRADIENTS)
+        if gauge is not None and measured is not None:
+            measured.activation_bytes = max(measured.activation_bytes, gauge.read())
+            measured.returning_bytes = storage_bytes(_tensors(grads))
         if sums is not None:
             sums.detach(parameters, factor)
         worker.retire(outputs, parts, grads, inlet.grads)
         return inlet.grads
+
+    def _there(self, entry: Entry) -> list[Tensor]:
+        """The gradients of its outputs that are on this worker already."""
+        return [part for found in entry.grads for part, home in found if home is self._device]
 
     def recompute_ahead(self, slot: Slot, entry: Entry, boundaries: Boundaries) -> None:
         """Keep the graph of a call whose gradient is not there yet; see `ahead`."""
@@ -305,7 +330,7 @@ class Runner:
             entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.trainable,
             entry.ambient, entry.state, entry.seed, entry.context, graph=True,
         )  # fmt: skip
-        with device.hold([t for t in leaves if isinstance(t, Tensor)], "inputs of the running call"):
+        with device.hold(_tensors(leaves), INPUTS):
             # A layer that writes to its inputs must not write to what other calls share.
             private = [t.clone() if i in entry.mutates and isinstance(t, Tensor) else t for i, t in enumerate(leaves)]
             place = Place(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device)
@@ -317,5 +342,10 @@ class Runner:
         outputs = ran.output.tensors() + [ran.given[i] for i in sorted(entry.mutates)]
         for key, count in entry.sides.items():
             outputs += again(ran.sides, key, count, entry.layer.name)
+        device.follow(outputs, OUTPUTS)
         worker.retire(leaves)
         return ran.inlet, outputs
+
+
+def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

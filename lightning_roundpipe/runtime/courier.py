@@ -98,7 +98,9 @@ class Courier:
             if following is not None:
                 self._send(tape[-1], self._workers[following.worker].device)
         if slot is self._slot and self._slots.is_over(slot, call):
-            self._boundaries.leave()  # first, because in the next slot its worker may begin to recompute ahead
+            # First, because in the next slot its worker may begin to recompute ahead. What was recomputed ahead here
+            # may have needed nothing more, so that the microbatch never moved to this worker.
+            self._boundaries.leave(self._workers[slot.worker].device)
         self._slots.after(self._microbatch, slot, call)
 
     def _send(self, entry: Entry, device: Device) -> list[HostCopy]:
@@ -116,10 +118,8 @@ class Courier:
 
     def _bring_if_room(self, slot: Slot, copies: Sequence[HostCopy]) -> None:
         worker = self._workers[slot.worker]
-        # Half of the room is for the microbatch that is running, half for the next one.
-        if worker.room is None or sum(copy.nbytes for copy in copies) <= worker.room // 2:
-            for copy in copies:
-                self._boundaries.bring(worker.device, copy)
+        for copy in copies:
+            self._boundaries.bring(worker.device, copy, worker.room)
 
 
 def _saved(entry: Entry) -> list[HostCopy]:

@@ -1,19 +1,58 @@
-"""How the engine's options cut a batch."""
+"""How the engine's options cut a batch, or leave that to the calls of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.runtime import microbatch
 from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.model_step import ModelStep
 from lightning_roundpipe.runtime.samples import batch_size
+from lightning_roundpipe.runtime.step import Step
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
 
 
-def sizes_for(engine: Engine, batch: Any) -> list[int]:
+@dataclass(frozen=True)
+class Cut:
+    """What training_step is called with.
+
+    Attributes:
+        parts: of the batch; the batch itself where only the model's calls are cut.
+        sizes: samples of each; None where only the model's calls are cut.
+        weights: what the user says that each counts in the loss; None if that is to be found out.
+    """
+
+    parts: list[Any]
+    sizes: list[int] | None
+    weights: list[float] | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be several microbatches."""
+        return self.sizes is None or len(self.sizes) > 1
+
+    def step(self, engine: Engine, seed: tuple[int, ...], before: Step | None) -> Step:
+        """The step that runs them."""
+        if self.sizes is None:
+            return ModelStep(engine, seed, before)
+        return Step(engine, seed, self.sizes, self.weights, before)
+
+
+def cut_batch(engine: Engine, batch: Any) -> Cut:
+    """``batch`` as the options say."""
+    options = engine.options
+    if options.microbatch_scope == "model" and options.num_microbatches != 1:
+        return Cut([batch], None)
+    sizes = _sizes_for(engine, batch)
+    parts = microbatch.split(batch, sizes)
+    return Cut(parts, sizes, _given_weights_of(engine, parts))
+
+
+def _sizes_for(engine: Engine, batch: Any) -> list[int]:
     """How many samples each microbatch of ``batch`` gets."""
     count, size = engine.options.num_microbatches, engine.options.microbatch_size
     if count == 1:
@@ -24,8 +63,7 @@ def sizes_for(engine: Engine, batch: Any) -> list[int]:
     return microbatch.sizes_of(batch_size(batch), count, size, len(engine.workers))
 
 
-def given_weights_of(engine: Engine, parts: Sequence[Any]) -> list[float] | None:
-    """What the user says that each microbatch counts in the loss; None if that is to be found out."""
+def _given_weights_of(engine: Engine, parts: Sequence[Any]) -> list[float] | None:
     function = engine.options.loss_weight or getattr(engine.module, "loss_weight", None)
     if not callable(function) or len(parts) == 1:
         return None

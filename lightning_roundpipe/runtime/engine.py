@@ -14,22 +14,23 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.layers import find_layers, parameters_outside
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime import microbatch
 from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import check_layers_fit
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
-from lightning_roundpipe.runtime.cutting import given_weights_of, sizes_for
+from lightning_roundpipe.runtime.cutting import cut_batch
 from lightning_roundpipe.runtime.evaluation import Evaluation
+from lightning_roundpipe.runtime.evaluation_parts import Parting
 from lightning_roundpipe.runtime.foresight import Order
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.hints import Hints
-from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, without_caches
+from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, models_in, without_caches
 from lightning_roundpipe.runtime.interrupts import allowed, held
 from lightning_roundpipe.runtime.learning import forget_plan, plan_from, reserve_for_layers
 from lightning_roundpipe.runtime.manual import ManualStep
+from lightning_roundpipe.runtime.mapped import mapped_weights
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import report_of
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
@@ -39,7 +40,7 @@ from lightning_roundpipe.runtime.sums import GradientBuffers
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.units import Unit, units_of
 from lightning_roundpipe.runtime.updates import Updates
-from lightning_roundpipe.runtime.weights import HostLayer
+from lightning_roundpipe.runtime.weights import host_layers
 
 
 class Engine:
@@ -61,12 +62,10 @@ class Engine:
         self.devices = devices
         self.options = options
         self.formats = formats = formats or Formats()
-        owned: dict[int, Any] = {}
         with allowed():  # copies all weights, and there is no thread yet
-            self.layers = [
-                HostLayer(i, name, layer, devices[0], owned, formats, apart=bool(options.staleness))
-                for i, (name, layer) in enumerate(find_layers(module, options.layers).items())
-            ]
+            found = find_layers(module, options.layers)
+            mapped = mapped_weights(module.parameters(), devices[0], formats)
+            self.layers = host_layers(found, devices[0], formats, apart=bool(options.staleness), mapped=mapped)
         self.units = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
         self.unit_of = {id(p): unit for unit in self.units for p in unit.masters}
         self.updates: Updates | None = None
@@ -102,7 +101,10 @@ class Engine:
         """What the last batch's loss hands out."""
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
-        self._interceptors = [Interceptor(layer) for layer in self.layers]
+        self._interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
+        self.parting, models = Parting(self), models_in(module, [layer.module for layer in self.layers])
+        self._evaluating = [*self._interceptors, *(models if self.parting.possible else ())]
+        self._interceptors += models if options.microbatch_scope == "model" else []
         self._buffers: dict[Hashable, GradientBuffers] = {}
         self.next_step, self.next_slot = itertools.count().__next__, itertools.count().__next__
         self._trainable = self._trainable_now()
@@ -110,7 +112,7 @@ class Engine:
         self._in_glue = parameters_outside(module, [x.module for x in self.layers])
         self.hints = Hints(module, inform)
         self._report: Callable[[], dict[str, Any]] | None = None
-        check_layers_fit(self.layers, options, devices[0])
+        check_layers_fit(self.layers, options, devices)
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
         self.workers = self.crew.workers
         self.runners = [Runner(w, lambda: self.randomness, formats) for w in self.workers]
@@ -146,14 +148,13 @@ class Engine:
             The merged output; the backward of its loss gives the masters their gradients, or has `updates` take them.
         """
         self._prepare(anew=anew)
-        sizes = sizes_for(self, batch)
-        parts = microbatch.split(batch, sizes)
-        self.plans = self.plan is None and not self.in_order and (len(sizes) > 1 or self.options.plan is not None)
+        cut = cut_batch(self, batch)
+        self.plans = self.plan is None and not self.in_order and (cut.several or self.options.plan is not None)
         overlaps = self._may_overlap
         if not overlaps or (self._on_its_way is not None and self._on_its_way.control.failed):
             self._drain()
-        step = Step(self, seed, sizes, given_weights_of(self, parts), self._on_its_way)
-        args = [(part, *rest) for part in parts]
+        step = cut.step(self, seed, self._on_its_way)
+        args = [(part, *rest) for part in cut.parts]
         random_state = GlobalRandomState(self.devices)
         switched_off = self._without_caches()
         try:
@@ -173,11 +174,12 @@ class Engine:
                     if overlaps:
                         step.stop(error)
                     raise
-            self.hints.after_step(self.layers, switched_off, len(sizes))
-            if self.plans and step.has_loss:
+            microbatches = len(step.sizes)
+            self.hints.after_step(self.layers, switched_off, microbatches)
+            if self.plans and step.has_loss and (microbatches > 1 or self.options.plan is not None):
                 plan_from(self, step)
-            elif len(sizes) == 1:
-                self.recent = step.runs[0].trace
+            elif microbatches == 1:
+                self.recent = step.traces[0]
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
@@ -311,7 +313,7 @@ class Engine:
         self._adopt(newest=True)
         evaluation = Evaluation(self)
         try:
-            with intercepted(self._interceptors):
+            with intercepted(self._evaluating):
                 return evaluation.run(function, args, kwargs)
         except BaseException:
             self._buffers.clear()  # what was on its way to them will not arrive
@@ -366,8 +368,6 @@ class Engine:
 
     def _trainable_now(self) -> list[bool]:
         return [p.requires_grad for layer in self.layers for p in layer.masters]
-
-    # -- shared by the microbatches -----------------------------------------------------------------------------------
 
     def buffers_of(self, call: TracedCall) -> GradientBuffers:
         """The host memory for the gradients of a call; made when first needed."""

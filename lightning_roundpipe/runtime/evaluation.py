@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.arguments import flatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries
-from lightning_roundpipe.runtime.call import Call
+from lightning_roundpipe.runtime.call import Call, Forward
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.crew import WatchedControl
+from lightning_roundpipe.runtime.evaluation_glue import EvaluationGlue
 from lightning_roundpipe.runtime.events import Recorder
-from lightning_roundpipe.runtime.glue import DATA, GlueMode
 from lightning_roundpipe.runtime.handing import hand_back
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.interrupts import allowed
@@ -62,8 +62,11 @@ class Evaluation:
         self._glue = contextlib.ExitStack()
         self._calls = 0
         self._slot: Slot | None = None
-        self._surroundings = Surroundings()
-        self._mode = _Glue(engine, self._stay_behind)
+        self.surroundings = Surroundings()
+        self._mode = EvaluationGlue(engine, self._stay_behind)
+        self._within = False
+        self.looked_at: list[tuple[HostLayer, Forward]] | None = None
+        """Takes down the calls, while somebody looks at what a model does."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` with its layer calls on the workers."""
@@ -72,8 +75,9 @@ class Evaluation:
         try:
             with calling(self), self._mode, self._glue, noted(self._place), allowed():
                 self._glue.enter_context(self._engine.devices[0].activate())
-                self._surroundings = Surroundings()
-                self._foresee()
+                self.surroundings = Surroundings()
+                if not self._engine.parting.expected:
+                    self._foresee()
                 output = function(*args, **kwargs)
             if (left := self._drop_foreseen()) is not None:  # nobody reads weights any more
                 left.run(left.device.weights_up.synchronize, self._control)
@@ -90,12 +94,60 @@ class Evaluation:
     def _place(self) -> Place:
         return Place("glue", "evaluation", 0, self._slot, self._device)
 
+    # -- calls of a model ---------------------------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> int:
+        """Of layers, so far."""
+        return self._calls
+
+    @property
+    def device(self) -> Device | None:
+        """Where the newest tensors are."""
+        return self._device
+
+    @property
+    def follows_writes(self) -> bool:
+        """Whether user code may write to weights between calls."""
+        return self._written
+
+    def locate(self, tensor: Tensor) -> Device | None:
+        return self._engine.locate(tensor, self._device)
+
+    def call_model(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an intercepted model does when the step calls it; ``function`` is its forward."""
+        if self._within:
+            return function(*args, **kwargs)
+        return self._engine.parting.call(self, name, function, args, kwargs)
+
+    @contextlib.contextmanager
+    def within_model(self) -> Iterator[None]:
+        """The model calls its layers, and models in it are no calls of the step."""
+        before, self._within = self._within, True
+        try:
+            yield
+        finally:
+            self._within = before
+
+    def go_on(self, device: Device | None) -> None:
+        """Glue goes on in the stream that made the newest tensors."""
+        if device is not None:
+            self._glue.close()
+            self._glue.enter_context(device.activate())
+            self._device = device
+
+    def stop_foreseeing(self) -> None:
+        """Others upload what they need."""
+        self._drop_foreseen()
+
+    # -- calls of layers ----------------------------------------------------------------------------------------------
+
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the intercepted layer does instead of running."""
         with torch._C.DisableTorchFunction(), allowed(False):
             engine = self._engine
             layer.check()
-            self._surroundings.refuse(layer.name)
+            self.surroundings.refuse(layer.name)
             worker = self._worker_of(layer)
             state = layer.state.current()
             leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
@@ -119,10 +171,10 @@ class Evaluation:
                 forward = worker.run(  # [3]
                     lambda: engine.runners[worker.index].forward(slot, call, self._boundaries), self._control
                 )
-            # Glue goes on in the stream that made the newest tensors.
-            self._glue.close()
-            self._glue.enter_context(worker.device.activate())
-            self._device, self._slot = worker.device, slot
+            self.go_on(worker.device)
+            self._slot = slot
+            if self.looked_at is not None:
+                self.looked_at.append((layer, forward))
             self._boundaries.settle()
             if self._calls % OFTEN == 0:
                 self._boundaries.forget_dead()
@@ -169,21 +221,3 @@ class Evaluation:
         """User code may write to weights without anybody seeing it: for the rest of the batch each is uploaded late."""
         self._ahead, self._written = False, True
         self._drop_foreseen()
-
-
-class _Glue(GlueMode):
-    """Host tensors follow the device of what they meet; ``touched`` is called where a master's ``.data`` is read."""
-
-    def __init__(self, engine: Engine, touched: Callable[[], None]) -> None:
-        formats = engine.formats
-        super().__init__(
-            engine.unit_of, lambda p: p.to(formats.of(p)), formats, train=False, accelerator=engine.accelerator
-        )
-        self._all, self._touched = engine.unit_of, touched
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if isinstance(args[0] if args else None, nn.Parameter) and func == DATA and id(args[0]) in self._all:
-            self._touched()
-        return super().__torch_function__(func, types, args, kwargs)

@@ -280,13 +280,14 @@ def check_counts(modes: list[GlueMode]) -> None:
         raise RoundPipeError(
             f"the loss uses {modes[0].summed or 'cross_entropy'} with reduction='sum'. The losses of microbatches are "
             "averaged by their weights, which a sum is not: use reduction='mean', say how microbatches weigh with "
-            "RoundPipeStrategy(loss_weight=...), or set num_microbatches=1."
+            "RoundPipeStrategy(loss_weight=...), or set microbatch_scope='model' or num_microbatches=1."
         )
     kinds = {len(m.counts) for m in modes}
     if len(kinds) > 1:
         raise RoundPipeError(
             "some microbatches of this batch computed a cross entropy and others did not, so their weights in the "
-            "loss are unknown: pass RoundPipeStrategy(loss_weight=...) or set num_microbatches=1."
+            "loss are unknown: pass RoundPipeStrategy(loss_weight=...), or set microbatch_scope='model' or "
+            "num_microbatches=1."
         )
     totals = [sum(m.counts[k] for m in modes) for k in range(kinds.pop())]
     for mode in modes:
@@ -295,5 +296,6 @@ def check_counts(modes: list[GlueMode]) -> None:
             raise RoundPipeError(
                 "training_step computes several cross entropies whose numbers of targets differ between microbatches "
                 f"in different ways ({[m.counts for m in modes]}), so no single weight per microbatch gives the loss "
-                "of the whole batch: pass RoundPipeStrategy(loss_weight=...) or set num_microbatches=1."
+                "of the whole batch: pass RoundPipeStrategy(loss_weight=...), or set microbatch_scope='model' or "
+                "num_microbatches=1."
             )

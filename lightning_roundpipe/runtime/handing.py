@@ -5,13 +5,14 @@ And before the call's backward, a look at what glue has done to its inputs since
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.boundary import HostCopy
+from lightning_roundpipe.planning.crossing import Crossing
 from lightning_roundpipe.runtime.call import Call, Forward
 from lightning_roundpipe.runtime.collector import hand_over
 from lightning_roundpipe.runtime.overlaps import Watched
@@ -21,7 +22,7 @@ from lightning_roundpipe.runtime.tape import Entry, boundary
 from lightning_roundpipe.runtime.trace import TracedCall
 
 
-def learn(call: Call, traced: TracedCall, forward: Forward, *, taped: bool) -> None:
+def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, *, taped: bool) -> None:
     """Note what the first batch shows of a call."""
     foretold = call.precedent if forward.foretold else None
     traced.flags = foretold.flags if foretold else tuple(t.requires_grad for t in forward.tensors())
@@ -30,13 +31,21 @@ def learn(call: Call, traced: TracedCall, forward: Forward, *, taped: bool) -> N
     traced.taped = taped and (any(traced.flags) or bool(traced.sides))
     traced.mutates = frozenset(forward.mutated)
     traced.needs_grad_mode = forward.differs_without_grad
-    traced.activation_bytes = max(traced.activation_bytes, forward.activation_bytes)
+    if call.measure:
+        traced.kept_bytes, traced.forward_bytes = forward.activation_bytes, call.forward_bytes
+        given = [*forward.tensors(), *(t for flat in forward.sides.values() for t in flat.tensors())]
+        traced.crossed = crossing.see(_strided(call.originals), _strided(given))
+        traced.boundary_bytes = traced.crossed.input_bytes - sum(size for _, size in traced.crossed.shared)
     traced.precedent = foretold
     if foretold is None and traced.taped and not (forward.sides or forward.mutated):
         known = call.precedent.alike if call.precedent else None
         alike = not forward.differs_without_grad if call.probe else known
         traced.precedent = Precedent.of(call.manner, forward.output, alike)
-    traced.boundary_bytes = sum(leaf.nbytes for leaf in call.leaves if isinstance(leaf, (Tensor, HostCopy)))
+
+
+def _strided(leaves: Iterable[Any]) -> list[Tensor]:
+    """Tensors that have a storage."""
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
 
 
 def hand_back(
@@ -100,6 +109,16 @@ def check_inputs(entry: Entry, traced: TracedCall, *, learning: bool) -> None:
         raise RoundPipeError(
             f"code between layers wrote in place to argument {min(overwritten)} of layer {entry.layer.name!r} after "
             "the call, which it did not do in the first batch: gradients would be wrong. Write out of place."
+        )
+
+
+def refuse_hooked_module(entry: Entry) -> None:
+    """Backward hooks on a layer itself run in glue, where its gradient may come in parts."""
+    module = entry.layer.module
+    if entry.arrivals > 1 and (module._backward_hooks or module._backward_pre_hooks):
+        raise RoundPipeError(
+            f"layer {entry.layer.name!r} has backward hooks, which would be called with parts of its gradient, because "
+            "what it returns goes to several layers. Put them on a module inside it."
         )
 
 

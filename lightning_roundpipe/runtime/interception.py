@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +105,68 @@ class Interceptor:
             self._layer.module.__dict__.pop("forward", None)
 
 
+class ModelInterceptor:
+    """Stands in for the ``forward`` of a module that has layers in it.
+
+    Attributes:
+        name: its qualified name, or that of its class if it is the root.
+        own: the module's own ``forward`` if it was patched.
+    """
+
+    is_interceptor = True
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name or type(module).__name__
+        self.own: Any = None
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call_model = getattr(current(), "call_model", None)  # None within the model, which runs as it is written
+        if call_model is None:
+            return self.run(*args, **kwargs)
+        return call_model(self.name, self.run, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Models look at what their own ``forward`` takes."""
+        return inspect.signature(self.own if self.own is not None else types.MethodType(self._forward, self._module))
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        return type(self._module).forward
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's ``forward`` does."""
+        return self.own(*args, **kwargs) if self.own is not None else self._forward(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.own, memo) or types.MethodType(self._forward, copy.deepcopy(self._module, memo))
+
+    def install(self, fail: Callable[[BaseException], None] | None) -> None:
+        self.own = self._module.__dict__.get("forward")
+        self._module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        self._module.__dict__.pop("forward", None)
+        if self.own is not None:
+            self._module.__dict__["forward"] = self.own
+
+
+def models_in(root: nn.Module, layers: Iterable[nn.Module]) -> list[ModelInterceptor]:
+    """One for each module of ``root``, itself included, that has ``layers`` in it."""
+    inner = {id(layer) for layer in layers}
+    holding: dict[int, bool] = {}
+
+    def holds(module: nn.Module) -> bool:
+        if id(module) not in holding:
+            holding[id(module)] = id(module) not in inner and any(
+                id(child) in inner or holds(child) for child in module.children()
+            )
+        return holding[id(module)]
+
+    return [ModelInterceptor(name, module) for name, module in root.named_modules() if holds(module)]
+
+
 class Inside:
     """The context of a worker that runs a layer: there are no layers inside layers, only calls to others of them."""
 
@@ -119,7 +182,7 @@ class Inside:
 
 @contextlib.contextmanager
 def intercepted(
-    interceptors: Sequence[Interceptor], fail: Callable[[BaseException], None] | None = None
+    interceptors: Sequence[Interceptor | ModelInterceptor], fail: Callable[[BaseException], None] | None = None
 ) -> Iterator[None]:
     """Layer calls are handed over; see `Interceptor.install`."""
     for interceptor in interceptors:

@@ -30,7 +30,7 @@ WORTH_S = 5.0
 def plan_from(engine: Engine, step: Step) -> None:
     """Make a plan of what all microbatches called, unless they are to run in order; and room for it on the workers."""
     engine.trace = trace = engine.trace or Trace()
-    if not trace.learn([run.trace for run in step.runs], step.recorder.call_seconds(), len(engine.layers)):
+    if not trace.learn(step.traces, step.recorder.call_seconds(), len(engine.layers)):
         return
     if not trace.calls:
         raise RoundPipeError(
@@ -38,11 +38,11 @@ def plan_from(engine: Engine, step: Step) -> None:
             f"({', '.join(layer.name for layer in engine.layers)}): name the modules it calls with layers=[...]."
         )
     engine.costs = trace.costs()
-    limit = worker_bytes(engine.options, engine.devices[0])
+    limit = worker_bytes(engine.options, engine.devices)
     if engine.options.plan is not None:
         plan = Plan.parse(engine.options.plan)
         plan.validate(trace.names)
-        check_plan_fits(plan, engine.costs, engine.options, engine.devices[0])
+        check_plan_fits(plan, engine.costs, engine.options, engine.devices)
     else:
         try:
             with allowed():  # it may take its time, and nothing has been changed yet
@@ -52,7 +52,7 @@ def plan_from(engine: Engine, step: Step) -> None:
     if buffer := trace.torn_buffer(plan):
         _run_in_order(engine, buffer)
         return
-    _reserve_for(engine, plan, trace, None if limit is None else max(0, limit - device_bytes(plan, engine.costs)))
+    _reserve_for(engine, plan, trace, _room(engine, plan, limit))
     engine.plan = plan
 
 
@@ -60,7 +60,9 @@ def _cut(engine: Engine, trace: Trace, microbatches: int, limit: int | None) -> 
     """The plan of the paper's algorithm, or a better one where a step takes so long that looking for it pays."""
     costs, workers, size = engine.costs, len(engine.workers), engine.options.round_microbatches
     assert costs is not None
-    plan = ahead_within(partition_within(costs, workers, microbatches, size, limit), costs, limit)
+    plan = partition_within(costs, workers, microbatches, size, limit)
+    if engine.options.microbatch_scope == "step":  # else gradients come when all have their outputs
+        plan = ahead_within(plan, costs, workers, limit)
     seconds = run_steps(plan, costs, workers, microbatches).makespan_s
     if workers == 1 or size is not None or seconds < WORTH_S:
         return plan
@@ -72,6 +74,12 @@ def _cut(engine: Engine, trace: Trace, microbatches: int, limit: int | None) -> 
     found = search_partition(costs, workers, microbatches, limits, 1 if stale else 0)
     better = stale or run_steps(found, costs, workers, microbatches).makespan_s < seconds
     return found if better and not trace.torn_buffer(found) else plan
+
+
+def _room(engine: Engine, plan: Plan, limit: int | None) -> int | None:
+    """What is left for tensors that are brought to a worker before their turn."""
+    assert engine.costs is not None
+    return None if limit is None else max(0, limit - device_bytes(plan, engine.costs, len(engine.workers)))
 
 
 def _run_in_order(engine: Engine, buffer: str) -> None:

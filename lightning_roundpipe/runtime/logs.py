@@ -39,8 +39,8 @@ def _to_host(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def shadowed_log(module: Any, current: Any, microbatches: int) -> Iterator[None]:
-    """Send ``module.log`` to ``current().log`` (the calling microbatch's recorder)."""
+def shadowed_log(module: Any, current: Any, *, several: bool) -> Iterator[None]:
+    """Send ``module.log`` to ``current().log`` (the calling microbatch's recorder, of ``several`` or the only one)."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) > len(_POSITIONAL):
@@ -51,7 +51,7 @@ def shadowed_log(module: Any, current: Any, microbatches: int) -> Iterator[None]
     with contextlib.ExitStack() as stack:
         object.__setattr__(module, "log", log)
         stack.callback(object.__delattr__, module, "log")
-        for metric in module.modules() if microbatches > 1 else ():
+        for metric in module.modules() if several else ():
             if isinstance(metric, Metric):
                 stack.enter_context(BatchValue(metric))
         yield

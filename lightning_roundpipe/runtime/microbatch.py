@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -65,18 +66,34 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
     """The microbatches. Tensors are views of the batch's."""
     if len(sizes) == 1:
         return [batch]
-    samples = sum(sizes)
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
     listed = listed_samples(batch) is not None
-    return [_take(batch, samples, listed, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return [part_of(batch, rows, sum(sizes), listed, _rows) for rows in rows_of(sizes)]
 
 
-def _take(value: Any, samples: int, listed: bool, start: int, stop: int) -> Any:
+def rows_of(sizes: list[int]) -> list[slice]:
+    """The rows of each microbatch."""
+    ends = list(itertools.accumulate(sizes))
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def part_of(value: Any, rows: slice, samples: int, listed: bool, take: Callable[[Any, slice | None], Any]) -> Any:
+    """What of a batch belongs to the samples of ``rows``.
+
+    Args:
+        value: the batch, or something in it.
+        rows: of the part.
+        samples: of the batch; ``listed`` if there are lists with one item for each.
+        take: gives the rows of a tensor or array that is to be cut, or, if these are None, one that is not.
+    """
     if isinstance(value, (Tensor, np.ndarray)):
-        return value[start:stop] if value.ndim and value.shape[0] == samples else value
+        return take(value, rows if value.ndim and value.shape[0] == samples else None)
     if (isinstance(value, list) or are_texts(value)) and _has_an_item_each(value, samples, listed):
-        return value[start:stop]
-    return _rebuild(value, lambda item: _take(item, samples, listed, start, stop))
+        return value[rows]
+    return _rebuild(value, lambda item: part_of(item, rows, samples, listed, take))
+
+
+def _rows(value: Any, rows: slice | None) -> Any:
+    return value if rows is None else value[rows]
 
 
 def _has_an_item_each(values: Sequence[Any], samples: int, listed: bool) -> bool:
@@ -142,15 +159,20 @@ def merge(outputs: Sequence[Any], sizes: list[int], weights: list[float]) -> Any
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if isinstance(first, float):
         return float(weighted_mean([torch.tensor(float(o), dtype=torch.float64) for o in outputs], weights))
-    return first if all(_same(o, first) for o in outputs[1:]) else list(outputs)
+    return first if all(same(o, first) for o in outputs[1:]) else list(outputs)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     """Whether two outputs are surely equal; arrays, and what holds tensors, do not compare to one truth value."""
     try:
         return a is b or (type(a) is type(b) and bool(a == b))
     except Exception:
         return False
+
+
+def without(value: Any, drop: Callable[[Any], bool]) -> Any:
+    """``value`` with None in place of what is to be dropped."""
+    return None if drop(value) else _rebuild(value, lambda item: without(item, drop))
 
 
 def _detached(value: Any) -> Any:

@@ -27,7 +27,8 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         where = f"slot {self.slot.index} ({self.slot.phase})" if self.slot else "slot none yet"
-        return f"{self.what}, phase {self.phase}, microbatch {self.microbatch}, {where}, {_named(self.device)}"
+        who = f"microbatch {self.microbatch}" if self.microbatch >= 0 else "whole batch"
+        return f"{self.what}, phase {self.phase}, {who}, {where}, {_named(self.device)}"
 
 
 @contextlib.contextmanager

@@ -6,7 +6,9 @@ import resource
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_roundpipe.planning.memory import planned_bytes
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.budget import worker_bytes
 from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ def report_of(step: Step) -> Callable[[], dict[str, Any]]:
     recorder, plan, workers, costs = step.recorder, step.plan, len(engine.workers), engine.costs
     seconds = step.seconds
     peaks = [d.peak_bytes() for d in engine.devices]
+    limit = worker_bytes(engine.options, engine.devices)
+    planned = planned_bytes(plan, costs, workers, limit) if plan is not None and costs is not None else None
     # Only rows are kept: the step itself holds every boundary tensor.
     slots = [
         {
@@ -35,7 +39,7 @@ def report_of(step: Step) -> Callable[[], dict[str, Any]]:
         for s in step.slots
     ]
     microbatches, total = len(step.sizes), engine.weights_uploaded
-    text = str(plan) if plan is not None else str(Plan.per_call(len(step.runs[0].trace.calls) or 1))
+    text = str(plan) if plan is not None else str(Plan.per_call(len(step.traces[0].calls) or 1))
 
     def report() -> dict[str, Any]:
         rows = recorder.rows()
@@ -51,6 +55,7 @@ def report_of(step: Step) -> Callable[[], dict[str, Any]]:
             "bytes_downloaded": recorder.nbytes(DOWNLOADS, workers),
             "weights_bytes_uploaded_total": total,
             "peak_device_bytes": peaks,
+            "planned_device_bytes": planned,
             "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "bubble_pct": bubble_percent(rows, workers),
             "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning_roundpipe.planning.schedule import Plan, Stage
+from lightning_roundpipe.planning.schedule import Stage
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.trace import Trace, distinct_layers
 
@@ -12,17 +13,18 @@ if TYPE_CHECKING:
     from lightning_roundpipe.runtime.step import Step
 
 
-def make_rounds(step: Step, plan: Plan, trace: Trace) -> list[list[Slot]]:
-    """All slots of ``step``, by round and stage, in their order in the global sequence."""
+def make_rounds(
+    step: Step, stages: Sequence[Stage], trace: Trace, microbatches: int, round_microbatches: int
+) -> list[list[Slot]]:
+    """All slots of ``step`` for ``stages``, by round and stage, in their order in the global sequence."""
     rounds: list[list[Slot]] = []
-    size, count = plan.round_microbatches, len(step.sizes)
-    for number, start in enumerate(range(0, count, size)):
-        microbatches = range(start, min(start + size, count))
-        before = rounds[-1] if rounds else [None] * len(plan.stages())
+    for number, start in enumerate(range(0, microbatches, round_microbatches)):
+        served = range(start, min(start + round_microbatches, microbatches))
+        before = rounds[-1] if rounds else [None] * len(stages)
         rounds.append(
             [
-                _slot(step, number, stage, trace, microbatches, predecessor)
-                for stage, predecessor in zip(plan.stages(), before, strict=True)
+                _slot(step, number, stage, trace, served, predecessor)
+                for stage, predecessor in zip(stages, before, strict=True)
             ]
         )
     return rounds

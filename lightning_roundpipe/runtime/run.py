@@ -31,8 +31,9 @@ from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.control import Waiter
 from lightning_roundpipe.runtime.courier import Courier
 from lightning_roundpipe.runtime.foresight import Foresight
+from lightning_roundpipe.runtime.gauge import Gauge
 from lightning_roundpipe.runtime.glue import GlueMode
-from lightning_roundpipe.runtime.handing import check_inputs, hand_back, learn
+from lightning_roundpipe.runtime.handing import check_inputs, hand_back, learn, refuse_hooked_module
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.learning import is_to_be_probed, is_to_be_walked
 from lightning_roundpipe.runtime.logs import LogRecorder
@@ -43,7 +44,7 @@ from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.segments import Segments
 from lightning_roundpipe.runtime.slots import Slot, Slots
 from lightning_roundpipe.runtime.surroundings import Surroundings
-from lightning_roundpipe.runtime.tape import Entry, driven_backward, refuse_hooked_module
+from lightning_roundpipe.runtime.tape import Entry, Joint, driven_backward, witness
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -79,8 +80,7 @@ class MicrobatchRun:
         """Woken when its output is there, computed once ``computed`` has passed; only its way back is left."""
         self.computed: Event | None = None
         self.output: Any = None
-        self.weight = 0.0
-        self.differentiable = False
+        self.weight, self.differentiable = 0.0, False
         self.trace = trace or Trace()
         self._foresight = Foresight(slots, step.sums_of, recent)
         self._slots = slots
@@ -98,6 +98,7 @@ class MicrobatchRun:
         self._phase, self._last = "forward", "the start"
         self._surroundings: Surroundings | None = None
         self._watched = Watched()
+        self._gauge: Gauge | None = None
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -130,8 +131,10 @@ class MicrobatchRun:
                 loss = loss_of(output)
             self._announce()
             if loss is not None:
-                self.weight = self._step.weigh(self)
+                self.weight = self._step.weighing.of(self)
                 self._backward_of_loss(loss)
+                if self._gauge is not None:
+                    self.trace.calls[-1].then(self._gauge.read())
             self.output = detached(output)
             del output, loss
             if self.kept is not None:
@@ -178,8 +181,10 @@ class MicrobatchRun:
             self._courier.after(slot, call.index)
             self._enter_glue()
             if self.learning:
-                learn(call, traced, forward, taped=entry is not None)
+                learn(call, traced, forward, self.trace.crossing, taped=entry is not None)
             output, taped = hand_back(call, entry, traced, forward, args, kwargs, self._watched)
+            if call.measure:
+                self._gauge = Gauge(self._device, ())
             if entry is not None and taped:
                 self.tape.append(entry)
             if self.kept is not None and forward.sides:
@@ -228,7 +233,7 @@ class MicrobatchRun:
         )  # fmt: skip
         return call, self._new_entry(call, traced) if taped else None, traced
 
-    def _seed_of(self, layer: HostLayer) -> int:
+    def _seed_of(self, layer: HostLayer) -> int | None:
         """By what is called, not by the place in the trace, which may grow while it is learned."""
         use = self._uses[layer.index]
         self._uses[layer.index] += 1
@@ -291,10 +296,7 @@ class MicrobatchRun:
             return worker.run(lambda: runner.forward(slot, call, self.boundaries), self._control), slot
 
     def _watch_inputs(self, call: Call, entry: Entry, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
-        """A kept graph computes its gradients from the inputs themselves, which glue may write to (``h += layer(h)``).
-
-        Those that it was seen to write to in the first batch are given to the layer as copies.
-        """
+        """A kept graph starts from the inputs themselves; from copies, if glue writes to them (``h += layer(h)``)."""
         if call.recomputed and not (call.kept or self.engine.plans):
             return  # what is recomputed from was saved before the call
         for i, tensor in tensors.items():
@@ -305,7 +307,7 @@ class MicrobatchRun:
                 with device.activate() if device is not None else contextlib.nullcontext():
                     call.leaves[i] = tensor.clone()
             elif i not in traced.mutates and not tensor.is_inference():
-                entry.given.append((i, tensor, tensor._version))
+                entry.given.append((i, witness(tensor), tensor._version))
 
     def _save(self, tensor: Tensor) -> HostCopy:
         return self.boundaries.save(tensor, self._locate(tensor))
@@ -319,7 +321,8 @@ class MicrobatchRun:
         """Backward from the loss through the glue behind the last layer [4]."""
         self._phase = "backward"
         self.differentiable = loss.requires_grad
-        scale = self._step.scale_of(self)
+        step = self._step
+        scale = step.weighing.share(self) * step.engine.formats.scales.of(self, step.version)
         if not loss.requires_grad or not scale:
             return
         seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)
@@ -339,6 +342,7 @@ class MicrobatchRun:
 
     def _walk_back(self, entry: Entry, sums: HostGradients | None) -> None:
         traced, engine = self.trace.calls[entry.call], self.engine
+        measured = traced if self.learning and engine.plans else None
         check_inputs(entry, traced, learning=self.learning)
         refuse_hooked_module(entry)
         if entry.hooks:
@@ -352,7 +356,7 @@ class MicrobatchRun:
         worker, runner, factor = engine.workers[slot.worker], engine.runners[slot.worker], self.mode.proxies.factor
         with noted(lambda: Place(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)):
             self._courier.following(slot, self.tape)
-            grads = worker.run(lambda: runner.backward(slot, entry, self.boundaries, factor), self._control)
+            grads = worker.run(lambda: runner.backward(slot, entry, self.boundaries, factor, measured), self._control)
         self._courier.done(entry, sent)
         self._slot, self._last = slot, f"layer {entry.layer.name!r}"
         if self.learning and entry.found != traced.flags:
@@ -360,12 +364,14 @@ class MicrobatchRun:
         self._hand_on(entry, grads, worker.device)
         self._courier.after(slot, entry.call, self.tape)
 
-    def _hand_over(self, entry: Entry, index: int, grad: Tensor | None, device: Device) -> None:
+    def _hand_over(self, entry: Joint, index: int, grad: Tensor | None, device: Device | None) -> None:
         """Add to another call's gradient, on the device where that gradient is already."""
         if grad is not None and not entry.done and entry.grads[index]:
             there = entry.grads[index][0][1]
             grad, device = self.boundaries.transfer(grad, device, there), there or device
-        with device.activate():  # it may be added to another one, in the order of what made both
+        with (
+            device or self.engine.devices[0]
+        ).activate():  # it may be added to another one, in the order of what made both
             entry.add_grad(index, grad, device)
 
     @contextlib.contextmanager
@@ -382,7 +388,7 @@ class MicrobatchRun:
             finally:
                 self._leave_glue()
 
-    def _hand_on(self, entry: Entry, grads: list[Tensor | None], device: Device) -> None:
+    def _hand_on(self, entry: Joint, grads: list[Tensor | None], device: Device | None) -> None:
         pushed: list[Tensor | None] = []
         for grad, target, wanted in zip(grads, entry.targets, entry.tensor_flags, strict=True):
             if target is not None:

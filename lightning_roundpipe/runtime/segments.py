@@ -31,14 +31,16 @@ class Segments:
         step: that it belongs to.
         index: its number.
         learning: whether this is the first batch.
+        kind: of pieces, where there are others beside those of microbatches.
 
     Attributes:
         kept: what the microbatch keeps on modules; None where nobody else could find it.
         read: units that were read.
     """
 
-    def __init__(self, step: Step, index: int, *, learning: bool) -> None:
-        self.kept = Kept(step.belongings) if step.belongings is not None else None
+    def __init__(self, step: Step, index: int, *, learning: bool, kind: str = "") -> None:
+        self.kept = Kept(step.belongings) if step.belongings is not None and not kind else None
+        self._kind = kind
         self.read: set[Unit] = set()
         self._step = step
         self._index = index
@@ -70,11 +72,15 @@ class Segments:
         self._around.enter_context(device.activate())
         seed = derive(*step.seed, self._index, -1 - self._count)
         # Where layers are left out, a piece of the way back may have the number of one of the way there.
-        kind = "glue" if spot is not None else "way back"
+        kind = self._kind + ("glue" if spot is not None else "way back")
         key = kind if astray else (kind, self._count)
         self._draws = engine.randomness.may_draw(key)
         self._around.enter_context(engine.randomness.segment(key, seed, device, what, backward=spot is None))
         self._count += 1
+
+    def go_on(self, before: Segments) -> None:
+        """Pieces follow those of ``before``, of the same microbatch."""
+        self._count = before._count
 
     def leave(self, spot: Spot | None) -> None:
         """End it [3]."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lightning_roundpipe.runtime.control import Control, Waiter
@@ -28,7 +28,6 @@ from lightning_roundpipe.runtime.events import Recorder
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Event
     from lightning_roundpipe.planning.costs import Phase
-    from lightning_roundpipe.planning.schedule import Plan
     from lightning_roundpipe.runtime.arrivals import Arrivals
     from lightning_roundpipe.runtime.sums import HostGradients
     from lightning_roundpipe.runtime.weights import HostLayer
@@ -228,6 +227,22 @@ class Slots(Protocol):
         """The microbatch makes no more calls: its turns go to the others."""
 
 
+class Stages(Protocol):
+    """Which of a round's slots are whose: a plan, or what is made of one."""
+
+    @property
+    def forward(self) -> Sequence[object]: ...
+
+    @property
+    def recompute_ahead(self) -> bool: ...
+
+    @property
+    def stage_of_forward(self) -> Sequence[int] | Mapping[int, int]: ...
+
+    @property
+    def stage_of_backward(self) -> Sequence[int] | Mapping[int, int]: ...
+
+
 class PlannedSlots:
     """The slots of one step under a plan, made in order when the step begins.
 
@@ -242,7 +257,7 @@ class PlannedSlots:
     def __init__(
         self,
         rounds: list[list[Slot]],
-        plan: Plan,
+        plan: Stages,
         control: Control,
         close: Callable[[Slot], None],
         ahead: Callable[[Slot, int], None] | None = None,

@@ -37,9 +37,11 @@ from lightning_roundpipe.runtime.slots import PlannedSlots, Slot
 from lightning_roundpipe.runtime.threads import Task
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.unplanned import SlotsOnArrival
+from lightning_roundpipe.runtime.weighing import Weighing
 
 if TYPE_CHECKING:
     from lightning_roundpipe.planning.costs import Phase
+    from lightning_roundpipe.runtime.belongings import Belongings
     from lightning_roundpipe.runtime.engine import Engine
     from lightning_roundpipe.runtime.sums import HostGradients
     from lightning_roundpipe.runtime.weights import HostLayer
@@ -74,20 +76,19 @@ class Step:
         self.before = before
         self.overlaps = False
         self.seconds = 0.0
-        self.recorder = Recorder()
+        self.recorder: Recorder = Recorder()
         self.arrivals = Arrivals(engine.units)
         self.seed = seed
-        self.sizes = sizes
+        self.sizes, self.cut = sizes, len(sizes) > 1
         self.ambient = Ambient.capture(engine.device_types)
-        self.belongings = engine.belongings if len(sizes) > 1 and not engine.in_order else None
+        self.belongings: Belongings | None = engine.belongings if self.cut and not engine.in_order else None
         self.control: Control = Control(self._failed, before.control if before is not None else None)
         self.user_lock = engine.user_lock
         self.version = engine.updates.wanted if engine.updates is not None else 0
         """Of the weights that the step computes with."""
         self.slots: list[Slot] = []
         self._sums: dict[tuple[int, int], HostGradients] = {}
-        self._given = weights
-        self._provisional: float | None = sum(weights) if weights else None
+        self.weighing = Weighing(sizes, weights)
         self.plan: Plan | None = None
         self._unclosed = self._running = 0
         self._counting = threading.Lock()
@@ -100,6 +101,16 @@ class Step:
         self.has_loss = False
         """Whether there is a loss to differentiate; training_step may also skip a batch."""
 
+    @property
+    def everybody(self) -> Sequence[MicrobatchRun]:
+        """Whose glue may read masters, in an order that no plan changes."""
+        return self.runs
+
+    @property
+    def traces(self) -> list[Trace]:
+        """What each microbatch has called."""
+        return [run.trace for run in self.runs]
+
     # -- running ------------------------------------------------------------------------------------------------------
 
     def run_planned(
@@ -108,7 +119,7 @@ class Step:
         """All microbatches at once, under ``plan``."""
         self.plan = plan
         self.overlaps = overlaps
-        rounds = make_rounds(self, plan, trace)
+        rounds = make_rounds(self, plan.stages(), trace, len(args), plan.round_microbatches)
         self.slots = [slot for slots in rounds for slot in slots]
         slots = PlannedSlots(rounds, plan, self.control, self._close, Ahead(self).look)
         self._unclosed, self._running = len(self.slots), len(args)
@@ -128,7 +139,7 @@ class Step:
 
     def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
         crew, given_up = self.engine.crew, False
-        with shadowed_log(self.engine.module, self._current_log, len(self.runs)):
+        with shadowed_log(self.engine.module, self._current_log, several=self.cut):
             if self.belongings is not None:
                 self.belongings.begin()
             try:
@@ -285,16 +296,19 @@ class Step:
             if self.plan is None:
                 return
             self.arrivals.closed(slot)
-            with self._counting:
-                self._unclosed -= 1
-                last = not self._unclosed
-            if last:
-                self.seconds = time.perf_counter() - self._started
-                self._all_closed.wake()
+            self._closed()
 
         worker.post(close_it, self.control)
         if self.plan is not None:
             self.engine.queues[slot.worker].next()
+
+    def _closed(self) -> None:
+        with self._counting:
+            self._unclosed -= 1
+            last = not self._unclosed
+        if last:
+            self.seconds = time.perf_counter() - self._started
+            self._all_closed.wake()
 
     def _make_slot(
         self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradients | None
@@ -323,27 +337,7 @@ class Step:
             known = self._sums[key] = self.engine.buffers_of(call).begin()
         return known if known.layout.nbytes else None
 
-    # -- weights of the microbatches ----------------------------------------------------------------------------------
-
-    def weigh(self, run: MicrobatchRun) -> float:
-        """How much the microbatch counts in the loss of the whole batch, known when its loss is."""
-        if len(self.sizes) == 1:
-            return 1.0  # whatever it holds, even nothing
-        if self._given is not None:
-            return self._given[run.index]
-        return run.mode.counts[0] if run.mode.counts else float(self.sizes[run.index])
-
-    def scale_of(self, run: MicrobatchRun) -> float:
-        """What the microbatch's loss is multiplied by: its weight over a total that is guessed from the first one.
-
-        The total itself is known only after the last; ``finish`` corrects by one factor. The guess depends on nothing
-        but the batch, so that results do not depend on what runs when.
-        """
-        if self._provisional is None:
-            samples = sum(self.sizes)
-            known = run.weight / self.sizes[run.index] * samples if samples else run.weight
-            self._provisional = known or float(samples)
-        return run.weight / self._provisional * self.engine.formats.scales.of(run, self.version)
+    # -- the outcome ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> Any:
         """The merged output of ``training_step``, its loss carrying the gradients; issues what was logged."""
@@ -354,7 +348,7 @@ class Step:
                 f"training_step returned None for microbatch {missing[0]} but not for all of this batch: skip whole "
                 "batches, or set num_microbatches=1."
             )
-        if self._given is None and not missing:
+        if self.weighing.given is None and not missing:
             check_counts([run.mode for run in self.runs])
         weights = [run.weight for run in self.runs]
         if not any(weights):
@@ -388,11 +382,10 @@ class Step:
                 sums.consumed.wake()
 
     def _gradients(self) -> StepGradients:
-        total = sum(run.weight for run in self.runs)
-        factor = (self._provisional or total) / total if total else 1.0
+        factor = self.weighing.factor(self.runs)
         sums = [self._sums[key] for key in sorted(self._sums)]  # in an order that no plan changes
-        proxies = [run.mode.proxies for run in self.runs]
-        read = set().union(*(run.segments.read for run in self.runs))
+        proxies = [run.mode.proxies for run in self.everybody]
+        read = set().union(*(run.segments.read for run in self.everybody))
         self.engine.read_by_glue |= read  # another set: microbatches of the next step walk through this one
         self.arrivals.passed(read)
         by_unit = self.arrivals if self.engine.updates is not None else None

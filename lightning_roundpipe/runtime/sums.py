@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event, Stream, StreamAborted
 from lightning_roundpipe.runtime.control import Control, Waiter
-from lightning_roundpipe.runtime.weights import HostLayer, Segment, aligned, segment_of
+from lightning_roundpipe.runtime.flats import Segment, aligned, segment_of
+from lightning_roundpipe.runtime.weights import HostLayer
 
 
 class GradientLayout:

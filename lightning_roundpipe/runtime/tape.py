@@ -66,60 +66,37 @@ driven_backward = _Driven()
 """Context in which gradients may reach the tape. Enter it with the user-code lock held."""
 
 
-@dataclass(eq=False)
-class Entry:
-    """One call of one microbatch, from its forward until its gradients have been handed on.
+@dataclass(eq=False, kw_only=True)
+class Joint:
+    """Where two pieces of graph meet that no autograd node connects: gradients arrive here, and are handed on.
 
     Attributes:
-        call: position in the trace.
-        leaves: the call's flattened arguments; a tensor stands as its `HostCopy`, or as None if the graph is kept.
-        requires_grad: per leaf, whether its gradient is wanted; ``tensor_flags``: the same per tensor leaf.
-        targets: per tensor leaf, the call whose output it is; the others' gradients go through ``sink``.
-        grads: per tensor output, the gradient so far, in parts that lie on different devices.
-        mutates: positions of arguments that the layer writes to; they are outputs as well.
-        home: where the call's outputs, and so their gradients, live; ``input_home``: where its inputs do.
-        given: tensors that glue could overwrite while they are needed, as (position, tensor, version then).
-        graph: the kept graph of a fused call, as (inlet, outputs); ``recomputed``: of one that was recomputed ahead;
-            ``failed``: what was raised when it was.
-        trainable: per parameter of the layer, whether it required grad at the call.
-        sides: how many tensors left by which side door; they are the last outputs.
+        targets: per tensor that goes in, the joint whose output it is; the others' gradients go through ``sink``.
+        tensor_flags: per tensor that goes in, whether its gradient is wanted.
+        grads: per tensor that comes out, the gradient so far, in parts that lie on different devices.
+        home: where what comes out, and so its gradients, live; ``input_home``: where what goes in does.
         hooks: by output, what user code wants to be called with its gradient.
         arrivals: how often glue has brought gradients.
         done: whether its gradients have been handed on.
-        found: per output, whether its recomputation found that it requires grad.
     """
 
-    call: int
-    layer: HostLayer
-    microbatch: int
-    spec: Any
-    leaves: list[Any]
-    requires_grad: list[bool]
-    ambient: Ambient
-    state: StateDiff | None
-    seed: int | None
-    context: contextvars.Context
-    mutates: frozenset[int] = frozenset()
     home: Device | None = None
     input_home: Device | None = None
-    buffers: dict[int, Tensor] = field(default_factory=dict)
     grads: list[list[tuple[Tensor, Device | None]]] = field(default_factory=list)
     tensor_flags: list[bool] = field(default_factory=list)
-    targets: list[tuple[Entry, int] | None] = field(default_factory=list)
+    targets: list[tuple[Joint, int] | None] = field(default_factory=list)
     sink: Sink | None = None
-    given: list[tuple[int, Tensor, int]] = field(default_factory=list)
-    graph: tuple[Inlet, list[Tensor]] | None = None
-    recomputed: tuple[Inlet, list[Tensor]] | None = None
-    failed: Exception | None = None
-    trainable: list[bool] = field(default_factory=list)
-    sides: dict[Key, int] = field(default_factory=dict)
     hooks: dict[int, dict[int, Callable[[Tensor], Tensor | None]]] = field(default_factory=dict)
     arrivals: int = 0
     done: bool = False
-    found: tuple[bool, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """For errors."""
+        raise NotImplementedError
 
     def connect(self, tensors: list[Tensor]) -> None:
-        """Remember where the gradients of the call's inputs go."""
+        """Remember where the gradients of what goes in go."""
         self.tensor_flags = [t.requires_grad for t in tensors]
         self.targets = [source_of(t) if t.requires_grad else None for t in tensors]
         pushed = [t for t, target in zip(tensors, self.targets, strict=True) if t.requires_grad and target is None]
@@ -134,8 +111,8 @@ class Entry:
             return
         if self.done:
             raise RoundPipeError(
-                f"a gradient reached layer {self.layer.name!r} after its backward: a tensor of an earlier batch, or of "
-                "another microbatch, was used again. Detach what is kept from one training_step to the next. (Under "
+                f"a gradient reached {self.what} after its backward: a tensor of an earlier batch, or of another "
+                "microbatch, was used again. Detach what is kept from one training_step to the next. (Under "
                 "manual optimization a first backward of several through the same calls needs retain_graph=True.)"
             )
         parts = self.grads[index]
@@ -156,6 +133,51 @@ class Entry:
                 total = total if changed is None else changed
             self.grads[index] = [(total, self.home)]
 
+    def wants_backward(self) -> bool:
+        return any(self.grads)
+
+
+@dataclass(eq=False)
+class Entry(Joint):
+    """One call of one microbatch, from its forward until its gradients have been handed on.
+
+    Attributes:
+        call: position in the trace.
+        leaves: the call's flattened arguments; a tensor stands as its `HostCopy`, or as None if the graph is kept.
+        requires_grad: per leaf, whether its gradient is wanted.
+        mutates: positions of arguments that the layer writes to; they are outputs as well.
+        given: of tensors that glue could overwrite while they are needed, (position, `witness`, version then).
+        graph: the kept graph of a fused call, as (inlet, outputs); ``recomputed``: of one that was recomputed ahead;
+            ``failed``: what was raised when it was.
+        trainable: per parameter of the layer, whether it required grad at the call.
+        sides: how many tensors left by which side door; they are the last outputs.
+        found: per output, whether its recomputation found that it requires grad.
+    """
+
+    call: int
+    layer: HostLayer
+    microbatch: int
+    spec: Any
+    leaves: list[Any]
+    requires_grad: list[bool]
+    ambient: Ambient
+    state: StateDiff | None
+    seed: int | None
+    context: contextvars.Context
+    mutates: frozenset[int] = frozenset()
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    given: list[tuple[int, Tensor, int]] = field(default_factory=list)
+    graph: tuple[Inlet, list[Tensor]] | None = None
+    recomputed: tuple[Inlet, list[Tensor]] | None = None
+    failed: Exception | None = None
+    trainable: list[bool] = field(default_factory=list)
+    sides: dict[Key, int] = field(default_factory=dict)
+    found: tuple[bool, ...] = ()
+
+    @property
+    def what(self) -> str:
+        return f"layer {self.layer.name!r}"
+
     def overwritten(self) -> set[int]:
         """Positions of arguments that have been written to since the call."""
         return {position for position, tensor, version in self.given if tensor._version != version}
@@ -169,9 +191,6 @@ class Entry:
         finally:
             del failed  # whose frames know this one
 
-    def wants_backward(self) -> bool:
-        return any(self.grads)
-
     def let_go(self) -> None:
         """There will be no backward. What was kept for it may hang on the entry in a circle (``h += layer(h)``)."""
         self.graph = self.recomputed = self.failed = None
@@ -180,7 +199,7 @@ class Entry:
 
 class _BoundaryFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, entry: Entry, outputs: list[Tensor], flags: list[bool]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, entry: Joint, outputs: list[Tensor], flags: list[bool]) -> tuple[Tensor, ...]:
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         aliases = tuple(t.data for t in outputs)
@@ -189,7 +208,7 @@ class _BoundaryFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        entry: Entry = ctx.entry
+        entry: Joint = ctx.entry
         if not driven_backward.depth:
             _refuse(entry)
         entry.arrivals += 1
@@ -198,10 +217,10 @@ class _BoundaryFunction(torch.autograd.Function):
         return None, None, None, None
 
 
-def _refuse(entry: Entry) -> NoReturn:
+def _refuse(entry: Joint) -> NoReturn:
     raise RoundPipeError(
-        f"a backward pass inside training_step reached layer {entry.layer.name!r}: gradients across layers "
-        "(torch.autograd.grad, loss.backward(), create_graph) are not supported. (Under manual optimization "
+        f"a backward pass inside training_step reached {entry.what}: gradients across layers (torch.autograd.grad, "
+        "loss.backward(), create_graph) are not supported. (Under manual optimization "
         "self.manual_backward(loss) and loss.backward() are, and torch.autograd.backward is not.)"
     )
 
@@ -211,7 +230,7 @@ def refuse_layers_between(outputs: Tensor | Sequence[Tensor], inputs: Tensor | S
     wanted = {t.grad_fn or t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
     nodes: list[Any] = [t.grad_fn for t in ([outputs] if isinstance(outputs, Tensor) else outputs)]
     seen: set[Any] = set()
-    layers: list[Entry] = []
+    layers: list[Joint] = []
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -225,7 +244,14 @@ def refuse_layers_between(outputs: Tensor | Sequence[Tensor], inputs: Tensor | S
         _refuse(layers[0])
 
 
-def boundary(entry: Entry, outputs: list[Tensor], flags: list[bool]) -> list[Tensor]:
+def witness(tensor: Tensor) -> Tensor:
+    """Has the version of ``tensor``, whoever writes to its memory, and keeps none of it."""
+    same = tensor.detach()
+    same.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return same
+
+
+def boundary(entry: Joint, outputs: list[Tensor], flags: list[bool]) -> list[Tensor]:
     """The call's outputs as the glue sees them.
 
     Args:
@@ -241,7 +267,7 @@ def boundary(entry: Entry, outputs: list[Tensor], flags: list[bool]) -> list[Ten
         return list(_BoundaryFunction.apply(anchor, entry, outputs, flags))  # type: ignore[no-untyped-call]
 
 
-def source_of(tensor: Tensor) -> tuple[Entry, int] | None:
+def source_of(tensor: Tensor) -> tuple[Joint, int] | None:
     """The entry and output that ``tensor`` is, if it is exactly that: no glue between, no hook on it."""
     node = tensor.grad_fn
     entry = getattr(node, "entry", None)
@@ -289,16 +315,6 @@ def keep_gradient(tensor: Tensor) -> None:
         hook_gradient(tensor, keep)
     else:
         tensor.retain_grad()
-
-
-def refuse_hooked_module(entry: Entry) -> None:
-    """Backward hooks on a layer itself run in glue, where its gradient may come in parts."""
-    module = entry.layer.module
-    if entry.arrivals > 1 and (module._backward_hooks or module._backward_pre_hooks):
-        raise RoundPipeError(
-            f"layer {entry.layer.name!r} has backward hooks, which would be called with parts of its gradient, because "
-            "what it returns goes to several layers. Put them on a module inside it."
-        )
 
 
 class _SinkFunction(torch.autograd.Function):

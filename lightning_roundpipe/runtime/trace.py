@@ -6,15 +6,18 @@ parts of, in order; each microbatch passes over the calls that it does not make.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import NoReturn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.crossing import Crossed, Crossing
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.precedent import Precedent
 from lightning_roundpipe.runtime.sides import Key
@@ -28,6 +31,7 @@ class TracedCall:
 
     Attributes:
         use: how often the layer was called before in the microbatch.
+        portion: which of the model's calls by training_step it belongs to, if those are what is cut.
         taped: whether a gradient passes through it or reaches its weights.
         can_tape: whether gradients were on and something could require them.
         needs_grad_mode: whether its forward computes other bits without grad.
@@ -36,10 +40,15 @@ class TracedCall:
         mutates: positions of arguments that it writes to.
         overwritten: positions of arguments that glue writes to between the call and its backward.
         precedent: what the same call of the next step may expect, without a plan.
+        activation_bytes: what it took on its worker at its worst; ``kept_bytes``: without its backward;
+            ``forward_bytes``: and without a graph, if that is known.
+        returning_bytes: gradients of its outputs.
+        crossed: what it has in common with calls before it.
     """
 
     layer: HostLayer
     use: int
+    portion: int = 0
     taped: bool = False
     can_tape: bool = False
     needs_grad_mode: bool = False
@@ -50,20 +59,39 @@ class TracedCall:
     precedent: Precedent | None = None
     boundary_bytes: int = 0
     activation_bytes: int = 0
+    kept_bytes: int = 0
+    forward_bytes: int | None = None
+    returning_bytes: int = 0
+    crossed: Crossed | None = None
     forward_s: float = 0.0
     backward_s: float = 0.0
+
+    def then(self, nbytes: int) -> None:
+        """The loss, which follows the call, took so much beside what its graph keeps."""
+        self.activation_bytes = max(self.activation_bytes, self.kept_bytes + nbytes)
 
 
 @dataclass
 class Trace:
-    """What microbatches call, in order; ``uneven`` if some left out what others did not."""
+    """What microbatches call, in order; ``uneven`` if some left out what others did not.
+
+    ``portions`` are the names of what training_step calls, if that is what is cut.
+    ``crossing`` is that of the microbatch that records it.
+    """
 
     calls: list[TracedCall] = field(default_factory=list)
     uneven: bool = False
+    portions: list[str] = field(default_factory=list)
+    crossing: Crossing = field(default_factory=Crossing, compare=False, repr=False)
 
     @property
     def names(self) -> list[str]:
         return [c.layer.name for c in self.calls]
+
+    def portion(self, number: int) -> range:
+        """The calls of a portion; they stand together."""
+        mine = [index for index, call in enumerate(self.calls) if call.portion == number]
+        return range(mine[0], mine[-1] + 1) if mine else range(0)
 
     def append(self, layer: HostLayer) -> TracedCall:
         uses = Counter(c.layer.index for c in self.calls)
@@ -111,7 +139,9 @@ class Trace:
             call.backward_s = min(seconds.get(("backward", microbatch, index), [0.0]))
 
     def take_in(self, other: Trace, microbatch: int) -> None:
-        """Add the calls of ``other`` that are not here, so that both are parts of this; keep the fastest times.
+        """Add the calls of ``other`` that are not here, so that both are parts of this.
+
+        The fastest times are kept, and the most memory.
 
         Raises:
             RoundPipeError: if ``other``, of ``microbatch``, calls the same layers in another order.
@@ -124,6 +154,8 @@ class Trace:
                 for call, again in zip(self.calls[i:j], other.calls[k:n], strict=True):
                     call.forward_s = _faster(call.forward_s, again.forward_s)
                     call.backward_s = _faster(call.backward_s, again.backward_s)
+                    call.activation_bytes = max(call.activation_bytes, again.activation_bytes)
+                    call.kept_bytes = max(call.kept_bytes, again.kept_bytes)
             else:
                 # Layers never seen side by side most likely follow each other as they were registered.
                 calls += heapq.merge(self.calls[i:j], other.calls[k:n], key=lambda call: call.layer.index)
@@ -158,9 +190,21 @@ class Trace:
             Whether that is all: not if some were left out that the next batch may show.
         """
         before = len(self.calls)
+        if self.portions not in ([], others[0].portions):
+            raise RoundPipeError(
+                f"training_step called {others[0].portions} in this batch and {self.portions} in the one before: with "
+                "microbatch_scope='model' the first batches must call the same models. Set num_microbatches=1, without "
+                "a plan, which allows any control flow."
+            )
+        self.portions = others[0].portions
         for microbatch, other in sorted(enumerate(others), key=lambda pair: -len(pair[1].calls)):
             other.measure(seconds, microbatch)
             self.take_in(other, microbatch)  # the longest first, as it shows most of the order
+        if any(a.portion > b.portion for a, b in pairwise(self.calls)):
+            raise RoundPipeError(
+                "a layer that some calls of the model have left out is called in several of them, so its place is "
+                "unknown: with microbatch_scope='model' set num_microbatches=1, without a plan."
+            )
         alike = all(len(other.calls) == len(self.calls) for other in others)
         self.uneven |= not alike
         return alike or len(self.calls) == before or len({c.layer.index for c in self.calls}) == layers
@@ -170,31 +214,35 @@ class Trace:
 
         Under such a plan a microbatch would find in it what later microbatches have left there.
         """
-        stages: dict[tuple[int, str], int] = {}
+        stages: dict[tuple[int, str, int], int] = {}
         for index, call in enumerate(self.calls):
             for module, name in call.layer.mutable_buffers.values():
                 stage = plan.stage_of_forward[index]
-                if stages.setdefault((id(module), name), stage) != stage:
+                if stages.setdefault((id(module), name, call.portion), stage) != stage:
                     return f"buffer {name!r} of {type(module).__name__} in layer {call.layer.name!r}"
         return None
 
     def costs(self) -> Costs:
-        """What the calls cost: the fastest of the microbatches that were measured."""
-        return Costs(
-            tuple(
-                CallCost(
-                    layer=c.layer.name,
-                    forward_s=c.forward_s,
-                    backward_s=c.backward_s,
-                    weight_bytes=c.layer.nbytes,
-                    gradient_bytes=GradientLayout(c.layer).nbytes if c.taped else 0,
-                    boundary_bytes=c.boundary_bytes,
-                    activation_bytes=c.activation_bytes,
-                    needs_backward=c.taped,
-                )
-                for c in self.calls
-            )
-        )
+        """What the calls cost, of the microbatches that were measured."""
+        return Costs(tuple(map(_cost_of, self.calls)))
+
+
+def _cost_of(call: TracedCall) -> CallCost:
+    crossed = call.crossed or Crossed()
+    return CallCost(
+        layer=call.layer.name,
+        forward_s=call.forward_s,
+        backward_s=call.backward_s,
+        weight_bytes=call.layer.nbytes,
+        gradient_bytes=GradientLayout(call.layer).nbytes if call.taped else 0,
+        boundary_bytes=call.boundary_bytes,
+        activation_bytes=max(call.activation_bytes, call.kept_bytes),
+        needs_backward=call.taped,
+        kept_bytes=call.kept_bytes,
+        forward_bytes=call.kept_bytes if call.needs_grad_mode else call.forward_bytes,
+        returning_bytes=call.returning_bytes,
+        **dataclasses.asdict(crossed),
+    )
 
 
 def _faster(a: float, b: float) -> float:

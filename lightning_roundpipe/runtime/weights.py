@@ -5,161 +5,30 @@ The user's ``nn.Parameter`` objects stay who they are; only their ``.data`` move
 own format and staleness is 0, the master is the copy that uploads read. With staleness 1 the optimizer writes to
 masters while they are uploaded, so what is trained has a working copy beside it, which is brought up to date between
 the last upload of a step and the first one of the next. So has what is computed with in another format.
+
+What is frozen and lies in a file that is mapped into memory may stay there (`mapped`): its uploads read the file, a
+parameter at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Stream
+from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
+from lightning_roundpipe.runtime.flats import Flat, Segment, aligned
 from lightning_roundpipe.runtime.formats import Formats, widen
 from lightning_roundpipe.runtime.units import Unit
 
-ALIGNMENT = 256
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Where one parameter lies in a flat buffer."""
-
-    offset: int
-    nbytes: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def view(self, flat: Tensor) -> Tensor:
-        """The parameter's view into ``flat`` (uint8, 1-D)."""
-        typed = flat[self.offset : self.offset + self.nbytes].view(self.dtype)
-        return typed.as_strided(self.shape, self.stride, typed.storage_offset())
-
-
-def segment_of(tensor: Tensor, offset: int, dtype: torch.dtype | None = None) -> Segment:
-    dense = torch._debug_has_internal_overlap(tensor) == 0 and _is_dense(tensor)
-    stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-    dtype = dtype or tensor.dtype
-    return Segment(offset, tensor.numel() * dtype.itemsize, tensor.shape, tuple(stride), dtype)
-
-
-def _in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[list[Segment], int]:
-    """Segments one behind the other, and the bytes that they take."""
-    segments, offset = [], 0
-    for tensor, dtype in zip(tensors, dtypes, strict=True):
-        segments.append(segment_of(tensor, offset, dtype))
-        offset += aligned(segments[-1].nbytes)
-    return segments, offset
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return 1 + sum((s - 1) * st for s, st in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
-
-
-def _with_own_storage(segment: Segment, flat: Tensor) -> Tensor:
-    """The parameter's view into ``flat`` as a tensor whose storage ends where the parameter does.
-
-    Saving or copying a tensor saves or copies its whole storage; a checkpoint of one weight must not hold its layer.
-    """
-    if not segment.nbytes:
-        return segment.view(flat)
-    part = torch.frombuffer(flat.numpy(), dtype=torch.uint8, count=segment.nbytes, offset=segment.offset)
-    return part.view(segment.dtype).as_strided(segment.shape, segment.stride)
-
-
-class _Flat:
-    """One flat host buffer and the masters that are views into it.
-
-    Attributes:
-        source: what uploads read: the buffer, or the working copy beside it.
-        nbytes: of what uploads read.
-        segments: where the masters lie in the buffer.
-        places: and where they lie in what uploads read.
-    """
-
-    def __init__(self, masters: list[nn.Parameter], device: Device, formats: Formats, *, apart: bool) -> None:
-        self.masters = masters
-        self._device = device
-        self._formats = formats
-        self._apart = apart
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        self.segments, nbytes = _in_a_row(self.masters, [p.dtype for p in self.masters])
-        self.places, self.nbytes = _in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
-        self._casts = self.places != self.segments
-        copied = self._apart or self._casts
-        # Only what uploads read has to be memory that copies quickly.
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8) if copied else self._device.host_buffer(nbytes)
-        self.views = [_with_own_storage(s, self.buffer) for s in self.segments]
-        self.source = self.buffer
-        self.adopt()
-        if copied:
-            self.set_apart()
-
-    @property
-    def trained(self) -> bool:
-        """Whether the optimizer may write to any of the masters."""
-        return any(p.requires_grad for p in self.masters)
-
-    def set_apart(self) -> None:
-        """Make a working copy, unless there is one."""
-        if self.source is self.buffer:
-            self.source = self._device.host_buffer(self.nbytes)
-            self.refresh()
-
-    def widen(self) -> None:
-        """What has begun to be trained gets a format to be trained in."""
-        if narrow := self._formats.too_narrow(self.masters):
-            for master in narrow:
-                widen(master)
-            self._lay_out()
-
-    def refresh(self) -> None:
-        """Bring the working copy up to date."""
-        if self.source is self.buffer:
-            return
-        if not self._casts:
-            self.source.copy_(self.buffer)
-            return
-        for place, view in zip(self.places, self.views, strict=True):
-            place.view(self.source).copy_(view)
-
-    def read(self, index: int) -> Tensor:
-        """What uploads read of one master."""
-        return self.places[index].view(self.source)
-
-    def adopt(self) -> None:
-        """Make every master a view into the buffer again, keeping the values it has now.
-
-        User code may have replaced a master's storage (``load_state_dict(assign=True)``, an EMA swap); without this
-        the worker would go on computing with the old values.
-        """
-        moved = False
-        for index, master in enumerate(self.masters):
-            if master.data_ptr() == self.views[index].data_ptr():
-                continue
-            if master.shape != self.segments[index].shape or master.dtype != self.segments[index].dtype:
-                raise RoundPipeError(
-                    f"a parameter changed from {tuple(self.segments[index].shape)} {self.segments[index].dtype} to "
-                    f"{tuple(master.shape)} {master.dtype} during training; change the model before fit() instead."
-                )
-            self.views[index].copy_(master.data)
-            master.data = self.views[index]
-            moved = True
-        if moved and self._casts:
-            self.refresh()
+_PORTIONS, _LEAST_PORTION = 16, 2**22
+"""How often memory is given back while weights are moved, at most, and the least bytes that are worth it."""
 
 
 class HostLayer:
@@ -173,6 +42,7 @@ class HostLayer:
         owned: where earlier layers hold their parameters, by id (this one may be tied to them); updated.
         formats: that weights travel in.
         apart: whether the optimizer writes to masters while they are uploaded.
+        mapped: ids of masters that stay where they are, in files.
     """
 
     def __init__(
@@ -181,10 +51,11 @@ class HostLayer:
         name: str,
         module: nn.Module,
         device: Device,
-        owned: dict[int, tuple[_Flat, int]],
+        owned: dict[int, tuple[Flat, int]],
         formats: Formats | None = None,
         *,
         apart: bool = False,
+        mapped: Container[int] = (),
     ) -> None:
         self.index = index
         self.name = name
@@ -198,17 +69,13 @@ class HostLayer:
         self._seen_states: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
         self.unit: Unit  # what is updated together; given by `units_of` when all layers are known
-        for inner, key, parameter in parameter_places(module):
-            if parameter.is_meta:
-                raise RoundPipeError(
-                    f"parameter {key!r} of {type(inner).__name__} in layer {name!r} is on the meta device: give it "
-                    "values (load weights or initialise) in configure_model() or setup()."
-                )
         mine = [p for p in self.masters if id(p) not in owned]
         trained, frozen = _by_trainable(mine)
         formats = formats or Formats()
-        self.flats = [_Flat(trained, device, formats, apart=apart)] if trained else []
-        self.flats += [_Flat(frozen, device, formats, apart=False)] if frozen else []
+        self.flats = [Flat(trained, device, formats, apart=apart)] if trained else []
+        for in_place in (False, True):
+            if held := [p for p in frozen if (id(p) in mapped) is in_place]:
+                self.flats.append(Flat(held, device, formats, apart=False, in_place=in_place))
         owned.update({id(p): (flat, i) for flat in self.flats for i, p in enumerate(flat.masters)})
         self._held = {id(p): owned[id(p)] for p in self.masters}
         self.place()
@@ -293,7 +160,7 @@ class HostLayer:
         """Enqueue the copy of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena."""
         base = 0
         for flat in self.flats:
-            stream.copy(segment[base : base + flat.nbytes], flat.source)
+            flat.upload(stream, segment[base : base + flat.nbytes])
             base += flat.nbytes
         for master, place in zip(self.tied, self._tied_places, strict=True):
             stream.copy(place.view(segment), self.read(master))
@@ -306,6 +173,26 @@ class HostLayer:
     def views(self, segment: Tensor) -> list[Tensor]:
         """The parameters' views into ``segment`` of an arena, in the order of ``masters``."""
         return [place.view(segment) for place in self.places]
+
+
+def host_layers(
+    modules: Mapping[str, nn.Module], device: Device, formats: Formats, *, apart: bool, mapped: Container[int]
+) -> list[HostLayer]:
+    """A layer of each of ``modules``, by name; see `HostLayer`.
+
+    What weights leave is given back now and then, or the C library would keep all of it and they be there twice.
+    """
+    owned: dict[int, tuple[Flat, int]] = {}
+    portion = max(_LEAST_PORTION, sum(p.nbytes for m in modules.values() for p in m.parameters()) // _PORTIONS)
+    layers: list[HostLayer] = []
+    left = 0
+    for name, module in modules.items():
+        layers.append(HostLayer(len(layers), name, module, device, owned, formats, apart=apart, mapped=mapped))
+        left += layers[-1].nbytes
+        if left >= portion:
+            give_back()
+            left = 0
+    return layers
 
 
 def begin_to_train(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.runtime.boundary import Room
 from lightning_roundpipe.runtime.buffers import Buffers
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.events import Where
@@ -81,8 +82,8 @@ class Worker:
         self.index = device.index
         self.weights = [Arena(device, "weights"), Arena(device, "weights of the next stage")]
         self.gradients = [Arena(device, "gradients"), Arena(device, "gradients of the last stage")]
-        self.room: int | None = 0
-        """Bytes that may be brought to it before they are needed; None: as much as there is."""
+        self.room = Room()
+        """For what is brought to it before it is needed."""
         self._turn = 0
         self._gradient_turn = 0
         self._replicas: dict[int, tuple[Replica, Buffers]] = {}
@@ -141,7 +142,7 @@ class Worker:
             gradients: of that stage.
             room: what the budget leaves beside all that the plan needs; None: no limit.
         """
-        self.room = room
+        self.room.limit = room
         for arena in self.weights:
             arena.ensure(weights)
         for arena in self.gradients:

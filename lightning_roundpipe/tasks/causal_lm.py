@@ -6,6 +6,7 @@ that a user would write: call the model with labels, log, return the loss.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -20,6 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 from transformers import PreTrainedModel
 from typing_extensions import override
+
+from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 
 Batch = dict[str, Tensor]
 
@@ -41,6 +44,8 @@ class CausalLM(LightningModule):
         scheduler: makes a learning rate scheduler, stepped after every optimizer step, from the optimizer.
         lora: a PEFT configuration: the model is frozen and gets these adapters. ``None``: all weights are trained.
         max_new_tokens: length of the completions that ``predict_step`` makes.
+        lean_loss: the loss is computed without ever holding all logits, to rounding the same; see `model.lean_loss` for
+            what it asks of an output layer.
     """
 
     def __init__(
@@ -50,10 +55,14 @@ class CausalLM(LightningModule):
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         lora: PeftConfig | None = None,
         max_new_tokens: int = 32,
+        lean_loss: bool = True,
     ) -> None:
         super().__init__()
         self.model: PreTrainedModel | PeftModel = model if lora is None else get_peft_model(model, lora)
         self.model.train()  # Hugging Face loads models in evaluation mode, and Lightning keeps the mode
+        if lean_loss:
+            make_lean(self.model)
+        self.lean_loss = lean_loss
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
         self.max_new_tokens = max_new_tokens
@@ -61,9 +70,15 @@ class CausalLM(LightningModule):
         self.val_perplexity = MeanPerplexity()
         self.strict_loading = lora is None  # see on_save_checkpoint
 
+    def loss_of(self, batch: Batch) -> Tensor:
+        """The model's own loss."""
+        with lean_logits(self.model) if self.lean_loss else contextlib.nullcontext():
+            loss: Tensor = self.model(**batch, use_cache=False).loss
+            return loss
+
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch, use_cache=False).loss
+        loss = self.loss_of(batch)
         self.log("train_loss", loss, prog_bar=True)
         self.log("tokens", float(batch["input_ids"].numel()), reduce_fx="sum")
         return loss
@@ -77,7 +92,7 @@ class CausalLM(LightningModule):
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        loss = self.model(**batch, use_cache=False).loss
+        loss = self.loss_of(batch)
         # The model's loss is a mean over its targets, which are the labels but each sequence's first. Weighted by their
         # number, the mean over the validation set is that of its tokens, however it is cut into batches.
         targets = (batch["labels"][:, 1:] != -100).sum()

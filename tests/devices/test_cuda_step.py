@@ -74,3 +74,47 @@ def test_no_thread_that_drives_a_gpu_waits_for_it(gpus: list[CudaDevice]) -> Non
     slots = {name.split(" of ")[0] for name in within.ranges if name.startswith("forward")}
     assert len(slots) == 6, within.ranges
     assert all(" slot " in name for name in within.ranges)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_where_only_the_model_is_cut(gpus: list[CudaDevice]) -> None:
+    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp", 3)
+    expected = run("auto", copy.deepcopy(module), batches)
+    within = Within(2)
+    used = ours(num_microbatches=2, microbatch_scope="model", layers=["Linear", "ResidualBlock"])
+    result = run(used, module, batches, devices=2, callbacks=[within], watch=False)
+    assert len(gpus) == 2
+    harness.assert_tensors_same(expected.state, result.state)
+    driving = [name for name in within.threads if name.startswith("roundpipe-worker")]
+    assert driving == []
+
+
+class Arms(pl.Callback):
+    """Says when the second batch begins."""
+
+    roundpipe_looks_away = True
+    armed = False
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.armed = batch_idx == 1
+
+
+def test_out_of_memory_in_a_layer(gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the GPU held is said, by purpose, and which settings help; the GPU counts what is no arena by itself."""
+    arms, real = Arms(), zoo.ResidualBlock.forward
+
+    def forward(self: Any, h: torch.Tensor) -> torch.Tensor:
+        if arms.armed:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return real(self, h)
+
+    monkeypatch.setattr(zoo.ResidualBlock, "forward", forward)
+    used = ours(num_microbatches=2, layers=["Linear", "ResidualBlock"])
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate") as caught:
+        run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 3), devices=2, callbacks=[arms])
+    place, room = caught.value.__notes__
+    assert "layer 'model.blocks.0', phase forward" in place
+    assert " held " in room and "weights of the next stage" in room and "gradients" in room and "other tensors" in room
+    assert "Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget" in room
+    assert harness.roundpipe_threads() == []

@@ -6,7 +6,6 @@ import mmap
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +14,19 @@ from lightning_roundpipe.devices import pinned
 
 
 class FakeCudart:
-    """Registers whatever it is given, until told to refuse."""
+    """Registers whatever it is given, until told to refuse; at most ``most`` pages."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
-        self.error = 0
+        self.error = self.calls = 0
+        self.most = 1_000_000
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert address % mmap.PAGESIZE == 0
         assert nbytes % mmap.PAGESIZE == 0
+        self.calls += 1
+        if not self.error and sum(self.registered.values()) + nbytes > self.most * mmap.PAGESIZE:
+            return 2
         if not self.error:
             self.registered[address] = nbytes
         return self.error
@@ -47,7 +50,10 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudart]:
     monkeypatch.setattr(pinned, "_cudart", lambda: fake)
     monkeypatch.setattr(pinned, "_forget_last_error", lambda: None)
     monkeypatch.setattr(pinned, "_warned", False)
+    pages = pinned.Pages(pinned.registered, mmap.PAGESIZE)
+    monkeypatch.setattr(pinned, "_pages", pages)
     yield fake
+    pages.give_back()
     assert not fake.registered, "something stayed registered"
 
 
@@ -95,21 +101,70 @@ def test_on_means_on_and_off_means_off(cudart: FakeCudart) -> None:
     assert not pinned.host_like(buffer, "off").is_pinned()
 
 
-def test_boundaries_fall_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_warned", False)
-
-    def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.pop("pin_memory", False):
-            raise RuntimeError("no pinned memory left")
-        return empty_strided(*args, **kwargs)
-
-    empty_strided = torch.empty_strided
-    monkeypatch.setattr(torch, "empty_strided", refuse)
+def test_boundaries_fall_back_too(cudart: FakeCudart) -> None:
+    cudart.error = 2
     t = torch.zeros(2, 3).t()
-    with pytest.warns(UserWarning, match="no pinned memory left"):
+    with pytest.warns(UserWarning, match=r"could not be pinned.*pin_memory='off'"):
         assert pinned.host_like(t, "auto").stride() == t.stride()
-    with pytest.raises(RuntimeError, match="no pinned memory left"):
+    with pytest.raises(pinned.RegistrationError, match="pin_memory='auto'"):
         pinned.host_like(t, "on")
+
+
+@pytest.mark.parametrize(
+    "t",
+    [
+        torch.randn(3, 5).t(),
+        torch.arange(4.0).expand(3, 4),
+        torch.randn(2, 3, 4)[:, ::2],
+        torch.zeros(0, 3),
+        torch.tensor(2.0),
+        torch.arange(7) > 2,
+        torch.randn(5000, dtype=torch.bfloat16),
+    ],
+    ids=["transposed", "expanded", "with gaps", "empty", "number", "bool", "large"],
+)
+def test_a_boundary_has_its_form_and_no_page_more(cudart: FakeCudart, t: torch.Tensor) -> None:
+    like = pinned.host_like(t, "on")
+    assert (like.shape, like.stride(), like.dtype) == (t.shape, t.stride(), t.dtype)
+    pages = -(-max(like.untyped_storage().nbytes(), 1) // mmap.PAGESIZE)
+    assert list(cudart.registered.values()) == [pages * mmap.PAGESIZE]
+    assert pages == (3 if t.numel() == 5000 else 1)
+    if t.stride().count(0) == 0:
+        assert torch.equal(like.copy_(t), t)
+
+
+def test_pages_are_used_again_and_never_more_of_them_than_were_needed_at_once(cudart: FakeCudart) -> None:
+    def one(pages: int) -> torch.Tensor:
+        return pinned.host_like(torch.empty(pages * mmap.PAGESIZE, dtype=torch.uint8), "on")
+
+    first, second = one(5), one(3)
+    addresses = {first.data_ptr(), second.data_ptr()}
+    assert sum(cudart.registered.values()) == 8 * mmap.PAGESIZE
+    view = first[10:]
+    del first, second
+    second = one(3)
+    assert second.data_ptr() in addresses, "the same pages"
+    assert one(5).data_ptr() not in addresses, "a view of the first one lives"
+    assert cudart.calls == 3
+    del view
+    for pages in (1, 7, 2, 11, 3, 4, 5, 6) * 2:  # batches of other lengths
+        assert one(pages).data_ptr()
+        assert sum(cudart.registered.values()) <= 14 * mmap.PAGESIZE
+    del second
+    pinned.give_back()
+    assert not cudart.registered
+
+
+def test_what_nobody_uses_is_given_back_before_locking_fails(cudart: FakeCudart) -> None:
+    page = torch.empty(mmap.PAGESIZE, dtype=torch.uint8)
+    kept = [pinned.host_like(page, "on") for _ in range(4)]
+    cudart.most = 4
+    del kept
+    large = pinned.host_like(torch.empty(4 * mmap.PAGESIZE, dtype=torch.uint8), "on")
+    assert list(cudart.registered.values()) == [4 * mmap.PAGESIZE]
+    with pytest.raises(pinned.RegistrationError):
+        pinned.host_like(page, "on")
+    del large
 
 
 def test_made_in_inference_mode_it_can_still_be_trained_on(cudart: FakeCudart) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mistakes.commands import COMMANDS
+from mistakes.data import DATA
 from mistakes.files import CHECKPOINTS, MODELS
 from mistakes.modules import BATCHES, MODULES
 from mistakes.settings import MEMORY, MICROBATCHES, OTHERS, PLANS, TRAINER
@@ -18,6 +19,7 @@ MISTAKES: list[Mistake] = [
     *BATCHES,
     *CHECKPOINTS,
     *MODELS,
+    *DATA,
     *COMMANDS,
 ]
 

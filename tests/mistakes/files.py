@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 
-from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_package
+from lightning_roundpipe.model.loading import Pretrained, from_config, from_folder, from_name, from_package
 from mistakes.user import Mistake, User
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -142,15 +142,59 @@ LLAMA = {
 }
 
 
-def _folder(change: Callable[[Path], Any]) -> Callable[[User], Pretrained]:
+def _folder(change: Callable[[Path], Any], **options: Any) -> Callable[[User], Pretrained]:
     """The mistake of loading a folder in which ``change`` has been at work."""
 
     def way(user: User) -> Pretrained:
         from_config("llama", **LLAMA).model.save_pretrained(user.folder)
         change(user.folder)
-        return from_folder(user.folder)
+        return from_folder(user.folder, **options)
 
     return way
+
+
+def _weights(change: Callable[[Path], Any], **settings: Any) -> Callable[[User], Pretrained]:
+    """The mistake of taking weights, in two files, for a model with other ``settings``, or after a ``change``."""
+
+    def way(user: User) -> Pretrained:
+        from_config("llama", **LLAMA).model.save_pretrained(user.folder, max_shard_size="8KB")
+        change(user.folder)
+        return from_config("llama", weights=user.folder, **(LLAMA | settings))
+
+    return way
+
+
+def _nothing(folder: Path) -> None:
+    pass
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def _shorten_shard(number: int, length: int) -> Callable[[Path], Any]:
+    return lambda folder: _shorten(_shards(folder)[number].name, length)(folder)
+
+
+def _swap_shards(folder: Path) -> None:
+    first, second, *_ = _shards(folder)
+    first.rename(folder / "kept")
+    second.rename(first)
+    (folder / "kept").rename(second)
+
+
+def _one_file(user: User) -> Pretrained:
+    from_config("llama", **LLAMA).model.save_pretrained(user.folder)
+    return from_config("llama", weights=user.folder / "model.safetensors", **LLAMA)
+
+
+def _gguf_as_it_is(user: User) -> Pretrained:
+    (user.folder / "a.gguf").write_bytes(b"GGUF")
+    return from_folder(user.folder, "a.gguf", dtype="auto")
+
+
+def _without_configuration(change: Callable[[Path], Any] = _nothing) -> Callable[[Path], Any]:
+    return lambda folder: (change(folder), (folder / "config.json").unlink())
 
 
 def _shorten(name: str, length: int) -> Callable[[Path], Any]:
@@ -235,6 +279,86 @@ MODELS = [
             _folder(_configure(num_hidden_layers=3)),
             _folder(_configure(vocab_size=64)),
         ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.weights` or `model.name` that is neither here nor on the hub",
+        "model.…='…' is no folder, and no model that the Hugging Face hub gives us",
+        "Name a folder with safetensors files, or check the name and the connection",
+        (
+            lambda user: from_config("llama", weights=user.folder / "nowhere", **LLAMA),
+            lambda user: from_config("llama", weights="some/model", **LLAMA),
+            lambda user: from_name("some/model"),
+            lambda user: from_name("some/model", weights="random"),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.weights` that is one file of a folder",
+        "model.weights='…' is a file",
+        "Name the folder that it is in",
+        (_one_file,),
+    ),
+    Mistake(
+        SECTION,
+        "`model.name` of a folder without a configuration",
+        "model.name='…' holds no config.json",
+        "name a model as save_pretrained() writes it",
+        (lambda user: from_name(str(user.folder)),),
+    ),
+    Mistake(
+        SECTION,
+        "`model.weights` with files that are missing, empty, cut short or broken",
+        "model.weights='…': … cannot be read",
+        "repair: copy or download the folder again",
+        (
+            _weights(_shorten_shard(0, 0)),
+            _weights(_shorten_shard(1, 1500)),
+            _weights(lambda folder: _shards(folder)[1].unlink()),
+            _weights(_swap_shards),
+            _weights(_shorten("model.safetensors.index.json", 20)),
+            _weights(lambda folder: (folder / "model.safetensors.index.json").write_text("{}")),
+            _weights(lambda folder: (folder / "model.safetensors.index.json").unlink()),
+            _weights(_shorten("config.json", 40)),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.weights` of another model",
+        "model.weights='…' is another model: … is … in its config.json, and … by model.…",
+        "Set model.… to what it has, or take the whole model by its name (model=hub model.name=...)",
+        (
+            _weights(_nothing, num_hidden_layers=1),
+            _weights(_nothing, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.weights` without a configuration, which do not fit",
+        "model.weights='…': … cannot be read: ValueError: …",
+        "repair: copy or download the folder again",
+        (
+            _weights(_without_configuration(), num_hidden_layers=1),
+            _weights(_without_configuration(), num_hidden_layers=3),
+            _weights(_without_configuration(), hidden_size=32),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.dtype` that is no format for weights",
+        "model.dtype='…' must be",
+        "one of auto, float32, bfloat16, float16",
+        (
+            lambda user: from_config("llama", dtype="int8", **LLAMA),
+            _folder(_nothing, dtype="float64"),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.dtype` with a GGUF file",
+        "model.dtype='…' must be 'float32'",
+        "which model.gguf_file='…' becomes",
+        (_gguf_as_it_is,),
     ),
     Mistake(
         SECTION,

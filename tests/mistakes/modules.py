@@ -96,10 +96,15 @@ def _on_a_gpu(user: User) -> None:
     user.fit(zoo.PlainClassifier(model))
 
 
-def _on_meta(user: User) -> None:
-    model = mlp()
-    model.head = nn.Linear(zoo.WIDTH, 5, device="meta")
-    user.fit(zoo.PlainClassifier(model))
+def _on_meta(change: Any) -> Any:
+    """The mistake of leaving what ``change`` does to a model on the meta device."""
+
+    def way(user: User) -> None:
+        model = mlp()
+        change(model)
+        user.fit(zoo.PlainClassifier(model))
+
+    return way
 
 
 def _sharing(part: Any) -> Any:
@@ -134,6 +139,21 @@ class _Elsewhere(zoo.PlainClassifier):
 
     def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
         logits = self.hidden[0](batch["x"])
+        return F.cross_entropy(logits, batch["y"]), logits
+
+
+class _Remembers(zoo.PlainClassifier):
+    """Adds what the batch before has left behind."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.memory: Tensor | None = None
+
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"])
+        if self.memory is not None:
+            logits = logits + self.memory
+        self.memory = logits.detach()
         return F.cross_entropy(logits, batch["y"]), logits
 
 
@@ -182,10 +202,15 @@ MODULES = [
     ),
     Mistake(
         SECTION,
-        "parameters without values",
-        "parameter '…' of … in layer '…' is on the meta device",
-        "give it values (load weights or initialise) in configure_model() or setup()",
-        (_on_meta,),
+        "parameters or buffers without values",
+        "on the meta device, without values: '…'",
+        "Give them values in configure_model(): load_state_dict(weights, assign=True), or to_empty(device='cpu') and "
+        "an initialisation; or set ckpt_path= to a checkpoint that holds them",
+        (
+            _on_meta(lambda model: setattr(model, "head", nn.Linear(zoo.WIDTH, 5, device="meta"))),
+            _on_meta(lambda model: model.to("meta")),
+            _on_meta(lambda model: model.stem.register_buffer("table", torch.ones(3, device="meta"), False)),
+        ),
     ),
     Mistake(
         SECTION,
@@ -269,6 +294,14 @@ MODULES = [
         "Set num_microbatches=1",
         (lambda user: user.fit(Wandering(mlp()), ordered([0] * 6, [0] * 6, [0, 0, 1, 1, 0, 0]), num_microbatches=3),),
         finished=2,
+    ),
+    Mistake(
+        SECTION,
+        "state that goes from batch to batch, with several microbatches",
+        "attribute '…' of … goes from batch to batch",
+        "set num_microbatches=1, or keep it out of the step",
+        (lambda user: user.fit(_Remembers(mlp()), num_microbatches=2),),
+        finished=1,
     ),
 ]
 

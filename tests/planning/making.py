@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_roundpipe.planning import CallCost, Costs
 
@@ -16,8 +17,14 @@ def call(
     gradients: int = 40,
     activations: int = 10,
     needs_backward: bool = True,
+    waiting: int = 0,
+    returning: int = 0,
+    **others: Any,
 ) -> CallCost:
-    return CallCost(layer, forward, backward, weights, gradients, 5, activations, needs_backward)
+    return CallCost(
+        layer, forward, backward, weights, gradients, 5, activations, needs_backward, waiting_bytes=waiting,
+        returning_bytes=returning, **others,
+    )  # fmt: skip
 
 
 def even(n: int) -> Costs:

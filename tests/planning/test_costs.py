@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,10 +33,10 @@ def test_stage_counts_what_its_phase_needs(
     assert (need.weights, need.gradients, need.total) == (weights, gradients, total)
 
 
-def test_layer_called_twice_is_resident_once() -> None:
+def test_layer_called_twice_is_resident_once_and_summed_twice() -> None:
     costs = Costs((call("shared"), call("own"), call("shared")))
     assert costs.stage_bytes(0, 2, "forward").weights == 200
-    assert costs.stage_bytes(0, 2, "backward").gradients == 80
+    assert costs.stage_bytes(0, 2, "backward").gradients == 120
     assert costs.stage_bytes(2, 2, "forward").weights == 100
     assert costs.layers == ("shared", "own", "shared")
 
@@ -52,11 +53,43 @@ def test_call_without_backward_runs_forward_in_a_fused_stage_and_keeps_nothing()
     costs = Costs((frozen, frozen, call("block", activations=10)))
     need = costs.stage_bytes(0, 2, "fused")
     assert costs.stage_time_s(0, 2, "fused") == 5.0
-    assert (need.weights, need.gradients, need.activations) == (200, 40, 17)
+    assert (need.weights, need.gradients, need.activations) == (200, 40, 10)
+
+
+def test_what_graphs_keep_and_what_comes_beside_it() -> None:
+    """The first call's backward takes most, but the graphs of those behind it are gone by then."""
+    costs = Costs((call("a", activations=20, kept_bytes=10), call("b", activations=30, kept_bytes=20)))
+    assert costs.stage_bytes(0, 1, "fused").activations == 10 + 30
+    assert costs.stage_bytes(0, 1, "backward").activations == 30
+    assert costs.stage_bytes(0, 1, "backward", ahead=True).activations == 10 + 30
+    assert costs.stage_bytes(0, 1, "forward").activations == 30
+    lean = Costs(tuple(replace(one, forward_bytes=7 + i) for i, one in enumerate(costs)))
+    assert lean.stage_bytes(0, 1, "forward").activations == 8
+
+
+def test_what_several_calls_take_is_kept_once() -> None:
+    """A mask of 4 that all take, and outputs of 6 that are the next one's input."""
+    calls = [call(f"{i}", activations=20, shared=((1, 4),), passed=((1, 6),)) for i in range(3)]
+    costs = Costs((replace(calls[0], shared=(), passed=()), *calls[1:]))
+    assert costs.stage_bytes(0, 2, "fused").activations == 20 + 10 + 10
+    assert costs.stage_bytes(1, 2, "fused").activations == 20 + 10
+    # What is recomputed ahead starts from copies, not from the output of the call before.
+    assert costs.stage_bytes(0, 2, "backward", ahead=True).activations == 20 + 16 + 16
+    assert costs.stage_bytes(0, 2, "backward").activations == 20
+    first_is_frozen = Costs((replace(calls[0], needs_backward=False), *calls[1:]))
+    assert first_is_frozen.stage_bytes(0, 1, "fused").activations == 20
+
+
+def test_the_next_calls_inputs_come_meanwhile() -> None:
+    costs = Costs(tuple(call(f"{i}", activations=20, input_bytes=5 + i, shared=((1, 4),)) for i in range(3)))
+    assert costs.stage_bytes(0, 2, "backward").crowded == 20 + 6 - 4
+    for phase, ahead in (("backward", True), ("forward", False), ("fused", False)):
+        need = costs.stage_bytes(0, 2, phase, ahead)  # type: ignore[arg-type]
+        assert need.crowded == need.activations
 
 
 def test_costs_survive_json() -> None:
-    costs = Costs((call("a", 0.1), call("b", 1 / 3, needs_backward=False)))
+    costs = Costs((call("a", 0.1, shared=((1, 2), (3, 4))), call("b", 1 / 3, needs_backward=False, kept_bytes=3)))
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
     assert len(costs) == len(list(costs)) == 2
 
@@ -78,6 +111,9 @@ def _changed(**change: Any) -> dict[str, Any]:
         (_changed(backward_s=-1), "backward_s=-1 of layer 'layers.1' must be a number of at least 0"),
         (_changed(forward_s=float("nan")), "forward_s=nan"),
         (_changed(weight_bytes="12"), "weight_bytes='12'"),
+        (_changed(kept_bytes=-1), "kept_bytes=-1"),
+        (_changed(shared=[[0, 5]]), r"calls\[1\]: shared=\[\[0, 5\]\] must be a list of pairs"),
+        (_changed(passed=7), r"calls\[1\]: passed=7 must be a list of pairs"),
     ],
 )
 def test_bad_costs_are_refused_by_name(data: dict[str, Any], message: str) -> None:

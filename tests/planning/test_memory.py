@@ -6,17 +6,25 @@ from hypothesis import strategies as st
 from planning.making import call, even
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, greedy_partition
-from lightning_roundpipe.planning.memory import Parameters, device_bytes, device_items, host_items, partition_within
+from lightning_roundpipe.planning.memory import (
+    Parameters,
+    device_bytes,
+    device_items,
+    host_items,
+    partition_within,
+    planned_bytes,
+    waiting_bytes,
+)
 
 
 def test_counted_by_hand() -> None:
     """Calls of 100 weights, 40 gradients and 10 activations."""
     costs = even(4)
-    assert device_bytes(Plan.parse("forward 0-2; fused 3; backward 2 1 0; round 1"), costs) == 2 * 300 + 2 * 40 + 10
-    assert device_bytes(Plan.parse("forward 0 1; fused 2-3; backward 1 0; round 1"), costs) == 2 * 200 + 2 * 80 + 20
-    assert device_bytes(Plan.per_call(4), costs) == 2 * 100 + 2 * 40 + 10
+    assert device_bytes(Plan.parse("forward 0-2; fused 3; backward 2 1 0; round 1"), costs, 1) == 2 * 300 + 2 * 40 + 10
+    assert device_bytes(Plan.parse("forward 0 1; fused 2-3; backward 1 0; round 1"), costs, 1) == 2 * 200 + 2 * 80 + 20
+    assert device_bytes(Plan.per_call(4), costs, 1) == 2 * 100 + 2 * 40 + 10
     frozen = Costs(tuple(call(f"layer{i}", needs_backward=i > 1) for i in range(4)))
-    assert device_bytes(Plan.single(4), frozen) == 2 * 400 + 2 * 80 + 2 * 10 + 10
+    assert device_bytes(Plan.single(4), frozen, 1) == 2 * 400 + 2 * 80 + 2 * 10
 
 
 def test_without_a_budget_the_partitioner_decides() -> None:
@@ -29,15 +37,15 @@ def test_large_weights_and_large_gradients_of_different_stages() -> None:
     costs = Costs((*(call(f"frozen{i}", gradients=0, needs_backward=False) for i in range(6)), *even(2)))
     budget = 2 * 500
     plan = partition_within(costs, 1, 1, None, budget)
-    assert device_bytes(plan, costs) <= budget
-    assert device_bytes(greedy_partition(costs, 1, 1, stage_bytes=budget), costs) > budget
+    assert device_bytes(plan, costs, 1) <= budget
+    assert device_bytes(greedy_partition(costs, 1, 1, stage_bytes=budget), costs, 1) > budget
 
 
 def test_a_budget_that_nothing_fits_into() -> None:
     costs = Costs((*even(2), call("table", weights=900)))
     with pytest.raises(ValueError, match=r"may use 1,500 bytes, .* needs 1,890.*'table'.*Raise memory_budget"):
         partition_within(costs, 2, 2, None, 1500)
-    assert device_bytes(partition_within(costs, 2, 2, None, 1890), costs) == 1890
+    assert device_bytes(partition_within(costs, 2, 2, None, 1890), costs, 2) == 1890
 
 
 CALLS = st.builds(
@@ -50,6 +58,12 @@ CALLS = st.builds(
     boundary_bytes=st.just(0),
     activation_bytes=st.integers(0, 100),
     needs_backward=st.booleans(),
+    kept_bytes=st.none() | st.integers(0, 100),
+    forward_bytes=st.none() | st.integers(0, 100),
+    input_bytes=st.integers(0, 20),
+    waiting_bytes=st.integers(0, 20),
+    returning_bytes=st.integers(0, 20),
+    shared=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=2).map(tuple),
 )
 
 
@@ -57,14 +71,14 @@ CALLS = st.builds(
 @given(calls=st.lists(CALLS, min_size=1, max_size=7), budget=st.integers(0, 1500), workers=st.integers(1, 4))
 def test_whatever_the_model_the_plan_fits_or_nothing_does(calls: list[CallCost], budget: int, workers: int) -> None:
     costs = Costs(tuple(calls))
-    least = device_bytes(Plan.per_call(len(calls)), costs)
+    least = device_bytes(Plan.per_call(len(calls), 3), costs, workers)
     if least > budget:
         with pytest.raises(ValueError, match="memory_budget"):
             partition_within(costs, workers, 3, None, budget)
         return
     plan = partition_within(costs, workers, 3, None, budget)
     plan.validate(costs.layers)
-    assert device_bytes(plan, costs) <= budget
+    assert device_bytes(plan, costs, workers) <= budget
 
 
 @pytest.mark.parametrize(
@@ -72,8 +86,32 @@ def test_whatever_the_model_the_plan_fits_or_nothing_does(calls: list[CallCost],
     ["forward 0-2; fused 3; backward 2 1 0; round 2", "forward 0 1; fused 2-3; backward 1 0; round 2"],
 )
 def test_items_add_up(text: str) -> None:
-    plan, costs = Plan.parse(text), even(4)
-    assert sum(item.nbytes for item in device_items(plan, costs)) == device_bytes(plan, costs)
+    calls = tuple(call(str(i), input_bytes=4, waiting=5 + i, returning=3, kept_bytes=8 - i) for i in range(4))
+    plan, costs = Plan.parse(text), Costs(calls)
+    for workers in (1, 2, 3):
+        need = device_bytes(plan, costs, workers)
+        assert planned_bytes(plan, costs, workers, None) > need
+        for budget in (None, need, need + 1):
+            items = device_items(plan, costs, workers, budget)
+            assert sum(item.nbytes for item in items) == planned_bytes(plan, costs, workers, budget)
+        assert planned_bytes(plan, costs, workers, need + 1) == need + 1
+
+
+def test_what_waits_and_what_is_brought() -> None:
+    """Outputs wait on the way forward and gradients on the way back, of the three others of a round."""
+    calls = tuple(call(str(i), input_bytes=4, waiting=i, returning=10 + i, forward_bytes=1) for i in range(4))
+    plan, costs = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 4"), Costs(calls)
+    # Behind the stages: calls 2 and 3 are waited for, then the backward of 2, of 1, and nothing.
+    assert waiting_bytes(plan, costs, 1) == [3 * 2, 3 * 3, 3 * 12, 3 * 12, 3 * 11]
+    assert waiting_bytes(plan, costs, 2) == [3 * 11, 3 * 3, 3 * 12, 3 * 11, 3 * 12]
+    arenas = 2 * 200 + 2 * 80
+    assert device_bytes(plan, costs, 1) == arenas + 10 + 3 * 12
+    # The first stage of the way back: its own call's inputs, and the gradients, which one worker has already. In the
+    # second one the other call's inputs come as well, but fewer gradients wait.
+    assert planned_bytes(plan, costs, 1, None) == arenas + 10 + 3 * 12 + 4 + max(0, 4 - 3)
+    assert planned_bytes(plan, costs, 2, None) == arenas + 10 + 3 * 12 + 4 + 4 + 12
+    alone = Plan.parse("forward none; fused 0-3; backward none; round 4")
+    assert planned_bytes(alone, costs, 1, None) == 2 * 400 + 2 * 160 + 40
 
 
 def test_the_host_holds_each_number_once() -> None:
@@ -82,6 +120,11 @@ def test_the_host_holds_each_number_once() -> None:
     mixed = {item.name: item for item in host_items(plan, frozen, Parameters(1000, 10, 2))}
     assert [item.nbytes for item in mixed.values()] == [4000, 2000, 20, 4000, 8000, 3 * 5]
     assert [item.locked for item in mixed.values()] == [False, True, True, True, False, True]
+    shared = host_items(plan, Costs(tuple(call(str(i), gradients=1500) for i in range(4))), Parameters(1000, 0, 4))
+    assert shared[1].nbytes == 4 * 1500  # a weight of two layers has two sums
+    late = host_items(plan, frozen, Parameters(1000, 0, 4, apart=True))
+    assert [item.nbytes for item in late] == [4000, 4000, 4000, 8000, 3 * 5]
+    assert [item.locked for item in late] == [False, True, True, False, True]
     same = host_items(plan, frozen, Parameters(1000, 0, 4))
     assert [item.nbytes for item in same] == [4000, 4000, 8000, 3 * 5]  # masters are what is copied
     assert same[0].locked

@@ -32,7 +32,7 @@ def test_never_more_than_is_set_aside(rate: float, workers: int, staleness: int)
     plan = greedy_partition(model, 3, 4, stage_bytes=400)
     run = run_steps(plan, model, workers, 4, Rules(1 if staleness else 0, links=Links(rate, rate)), 3)
     held, host = find_occupancy(run, model)
-    assert 0 < max(one.peak for one in held) <= device_bytes(plan, model)
+    assert 0 < max(one.peak for one in held) <= device_bytes(plan, model, workers)
     assert all(one.held[-1] == 0 and min(one.held) >= 0 for one in [*held, host] if one.held)
     saved = sum(c.boundary_bytes for c in model.calls[: plan.fused.first])
     assert 2 * saved < host.peak <= (8 if staleness else 4) * saved

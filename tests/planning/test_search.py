@@ -126,9 +126,9 @@ def test_never_worse_than_the_papers_algorithm(workers: int, staleness: int) -> 
             plan = search_partition(
                 costs, workers, microbatches, limits, 1 if staleness else 0, host, search_seconds=1.0
             )
-            assert limits.keeps(plan, costs)
+            assert limits.keeps(plan, costs, workers)
             baseline = baseline_within(costs, workers, microbatches, limits)
-            assert limits.keeps(baseline, costs)
+            assert limits.keeps(baseline, costs, workers)
             ours, papers = (judged(p, costs, workers, microbatches, staleness, 0.05) for p in (plan, baseline))
             assert ours <= papers * (1 + 1e-9)
 
@@ -185,16 +185,19 @@ def test_memory_of_many_plans_is_that_of_each() -> None:
                 gradients=random.randint(0, 9),
                 activations=random.randint(0, 9),
                 needs_backward=random.random() < 0.8,
+                waiting=random.randint(0, 3),
+                returning=random.randint(0, 3),
             )
             for _ in range(9)
         )
     )
-    for plan in (greedy_partition(costs, n, 8) for n in (1, 2, 3, 4)):
+    for n in (1, 2, 3, 4):
+        plan = greedy_partition(costs, n, 8)
         shape, sizes = sizes_of(plan)
-        need = device_bytes(plan, costs)
+        need = device_bytes(plan, costs, n)
         row = np.array([sizes])
-        assert MemoryTable(costs, need).fits(shape.forward, row).all()
-        assert not MemoryTable(costs, need - 1).fits(shape.forward, row).any()
+        assert MemoryTable(costs, n, need).fits(shape, row).all()
+        assert not MemoryTable(costs, n, need - 1).fits(shape, row).any()
 
 
 def test_neighbours_run_every_call_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -87,7 +88,7 @@ def test_what_a_microbatch_needs_is_there_before_its_turn(times: float) -> None:
     plan = "forward 0; fused 1; backward 0; round 4"
     module = Blocks(0.0, 0.04 * times)
     report = report_of(module, 2, plan, 4)
-    need = device_bytes(Plan.parse(plan), Costs.from_dict(report["costs"]))
+    need = device_bytes(Plan.parse(plan), Costs.from_dict(report["costs"]), 2)
     for budget, ahead in ((None, True), (need, False)):
         report = report_of(module, 2, plan, 4, memory_budget=budget)
         slot = next(s for s in report["slots"] if s["phase"] == "fused")
@@ -110,3 +111,22 @@ def test_a_report_says_how_long_workers_wait_for_copies(times: float) -> None:
     ]
     assert 0 <= stalls[0] < stalls[1] <= 100
     assert stalls[1] > 30, "nothing here takes time but copies"
+
+
+@longer_each_try
+def test_prefetch_says_whether_weights_come_ahead(times: float) -> None:
+    """While the stage in front of theirs runs, or when it has ended."""
+    for prefetch in (0, 1):
+        module, plan = Blocks(0.01 * times, 0.01 * times), "forward 0; fused 1; backward 0; round 2"
+        report = report_of(module, 1, plan, 2, prefetch=prefetch)
+        begins: dict[int, float] = {}
+        ends: dict[int, float] = {}
+        for event in report["events"]:
+            if event["kind"] == "upload_weights":
+                begins[event["slot"]] = event["start_s"]
+            elif event["kind"] in ("forward", "backward"):
+                ends[event["slot"]] = max(ends.get(event["slot"], 0.0), event["end_s"])
+        slots = [slot["slot"] for slot in report["slots"]]
+        assert len(slots) == 3
+        for before, slot in pairwise(slots):
+            assert (begins[slot] < ends[before]) is bool(prefetch), (prefetch, slot)

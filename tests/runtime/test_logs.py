@@ -95,7 +95,7 @@ def test_a_metric_is_said_as_it_is_with_the_step_value_of_all() -> None:
     module, recorders = Module(), [LogRecorder(), LogRecorder()]
     module.metric = metric = MeanMetric()
     now = iter(recorders)
-    with shadowed_log(module, lambda: next(now), 2):
+    with shadowed_log(module, lambda: next(now), several=True):
         for values in ([1.0, 2.0, 3.0], [10.0]):
             metric(torch.tensor(values))
             module.log("m", metric)
@@ -106,7 +106,7 @@ def test_a_metric_is_said_as_it_is_with_the_step_value_of_all() -> None:
 
 def test_log_is_shadowed_for_the_time_of_a_step() -> None:
     module, recorder = Module(), LogRecorder()
-    with shadowed_log(module, lambda: recorder, 1):
+    with shadowed_log(module, lambda: recorder, several=False):
         module.log("x", 1.0, True, False)  # type: ignore[call-arg]
     module.log("y", 2.0)
     assert recorder.calls == [("x", 1.0, {"prog_bar": True, "logger": False})]

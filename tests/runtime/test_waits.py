@@ -154,6 +154,10 @@ ELSEWHERE = {
     ("runtime.engine:Engine._adopt", "updates.settle()"),  # settled already: nobody submits in between
     ("runtime.engine:Engine._begin", "self.settle()"),  # test_what_is_trained_may_change
     ("runtime.updates:Updates._rest", "while not waiter.wait_for(LOOK):"),  # is what all of these wait with
+    (
+        "runtime.model_runs:PartRun.forward",
+        "self._control.wait(predecessor)",
+    ),  # test_model_scope.py: test_parts_in_order
     ("runtime.worker:Worker.retire", "self._in_flight.popleft()[0].wait()"),  # test_the_host_does_not_run_far_ahead
 }
 """Tested below, in a way of its own, or where it says."""
@@ -161,6 +165,14 @@ ELSEWHERE = {
 ENDS = {
     ("runtime.step:Step._join", "crew.wait(self._tasks[-1].waiter, self.control)"),
     ("runtime.step:Step._wait_for_end", "crew.wait(task.waiter, self.control)"),
+    ("runtime.model_step:ModelStep._run_all", "task.waiter.wait()"),
+    ("runtime.evaluation_step:EvaluationStep._run_all", "self.engine.crew.wait(task.waiter, self.control)"),
+    ("runtime.evaluation_step:EvaluationStep._run_all", "task.waiter.wait_for(GRACE)"),
+    (
+        "runtime.evaluation_step:EvaluationStep.run_parts",
+        "self.engine.crew.wait(self._all_closed, self.control, unless_failed=True)",
+    ),
+    ("runtime.model_step:ModelStep._run_all", "tasks[-1].waiter.wait()"),
     ("runtime.step:Step._wait_for_outputs", "self.before._wait_for_end()"),
     ("runtime.step:Step._join", "self._wait_for_end()"),
     ("runtime.step:Step.drain", "self._wait_for_end()"),
@@ -179,6 +191,8 @@ to look at (the main thread goes on while microbatches are running), or, where n
 SPARE = {
     # In evaluation every copy is for the call that is about to run, which waits for it.
     ("runtime.evaluation:Evaluation.call", "self._boundaries.settle()"),
+    # An emulated device computes in the calling thread; on a GPU, times of what has not ended cannot be read.
+    ("runtime.evaluation_parts:Parting._look", "device.compute.synchronize()  # what has been timed has ended"),
 }
 """Not needed for the order; each says why."""
 

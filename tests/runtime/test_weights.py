@@ -63,11 +63,6 @@ def test_a_tied_weight_has_one_master_and_travels_with_each_holder(device: Devic
     assert torch.equal(layers[1].views(segment)[0], first.weight)
 
 
-def test_meta_parameters_are_refused(device: Device) -> None:
-    with pytest.raises(RoundPipeError, match="configure_model"):
-        HostLayer(0, "layer", nn.Linear(2, 2, device="meta"), device, {})
-
-
 def test_a_parameter_without_gradient_keeps_none(device: Device) -> None:
     """Zeros instead would be decayed by AdamW."""
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])

@@ -1,0 +1,121 @@
+"""Records as tokens, each with the answer to whether it is to be learnt.
+
+What is learnt of a record is found in its text and carried over to its tokens by the characters they stand for. The
+obvious way, to tokenise prompt and completion apart and join them, gives other tokens than the text has wherever a
+tokenizer merges across the seam or puts a space in front of every text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from lightning_roundpipe.data.records import Chat, Completion, Content, Text
+
+Tokens = npt.NDArray[np.int32]
+"""A token that is to be learnt is itself; one that is only read is ~itself, which is negative."""
+
+
+class CannotEncode(Exception):
+    """A record that the tokenizer or its chat template does not take; says why."""
+
+
+class Encoder:
+    """Encodes with ``tokenizer``. A model's end-of-text token follows texts and completions.
+
+    Args:
+        tokenizer: a fast one, as it says which characters a token stands for.
+        loss_on: "completions" (of a chat: what the assistant says), or "everything".
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
+        self._tokenizer: Any = tokenizer
+        self.completions_only = loss_on == "completions"
+
+    def encode(self, content: Content) -> Tokens:
+        """The record's tokens. Raises ``CannotEncode``."""
+        if isinstance(content, Text):
+            tokens = self._of(content.text, [(0, len(content.text))], specials=content.first)
+            tokens = self._ended(tokens) if content.last else self._open(tokens)
+            if not (content.first and content.last):
+                return tokens
+        elif isinstance(content, Completion):
+            text = content.prompt + content.completion
+            begin = len(content.prompt) if self.completions_only else 0
+            tokens = self._ended(self._of(text, [(begin, len(text))], specials=True))
+        else:
+            tokens = self._chat(content)
+        if not learnt(tokens):
+            raise CannotEncode("it holds no token to be learnt")
+        return tokens
+
+    def _of(self, text: str, spans: list[tuple[int, int]], specials: bool) -> Tokens:
+        """The text's tokens; those are learnt that stand for a character of the spans."""
+        found = self._tokenizer(text, add_special_tokens=specials, return_offsets_mapping=True, verbose=False)
+        tokens = np.array(found["input_ids"], dtype=np.int32)
+        offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        learn = np.zeros(len(tokens), dtype=bool)
+        for begin, end in spans:
+            learn |= (offsets[:, 1] > begin) & (offsets[:, 0] < end)
+        return np.where(learn, tokens, ~tokens)
+
+    def _ended(self, tokens: Tokens) -> Tokens:
+        """With one end-of-text token, to be learnt."""
+        end = self._tokenizer.eos_token_id
+        return tokens if end is None else np.append(self._open(tokens), np.int32(end))
+
+    def _open(self, tokens: Tokens) -> Tokens:
+        """Without the end-of-text token that some tokenizers put behind every text."""
+        end = self._tokenizer.eos_token_id
+        return tokens[:-1] if end is not None and len(tokens) and tokens[-1] in (end, ~end) else tokens
+
+    def _chat(self, chat: Chat) -> Tokens:
+        if not self._tokenizer.chat_template:
+            raise CannotEncode('it has "messages", and the tokenizer has no chat template')
+        if self.completions_only and not any(message["role"] == "assistant" for message in chat.messages):
+            raise CannotEncode('no message is from "assistant", so there is nothing to be learnt')
+        if self.completions_only and re.search(r"\{%-?\s*generation\b", self._tokenizer.get_chat_template()):
+            return self._marked(chat)
+        text = self._render(chat.messages)
+        spans = self._answers(chat, text) if self.completions_only else [(0, len(text))]
+        return self._of(text, spans, specials=False)
+
+    def _marked(self, chat: Chat) -> Tokens:
+        """By a template that marks what the assistant says."""
+        found = self._render(chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        tokens = np.array(found["input_ids"], dtype=np.int32)
+        return np.where(np.array(found["assistant_masks"], dtype=bool), tokens, ~tokens)
+
+    def _answers(self, chat: Chat, text: str) -> list[tuple[int, int]]:
+        """Where ``text`` has the assistant's messages, each with what ends it."""
+        spans = []
+        for number, message in enumerate(chat.messages):
+            if message["role"] != "assistant":
+                continue
+            if not number:
+                raise CannotEncode('its first message is from "assistant", which answers nothing')
+            before = self._render(chat.messages[:number], add_generation_prompt=True)
+            after = self._render(chat.messages[: number + 1])
+            if not text.startswith(before) or not text.startswith(after):
+                raise CannotEncode(
+                    f"the chat template writes messages up to {number + 1} differently when others follow, so their "
+                    "place is not known: end the record there, or set data.loss_on=everything"
+                )
+            spans.append((len(before), len(after)))
+        return spans
+
+    def _render(self, messages: list[dict[str, Any]], tokenize: bool = False, **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
+        except Exception as error:  # a template is a program, and refuses by raising what it likes
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise CannotEncode(f"the chat template refuses it: {lines[0]}") from error
+
+
+def learnt(tokens: Tokens) -> int:
+    """How many tokens are targets. The first is none, as nothing stands before it."""
+    return int((tokens[1:] >= 0).sum())

@@ -1,0 +1,159 @@
+"""Records laid out in rows of one length, as the batches of a causal language model.
+
+Three ways, each of which suits some data: texts of any length are joined and cut, so that every token counts; records
+that must not see each other are packed whole, or padded, one in a row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_roundpipe.data.sequences import Batch
+from lightning_roundpipe.data.token_store import TokenStore, Whole
+
+NO_TARGET = -100
+"""The label that Hugging Face's and torch's losses leave out."""
+
+
+class JoinedRows(Dataset[Batch]):
+    """The records one after another, cut into rows; what is left at the end makes none."""
+
+    def __init__(self, store: TokenStore, records: Whole, length: int) -> None:
+        self._store = store
+        self._records = records
+        self._length = length
+        self._ends = np.cumsum(store.lengths[records])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) // self._length if len(self._ends) else 0
+
+    @property
+    def filled(self) -> float:
+        """The share of the rows' tokens that is no padding."""
+        return 1.0
+
+    @override
+    def __getitem__(self, row: int) -> Batch:
+        begin, end = row * self._length, (row + 1) * self._length
+        parts = []
+        for index in range(int(np.searchsorted(self._ends, begin, "right")), len(self._ends)):
+            start = int(self._store.starts[self._records[index]])
+            before = int(self._ends[index - 1]) if index else 0
+            parts.append(
+                self._store.tokens[start + max(begin - before, 0) : start + min(end, int(self._ends[index])) - before]
+            )
+            if self._ends[index] >= end:
+                break
+        tokens = np.concatenate(parts)
+        return _batch(tokens, tokens >= 0)
+
+
+class PackedRows(Dataset[Batch]):
+    """Whole records, several in a row. They do not see each other: positions begin again with each of them, from which
+    Hugging Face's models make a mask. The loss of a row is that of its records by themselves."""
+
+    def __init__(self, store: TokenStore, records: Whole, length: int, pad: int) -> None:
+        self._store = store
+        self._length = length
+        self._pad = pad
+        lengths = np.minimum(store.lengths[records], length)
+        rows = packed(lengths, length)
+        order = np.argsort(rows, kind="stable")
+        self._records = records[order]
+        self._starts = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
+        self._tokens = int(lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @property
+    def filled(self) -> float:
+        """The share of the rows' tokens that is no padding."""
+        return self._tokens / max(1, len(self) * self._length)
+
+    @override
+    def __getitem__(self, row: int) -> Batch:
+        tokens = np.full(self._length, self._pad, dtype=np.int32)
+        learn = np.zeros(self._length, dtype=bool)
+        positions = np.empty(self._length, dtype=np.int64)
+        used = 0
+        for record in self._records[self._starts[row] : self._starts[row + 1]]:
+            found = _tokens_of(self._store, int(record), self._length)
+            part = slice(used, used + len(found))
+            tokens[part], learn[part], positions[part] = found, found >= 0, np.arange(len(found))
+            learn[used] = False  # or it would be learnt from the record before
+            used += len(found)
+        positions[used:] = np.arange(self._length - used)
+        return _batch(tokens, learn) | {"position_ids": torch.from_numpy(positions)}
+
+
+class PaddedRows(Dataset[Batch]):
+    """A record in each row, and padding behind it."""
+
+    def __init__(self, store: TokenStore, records: Whole, length: int, pad: int) -> None:
+        self._store = store
+        self._records = records
+        self._length = length
+        self._pad = pad
+        self._tokens = int(np.minimum(store.lengths[records], length).sum())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def filled(self) -> float:
+        """The share of the rows' tokens that is no padding."""
+        return self._tokens / max(1, len(self) * self._length)
+
+    @override
+    def __getitem__(self, row: int) -> Batch:
+        tokens = np.full(self._length, self._pad, dtype=np.int32)
+        learn = np.zeros(self._length, dtype=bool)
+        found = _tokens_of(self._store, int(self._records[row]), self._length)
+        tokens[: len(found)], learn[: len(found)] = found, found >= 0
+        mask = torch.zeros(self._length, dtype=torch.long)
+        mask[: len(found)] = 1
+        return _batch(tokens, learn) | {"attention_mask": mask}
+
+
+def packed(lengths: Whole, room: int) -> Whole:
+    """The row of each record, none fuller than ``room``: the longest first, each where it leaves the least."""
+    rows = np.empty(len(lengths), dtype=np.int64)
+    with_space: dict[int, list[int]] = {}
+    spaces: list[int] = []
+    count = 0
+    for record in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[record])
+        at = bisect_left(spaces, length)
+        if at == len(spaces):
+            row, space = count, room
+            count += 1
+        else:
+            space = spaces[at]
+            row = with_space[space].pop()
+            if not with_space[space]:
+                del spaces[at]
+        rows[record] = row
+        left = space - length
+        if left and not with_space.setdefault(left, []):
+            insort(spaces, left)
+        if left:
+            with_space[left].append(row)
+    return rows
+
+
+def _tokens_of(store: TokenStore, record: int, most: int) -> npt.NDArray[np.int32]:
+    start, end = int(store.starts[record]), int(store.starts[record + 1])
+    return store.tokens[start : min(end, start + most)]
+
+
+def _batch(tokens: npt.NDArray[Any], learn: npt.NDArray[np.bool_]) -> Batch:
+    inputs = torch.from_numpy(np.maximum(tokens, ~tokens).astype(np.int64))
+    return {"input_ids": inputs, "labels": inputs.masked_fill(~torch.from_numpy(learn), NO_TARGET)}

@@ -1,0 +1,270 @@
+"""Causal language modelling on files of one's own: texts, prompts with completions, conversations.
+
+Everything that a run would stumble over is found before it begins: records that are none, records that do not fit, a
+tokenizer of another model. Nothing is left out without saying so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader, Subset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_roundpipe.data.encoding import learnt
+from lightning_roundpipe.data.rows import JoinedRows, PackedRows, PaddedRows
+from lightning_roundpipe.data.sequences import Batch, ShuffledLoader, check_sizes
+from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
+
+Rows: TypeAlias = JoinedRows | PackedRows | PaddedRows
+
+_CHOICES = {
+    "rows": ("joined", "packed", "padded"),
+    "loss_on": ("completions", "everything"),
+    "too_long": ("error", "truncate", "drop"),
+}
+
+
+@dataclass(frozen=True)
+class _Split:
+    training: Rows | Subset[Batch]
+    validation: Rows | Subset[Batch]
+
+
+class TextFiles(LightningDataModule):
+    """Texts in files: ``.txt``, each one text, and ``.jsonl``, each line one of
+
+    - ``{"text": "..."}``,
+    - ``{"prompt": "...", "completion": "..."}``,
+    - ``{"messages": [{"role": "user", "content": "..."}, ...]}``, which the tokenizer's chat template writes out.
+
+    Args:
+        path: such a file, or a folder of them, searched with all folders in it.
+        tokenizer: the model's, or the folder it is in.
+        vocab_size: tokens that the model knows.
+        sequence_length: tokens of a row.
+        batch_size: rows of a batch.
+        rows: "joined": records one after another, cut without padding. "packed": whole records, as many as there is
+            room for, which do not see each other. "padded": a record in each row.
+        loss_on: "completions": of prompts with completions and of conversations only what the model is to say is
+            learnt. "everything": all of it.
+        too_long: what to do with records of more than ``sequence_length`` tokens unless they are joined: "error", or
+            "truncate" them, or "drop" them, and say how many.
+        validation_path: held-out records, a file or folder too. ``None``: some of the records.
+        validation_fraction: how many of them. Records with the same text are on the same side.
+        max_validation_sequences: validate on so many rows only, evenly spread. ``None``: on all.
+        seed: of the split and of the order in which rows come.
+        num_workers: processes that load data.
+        cache_folder: tokens are kept here, to be made once. ``None``: ``lightning_roundpipe`` in the user's cache
+            folder.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None,
+        vocab_size: int,
+        sequence_length: int,
+        batch_size: int,
+        rows: str = "packed",
+        loss_on: str = "completions",
+        too_long: str = "error",
+        validation_path: str | Path | None = None,
+        validation_fraction: float = 0.1,
+        max_validation_sequences: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        cache_folder: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("rows", rows), ("loss_on", loss_on), ("too_long", too_long)):
+            if value not in _CHOICES[name]:
+                raise ValueError(f"data.{name}={value!r} must be {' or '.join(map(repr, _CHOICES[name]))}.")
+        check_sizes(sequence_length, batch_size)
+        if validation_path is None and not 0 < validation_fraction < 1:
+            raise ValueError(f"data.validation_fraction={validation_fraction!r} must lie between 0 and 1.")
+        self.tokenizer = _loaded(tokenizer)
+        self.path = Path(path).expanduser()
+        self.validation_path = None if validation_path is None else Path(validation_path).expanduser()
+        self.cache_folder = _default_cache() if cache_folder is None else Path(cache_folder).expanduser()
+        self.vocab_size = vocab_size
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.rows = rows
+        self.loss_on = loss_on
+        self.too_long = too_long
+        self.validation_fraction = validation_fraction
+        self.max_validation_sequences = max_validation_sequences
+        self.seed = seed
+        self.num_workers = num_workers
+        self._stores: tuple[TokenStore, TokenStore | None] | None = None
+        self._split: _Split | None = None
+
+    @override
+    def prepare_data(self) -> None:
+        """Tokenises what has not been tokenised before."""
+        self._sources()
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Lays the records out in rows, and says what there is and what was done to it."""
+        if self._split is None:
+            source, held_out = self._sources()
+            if held_out is None:
+                training, validation = self._divided(source)
+                parts = [("training", source, training), ("validation", source, validation)]
+            else:
+                parts = [
+                    (name, store, np.arange(len(store)))
+                    for name, store in (("training", source), ("validation", held_out))
+                ]
+            self._split = _Split(*(self._laid_out(*part) for part in parts))
+
+    @override
+    def train_dataloader(self) -> ShuffledLoader:
+        return ShuffledLoader(self._rows().training, self.batch_size, self.seed, self.num_workers)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return DataLoader(self._rows().validation, self.batch_size, num_workers=self.num_workers)
+
+    def _rows(self) -> _Split:
+        self.setup("fit")
+        assert self._split is not None
+        return self._split
+
+    def _sources(self) -> tuple[TokenStore, TokenStore | None]:
+        """The tokens of ``path`` and of ``validation_path``."""
+        if self._stores is None:
+            held_out = self.validation_path
+            self._stores = (
+                self._open(self.path, "data.path"),
+                None if held_out is None else self._open(held_out, "data.validation_path"),
+            )
+        return self._stores
+
+    def _open(self, path: Path, setting: str) -> TokenStore:
+        store = open_store(path, setting, self.tokenizer, self.loss_on, self.cache_folder)
+        facts = store.facts
+        if facts["largest_token"] >= self.vocab_size:
+            raise ValueError(
+                f"{setting}: the tokenizer makes token {facts['largest_token']}, and the model knows {self.vocab_size} "
+                "tokens. Set data.tokenizer to that of the model."
+            )
+        if self.rows == "joined" and not facts["everything_learnt"]:
+            raise ValueError(
+                f"data.rows='joined' cuts records anywhere, and those of {setting} have prompts: a row could have "
+                "nothing to be learnt. Set data.rows=packed, or data.loss_on=everything."
+            )
+        _tell(
+            f"{setting}: {len(store):,} records of {len(store.tokens):,} tokens in {len(facts['files'])} file(s)",
+            _listed("not read, as they end in neither .jsonl nor .txt", facts["others"]),
+            _listed("keys that nobody reads", facts["unread"]),
+        )
+        return store
+
+    def _divided(self, store: TokenStore) -> tuple[Whole, Whole]:
+        """Records for training and for validation, by what they say: the same text is on one side only."""
+        seeds = np.random.SeedSequence(self.seed).generate_state(1, np.uint64)
+        # Multiplying by an odd number and keeping the upper bits mixes well enough; digests are random already.
+        mixed = (np.asarray(store.digests).view(np.uint64) ^ seeds) * np.uint64(0x9E3779B97F4A7C15)
+        last = max(1, round(len(mixed) * self.validation_fraction)) - 1
+        held_out = mixed <= np.partition(mixed, last)[last]
+        if held_out.all():
+            raise ValueError(
+                f"data.path has {len(store):,} different records or fewer, which cannot be divided into training and "
+                "validation. Set data.validation_path to held-out records."
+            )
+        return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+    def _laid_out(self, purpose: str, store: TokenStore, records: Whole) -> Rows | Subset[Batch]:
+        changed = ""
+        rows: Rows
+        if self.rows == "joined":
+            rows = JoinedRows(store, records, self.sequence_length)
+        else:
+            records, changed = self._fitting(store, records)
+            kind = PackedRows if self.rows == "packed" else PaddedRows
+            rows = kind(store, records, self.sequence_length, self._padding())
+        if not len(rows):
+            raise ValueError(f"data.sequence_length={self.sequence_length} is longer than all text for {purpose}.")
+        _tell(f"{purpose}: {len(records):,} records in {len(rows):,} rows, {100 * rows.filled:.0f} % full", changed)
+        if purpose == "validation" and self.max_validation_sequences is not None:
+            spread = np.linspace(0, len(rows) - 1, min(self.max_validation_sequences, len(rows)))
+            return Subset(rows, spread.round().astype(int).tolist())
+        return rows
+
+    def _fitting(self, store: TokenStore, records: Whole) -> tuple[Whole, str]:
+        """The records that rows have room for, perhaps once they are truncated, and what that changed."""
+        long = records[store.lengths[records] > self.sequence_length]
+        if not len(long):
+            return records, ""
+        which = f"{len(long):,} records of more than {self.sequence_length} tokens, {store.place(long[0])} first"
+        if self.too_long == "error":
+            raise ValueError(
+                f"data.sequence_length={self.sequence_length}: there are {which}. Raise it, or set data.too_long to "
+                "truncate or drop, or data.rows=joined for texts."
+            )
+        if self.too_long == "drop":
+            return np.setdiff1d(records, long), f"without {which}"
+        for record in long:
+            start = int(store.starts[record])
+            if not learnt(store.tokens[start : start + self.sequence_length]):
+                raise ValueError(
+                    f"data.too_long='truncate' leaves nothing to be learnt of {store.place(record)}: its prompt alone "
+                    f"takes data.sequence_length={self.sequence_length}. Raise that, or set data.too_long=drop."
+                )
+        return records, f"truncated: {which}"
+
+    def _padding(self) -> int:
+        """Any token, as it is never looked at; other programs look for this one."""
+        return next(
+            (token for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if token is not None), 0
+        )
+
+
+def _loaded(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        raise ValueError(
+            "data.path needs the model's tokenizer, and this model has none. Set data.tokenizer to a folder with one, "
+            "or choose a pretrained model (model=smollm2) or data=random_tokens."
+        )
+    if isinstance(tokenizer, (str, Path)):
+        if not Path(tokenizer).expanduser().is_dir():
+            raise FileNotFoundError(
+                f"data.tokenizer={str(tokenizer)!r} is no folder. Name one that a tokenizer's save_pretrained() wrote."
+            )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(Path(tokenizer).expanduser(), local_files_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"data.tokenizer={str(tokenizer)!r} cannot be read: {type(error).__name__}: {error}. Copy it again."
+            ) from error
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"data.tokenizer: {type(tokenizer).__name__} does not say which characters a token stands for, so what is "
+            "to be learnt cannot be found. Take the fast kind of it (tokenizer.json)."
+        )
+    return tokenizer
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_roundpipe"
+
+
+def _tell(*facts: str) -> None:
+    rank_zero_info("; ".join(fact for fact in facts if fact))
+
+
+def _listed(what: str, names: Iterable[str], most: int = 5) -> str:
+    found = list(names)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return f"{what}: {', '.join(found[:most])}{more}" if found else ""

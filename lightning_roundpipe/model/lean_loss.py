@@ -1,0 +1,386 @@
+"""The loss of a language model without its logits: cross entropy over a few tokens at a time, in the output layer.
+
+The logits of a long sequence are the largest tensor of a training step: of 49,000 tokens of Llama 3.1 they are 25 GB
+in fp32, and the loss needs that several times over. Here the output layer returns, for a moment, something that only
+stands for its logits. What the model then does to them (a cast, a factor, a soft cap, a shift) is noted, and when the
+loss is asked for, the output layer is called with the targets: it makes the logits of a chunk of tokens, their loss and
+gradient, and forgets them. So the model's own code is what runs, and the loss is a call of the output layer like any
+other.
+
+What is done to the logits and is not known here is refused by name: whoever needs them has to hold them.
+
+torch has such a loss too (``linear_cross_entropy``, since 2.13). It returns the loss in the format of its inputs (three
+digits in bf16), does not follow autocast, and knows neither caps nor factors; see docs/decisions.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+_REMEDY = "Call the model outside of lean_logits() (in the packaged module: task.lean_loss=false)"
+
+_Float = float
+"""For where the name is that of a tensor's method."""
+
+_LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+
+_STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "to": lambda logits, dtype: logits.to(dtype),
+    "mul": lambda logits, factor: logits * factor,
+    "div": lambda logits, divisor: logits / divisor,
+    "tanh": lambda logits, _: torch.tanh(logits),
+}
+"""What may be done to logits on their way to the loss, each on its own."""
+
+
+@dataclass(frozen=True)
+class LossOf:
+    """Which loss of the logits is wanted.
+
+    Attributes:
+        steps: what is done to the logits first, as names of `_STEPS` with their operands.
+        ignore_index, reduction, label_smoothing: of `F.cross_entropy`; the reduction is mean or sum.
+        rows: tokens of a chunk; None: see `chunk_rows`.
+    """
+
+    steps: tuple[tuple[str, Any], ...]
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    rows: int | None
+
+
+class LeanHead(nn.Linear):
+    """An output layer that is able to return a loss. `make_lean` makes one of a model's own."""
+
+    @override
+    def __call__(self, input: Tensor, target: Tensor | None = None, how: LossOf | None = None) -> Any:
+        use = _active.get()
+        if use is None or target is not None:
+            return super().__call__(input) if target is None else super().__call__(input, target, how)
+        if self._forward_hooks or self._forward_pre_hooks:
+            raise ValueError(f"the output layer has hooks, which expect logits that are never there. {_REMEDY}.")
+        use.called = True
+        return Logits(self, input, (), use.rows)
+
+    @override
+    def forward(self, input: Tensor, target: Tensor | None = None, how: LossOf | None = None) -> Tensor:
+        if target is None or how is None:
+            return super().forward(input)
+        loss: Tensor = _Loss.apply(input, self.weight, self.bias, target, how, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        return loss
+
+
+def make_lean(model: nn.Module) -> None:
+    """Let the output layer of a Hugging Face language model compute losses, in `lean_logits`; nothing else changes.
+
+    Raises:
+        ValueError: the output layer is no plain ``nn.Linear``.
+    """
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is nn.Linear:
+        head.__class__ = LeanHead  # its parameters, its name and who holds it stay what they are
+    elif type(head) is not LeanHead:
+        raise ValueError(
+            f"the output layer of {type(model).__name__} is a {type(head).__name__}, and its loss cannot be computed "
+            "without holding the logits: only that of an nn.Linear can. Set task.lean_loss=false."
+        )
+
+
+@dataclass
+class _Use:
+    rows: int | None
+    called: bool = False
+
+
+_active: ContextVar[_Use | None] = ContextVar("lean_logits", default=None)
+
+
+@contextlib.contextmanager
+def lean_logits(model: nn.Module, rows: int | None = None) -> Iterator[None]:
+    """A model that is called in here never holds its logits. `make_lean` has seen it.
+
+    Args:
+        model: which is called.
+        rows: tokens whose logits are held at a time; None: as many as memory of the size of the weights allows.
+
+    Raises:
+        ValueError: ``model`` has not been prepared, or has computed something without its output layer.
+    """
+    if type(model.get_output_embeddings()) is not LeanHead:  # type: ignore[operator]
+        raise ValueError(f"lean_logits: call make_lean() on this {type(model).__name__} before it is trained.")
+    token = _active.set(use := _Use(rows))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+    if not use.called:
+        raise ValueError(f"{type(model).__name__} has not called its output layer, so nothing was saved. {_REMEDY}.")
+
+
+class Logits:
+    """Stands for the logits of ``hidden`` until their loss is asked for.
+
+    Args:
+        head: makes them.
+        hidden: of shape (..., features).
+        steps: what was done to them; see `LossOf`.
+        rows: see `lean_logits`.
+    """
+
+    def __init__(self, head: LeanHead, hidden: Tensor, steps: tuple[tuple[str, Any], ...], rows: int | None) -> None:
+        self._head, self._hidden, self._steps, self._rows = head, hidden, steps, rows
+
+    # -- what is asked of a tensor without looking into it
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self._hidden.shape[:-1], self._head.out_features))
+
+    @property
+    def ndim(self) -> int:
+        return self._hidden.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return self._hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        casts = [operand for name, operand in self._steps if name == "to"]
+        return casts[-1] if casts else _computed_in(self._hidden, self._head.weight)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._hidden.requires_grad or any(p.requires_grad for p in self._head.parameters())
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    # -- what is done to each of them
+
+    def _then(self, name: str, operand: Any = None) -> Logits:
+        if name in ("mul", "div") and not isinstance(operand, (int, float)):
+            _refuse(f"{name} by a {type(operand).__name__}")
+        return Logits(self._head, self._hidden, (*self._steps, (name, operand)), self._rows)
+
+    def float(self) -> Logits:
+        return self._then("to", torch.float32)
+
+    def to(self, wanted: Any) -> Logits:
+        if isinstance(wanted, torch.dtype):
+            return self._then("to", wanted)
+        return self if torch.device(wanted) == self.device else _refuse("to(device)")
+
+    def __mul__(self, factor: Any) -> Logits:
+        return self._then("mul", factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Logits:
+        return self._then("div", divisor)
+
+    def tanh(self) -> Logits:
+        return self._then("tanh")
+
+    # -- which of them are meant
+
+    def contiguous(self) -> Logits:
+        return self
+
+    def reshape(self, *shape: Any) -> Logits:
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if sizes[-1] != self._head.out_features:
+            _refuse(f"reshape{sizes}")
+        hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+        return Logits(self._head, hidden, self._steps, self._rows)
+
+    view = reshape
+
+    def __getitem__(self, index: Any) -> Logits:
+        indices = index if isinstance(index, tuple) else (index,)
+        reach = sum(i.ndim if isinstance(i, Tensor) and i.dtype is torch.bool else i is not None for i in indices)
+        last = Ellipsis in indices[:-1] if all(i is None or isinstance(i, _INDICES) for i in indices) else False
+        if (last or reach >= self.ndim) and not (isinstance(indices[-1], slice) and indices[-1] == slice(None)):
+            _refuse("an index into the classes")
+        return Logits(self._head, self._hidden[index], self._steps, self._rows)
+
+    # -- the loss
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy:
+            return cls._cross_entropy(**(dict(zip(_LOSS_ARGUMENTS, args, strict=False)) | kwargs))
+        known: dict[Any, Callable[..., Logits]] = {torch.tanh: cls.tanh, torch.mul: cls.__mul__}
+        plain = (known | {torch.div: cls.__truediv__}).get(func)
+        if plain is None or kwargs or not isinstance(args[0], cls):
+            _refuse(getattr(func, "__name__", str(func)))
+        return plain(*args)
+
+    @staticmethod
+    def _cross_entropy(
+        input: Any, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: _Float = 0.0, **deprecated: Any,
+    ) -> Any:  # fmt: skip
+        if not isinstance(input, Logits) or input.ndim != 2 or target.shape != input.shape[:1]:
+            _refuse("cross_entropy of anything but logits of shape (tokens, classes) and targets of shape (tokens,)")
+        if weight is not None or reduction not in ("mean", "sum") or any(v is not None for v in deprecated.values()):
+            _refuse("cross_entropy with weights of classes, or without a reduction")
+        how = LossOf(input._steps, ignore_index, reduction, label_smoothing, input._rows)
+        return input._head(input._hidden, target, how)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"the logits are not held in lean_logits(), so they have no {name}. {_REMEDY}.")
+
+
+_INDICES = (int, slice, type(Ellipsis), Tensor)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotImplementedError(f"the logits are not held in lean_logits(), so {what} cannot be computed. {_REMEDY}.")
+
+
+def chunk_rows(tokens: int, features: int, classes: int, *, trained: bool) -> int:
+    """Tokens whose logits are held at a time.
+
+    Their logits are no more numbers than the hidden states have, or, if that is too few for fast products, than a
+    part of the weights has. Where these are ``trained`` it is a larger part, because all of their gradient is read and
+    written again for each chunk.
+    """
+    return max(-(-tokens * features // classes), features // (2 if trained else 8), 1)
+
+
+def _computed_in(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return weight.dtype
+
+
+def _product_in_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """Of fp16 or bf16: a sum over thousands of tokens may not fit into the first, and loses much in the second."""
+    if left.device.type != "cpu" and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    kind = tensor.device.type
+    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
+
+class _Loss(torch.autograd.Function):
+    """Cross entropy of ``hidden @ weight.T + bias``, after the steps of ``how``, chunk by chunk.
+
+    Gradients are computed together with the loss, while a chunk's logits are there; backward only multiplies them. They
+    are those of the sum, so that fp16 neither loses small ones (divided by the number of targets, before anybody has
+    scaled the loss) nor depends on the scale.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, how: LossOf, grad: bool
+    ) -> Tensor:
+        dtype = _computed_in(hidden, weight)
+        wanted = [grad and needed for needed in ctx.needs_input_grad[:3]]
+        chunks = _Chunks(hidden, weight.to(dtype), None if bias is None else bias.to(dtype), wanted)
+        loss = chunks.loss(target, how)
+        count = (target != how.ignore_index).sum()
+        ctx.formats = (hidden.dtype, hidden.shape)
+        ctx.mean = how.reduction == "mean"
+        ctx.spent = False
+        ctx.save_for_backward(count, *chunks.gradients)
+        return loss / count if ctx.mean else loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.spent:
+            raise RuntimeError("the gradients of a lean loss were used up: backward() runs through it only once.")
+        ctx.spent = True
+        count, *found = ctx.saved_tensors
+        factor = grad / count.clamp(min=1) if ctx.mean else grad  # without targets gradients are zero, not 0/0
+        hidden, weight, bias = (None if g is None else g.mul_(factor) for g in found)
+        dtype, shape = ctx.formats
+        return None if hidden is None else hidden.to(dtype).view(shape), weight, bias, None, None, None
+
+
+class _Chunks:
+    """The loop over the tokens.
+
+    Args:
+        hidden: of shape (..., features).
+        weight, bias: in the format to compute in.
+        wanted: which of the three gradients are.
+
+    Attributes:
+        gradients: those, of the sum of all tokens' losses. Those of the parameters are summed in fp32.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:
+        self.hidden = hidden.reshape(-1, hidden.shape[-1])
+        self.weight, self.bias = weight, bias
+        self.exact = torch.promote_types(weight.dtype, torch.float32)
+        dtypes = (weight.dtype, self.exact, self.exact)
+        self.gradients = [
+            torch.zeros(like.shape, dtype=dtype, device=like.device) if needed and like is not None else None
+            for like, dtype, needed in zip((self.hidden, weight, bias), dtypes, wanted, strict=True)
+        ]
+
+    def loss(self, target: Tensor, how: LossOf) -> Tensor:
+        """The summed loss."""
+        classes, features = self.weight.shape
+        trained = self.gradients[1] is not None
+        rows = how.rows or chunk_rows(len(self.hidden), features, classes, trained=trained)
+        total = torch.zeros((), dtype=self.exact, device=self.hidden.device)
+        dtype = self.exact
+        for start in range(0, len(self.hidden), rows):
+            chunk = self.hidden[start : start + rows].to(self.weight.dtype)
+            loss, slope = self._loss_and_slope(chunk, target[start : start + rows], how)
+            total, dtype = total + loss, loss.dtype
+            if slope is not None:
+                with _without_autocast(slope):
+                    self._add(start, chunk, slope)
+        return total.to(dtype)
+
+    def _loss_and_slope(self, chunk: Tensor, target: Tensor, how: LossOf) -> tuple[Tensor, Tensor | None]:
+        """The loss of a chunk, and its gradient by the logits where anybody wants one."""
+        differentiate = any(g is not None for g in self.gradients)
+        logits = F.linear(chunk, self.weight, self.bias)
+        with torch.set_grad_enabled(differentiate):
+            logits.requires_grad_(differentiate)
+            ready = functools.reduce(lambda made, step: _STEPS[step[0]](made, step[1]), how.steps, logits)
+            loss = F.cross_entropy(
+                ready, target, ignore_index=how.ignore_index, reduction="sum", label_smoothing=how.label_smoothing
+            )
+            slope = torch.autograd.grad(loss, logits)[0] if differentiate else None
+        return loss.detach(), slope
+
+    def _add(self, start: int, chunk: Tensor, slope: Tensor) -> None:
+        hidden, weight, bias = self.gradients
+        if hidden is not None:
+            hidden[start : start + len(chunk)] = slope @ self.weight
+        if weight is not None:
+            if slope.dtype is weight.dtype:
+                weight.addmm_(slope.t(), chunk)
+            else:
+                weight += _product_in_fp32(slope.t(), chunk)
+        if bias is not None:
+            bias += slope.sum(0, dtype=bias.dtype)

@@ -1,0 +1,43 @@
+"""Parameters and buffers without values: modules that were built on the meta device, to be filled from a checkpoint.
+
+``load_state_dict`` would copy into them, which does nothing, or with ``assign=True`` put a parameter of its own in each
+place and so part what is tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def without_values(module: nn.Module) -> list[str]:
+    """The names of parameters and buffers on the meta device, each once."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return [name for name, tensor in tensors.items() if tensor.is_meta]
+
+
+def make_room(module: nn.Module, names: Container[str]) -> None:
+    """Give memory to whatever is without values and has one of these ``names``. Tied parameters stay tied."""
+    filled = {id(tensor) for _, _, name, tensor in _places(module) if tensor.is_meta and name in names}
+    made: dict[int, Tensor] = {}
+    for held, key, _, tensor in list(_places(module)):
+        if id(tensor) in filled:
+            if id(tensor) not in made:
+                made[id(tensor)] = _with_memory(tensor)
+            held[key] = made[id(tensor)]
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _places(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, str, Tensor]]:
+    """Every place that holds a parameter or buffer: the dictionary, its key, the qualified name, and what is there."""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        for held in (inner._parameters, inner._buffers):
+            for key, tensor in held.items():
+                if tensor is not None:
+                    yield held, key, f"{prefix}.{key}" if prefix else key, tensor

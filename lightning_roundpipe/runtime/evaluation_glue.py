@@ -1,0 +1,31 @@
+"""The mode of the user's code in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_roundpipe.runtime.glue import DATA, GlueMode
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+
+
+class EvaluationGlue(GlueMode):
+    """Host tensors follow the device of what they meet; ``touched`` is called where a master's ``.data`` is read."""
+
+    def __init__(self, engine: Engine, touched: Callable[[], None]) -> None:
+        formats = engine.formats
+        super().__init__(
+            engine.unit_of, lambda p: p.to(formats.of(p)), formats, train=False, accelerator=engine.accelerator
+        )
+        self._all, self._touched = engine.unit_of, touched
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(args[0] if args else None, nn.Parameter) and func == DATA and id(args[0]) in self._all:
+            self._touched()
+        return super().__torch_function__(func, types, args, kwargs)

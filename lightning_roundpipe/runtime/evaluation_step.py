@@ -1,0 +1,151 @@
+"""A call of the model in evaluation, in parts; see `evaluation_parts`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.runtime.belongings import Spot
+from lightning_roundpipe.runtime.control import Aborted, Waiter
+from lightning_roundpipe.runtime.crew import GRACE
+from lightning_roundpipe.runtime.evaluation_glue import EvaluationGlue
+from lightning_roundpipe.runtime.interception import calling
+from lightning_roundpipe.runtime.model_calls import ModelCall
+from lightning_roundpipe.runtime.model_runs import PartRun
+from lightning_roundpipe.runtime.model_step import ModelStep
+from lightning_roundpipe.runtime.portions import CallSlots, Portion
+from lightning_roundpipe.runtime.segments import Segments
+from lightning_roundpipe.runtime.slots import Slots
+from lightning_roundpipe.runtime.threads import Task
+from lightning_roundpipe.runtime.trace import Trace
+from lightning_roundpipe.runtime.weights import HostLayer
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+    from lightning_roundpipe.runtime.evaluation import Evaluation
+
+
+class _Astray(BaseException):
+    """A part does what it may not do in parts. Not an ``Exception``, so that user code does not catch it."""
+
+
+class EvaluationStep(ModelStep):
+    """One call of the model, in parts.
+
+    Args:
+        engine: what outlives it.
+        evaluation: that it belongs to.
+        trace: the layers that parts call.
+        spans: of its stages.
+
+    Attributes:
+        astray: whether a part did what it may not do.
+    """
+
+    def __init__(self, engine: Engine, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...]) -> None:
+        super().__init__(engine, (0,))
+        self.recorder = evaluation.recorder
+        self.belongings = None
+        self.version = 0
+        self.astray = False
+        self._trace, self._spans = trace, spans
+        self._device = evaluation.device
+        self._unclosed = 1  # that stands for those that are not made yet
+        self._portion = Portion("", range(len(trace.calls)), spans, ())
+
+    def run_parts(self, call: ModelCall, function: Callable[..., Any], parts: list[tuple[Any, Any]]) -> None:
+        self.plan = Plan((), Span(0, len(self._portion.calls) - 1), (), len(parts))
+        try:
+            self.forward(call, function, parts, self._device)
+            self._closed()
+            self.engine.crew.wait(self._all_closed, self.control, unless_failed=True)
+        except BaseException as error:  # Ctrl-C, or the watchdog
+            self.control.fail(error)
+        if self.control.failed:
+            for queue in self.engine.queues:
+                queue.clear()
+        self.control.raise_error()
+
+    def _slots_for(self, call: ModelCall, microbatches: int) -> tuple[Portion | None, Slots]:
+        return self._portion, CallSlots(self._make_group("forward", self._spans, microbatches))
+
+    def _part(
+        self, index: int, slots: Slots, call: ModelCall, portion: Portion | None, device: Device | None
+    ) -> PartRun:
+        return _Part(self, index, self._trace, slots, call, portion, None, device)
+
+    def _run_all(self, work: list[Callable[[], None]]) -> None:
+        tasks: list[Task[None]] = []
+        try:
+            tasks += [self.engine.crew.thread(1 + i).submit(function) for i, function in enumerate(work)]
+            for task in tasks:
+                self.engine.crew.wait(task.waiter, self.control)
+        except BaseException as error:
+            self.control.fail(error)
+            for task in tasks:
+                task.waiter.wait_for(GRACE)
+            raise
+
+
+class _Part(PartRun):
+    """Draws from nobody's generator, as the model does not; what it may not do ends it, and all others."""
+
+    def __init__(self, step: EvaluationStep, *args: Any) -> None:
+        super().__init__(step, *args)
+        self._evaluation_step = step
+        self.segments = _Pieces(step, self.index, learning=False)
+        self.mode = EvaluationGlue(step.engine, go_astray)
+
+    def forward(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, context: Any, predecessor: Waiter | None
+    ) -> None:
+        try:
+            with calling(self):  # in any order, as they leave nothing behind
+                try:
+                    context.run(self._go, function, args, kwargs)
+                finally:
+                    self.segments.close()
+        except Aborted:
+            pass
+        except BaseException:  # if it is the model's own, it comes again when the call is made whole
+            self._evaluation_step.astray = True
+        finally:
+            self._announce()
+            self._slots.finish(self.index)
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._evaluation_step.astray:
+            raise _Astray
+        return super().call(layer, args, kwargs)
+
+    def _seed_of(self, layer: HostLayer) -> None:
+        return None
+
+
+class _Pieces(Segments):
+    """Glue without a random state of its own."""
+
+    def enter(self, slot: int, spot: Spot | None, device: Device | None, what: str, *, astray: bool) -> None:
+        self._slot = slot
+        self._take_lock()
+        self._around.callback(self._give_lock)
+        self._around.enter_context((device or self._step.engine.devices[0]).activate())
+
+
+@contextlib.contextmanager
+def log_as(module: Any, stand_in: Callable[[Any], Any]) -> Iterator[None]:
+    """``stand_in`` of it, in place of ``module.log``."""
+    object.__setattr__(module, "log", stand_in(module.log))
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "log")
+
+
+def go_astray(*_: Any, **__: Any) -> None:
+    """What may not be done in parts."""
+    raise _Astray

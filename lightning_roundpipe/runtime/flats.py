@@ -1,0 +1,188 @@
+"""Parameters side by side in one host buffer, and what uploads read of them.
+
+Masters are moved once into such buffers; the user's ``nn.Parameter`` objects stay who they are, only their ``.data``
+moves. Where uploads have to read something else than the masters themselves, there is a working copy beside them. What
+is frozen and lies in a file that is mapped into memory may stay there (`mapped`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device, Stream
+from lightning_roundpipe.runtime.formats import Formats, widen
+
+ALIGNMENT = 256
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Where one parameter lies in a flat buffer."""
+
+    offset: int
+    nbytes: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter's view into ``flat`` (uint8, 1-D)."""
+        typed = flat[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return typed.as_strided(self.shape, self.stride, typed.storage_offset())
+
+
+def segment_of(tensor: Tensor, offset: int, dtype: torch.dtype | None = None) -> Segment:
+    dense = torch._debug_has_internal_overlap(tensor) == 0 and _is_dense(tensor)
+    stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+    dtype = dtype or tensor.dtype
+    return Segment(offset, tensor.numel() * dtype.itemsize, tensor.shape, tuple(stride), dtype)
+
+
+def _in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[list[Segment], int]:
+    """Segments one behind the other, and the bytes that they take."""
+    segments, offset = [], 0
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        segments.append(segment_of(tensor, offset, dtype))
+        offset += aligned(segments[-1].nbytes)
+    return segments, offset
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return 1 + sum((s - 1) * st for s, st in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
+
+
+def _with_own_storage(segment: Segment, flat: Tensor) -> Tensor:
+    """The parameter's view into ``flat`` as a tensor whose storage ends where the parameter does.
+
+    Saving or copying a tensor saves or copies its whole storage; a checkpoint of one weight must not hold its layer.
+    """
+    if not segment.nbytes:
+        return segment.view(flat)
+    part = torch.frombuffer(flat.numpy(), dtype=torch.uint8, count=segment.nbytes, offset=segment.offset)
+    return part.view(segment.dtype).as_strided(segment.shape, segment.stride)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """``tensor``, which is contiguous, as one whose storage is no larger than itself: a file's is that of all in it."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return _with_own_storage(segment_of(tensor, 0), tensor.reshape(-1).view(torch.uint8))
+
+
+class Flat:
+    """One flat host buffer and the masters that are views into it; or, if they stay in place, the masters alone.
+
+    Attributes:
+        source: what uploads read: the buffer, or the working copy beside it.
+        nbytes: of what uploads read.
+        segments: where the masters lie in the buffer.
+        places: and where they lie in what uploads read.
+    """
+
+    def __init__(
+        self, masters: list[nn.Parameter], device: Device, formats: Formats, *, apart: bool, in_place: bool = False
+    ) -> None:
+        self.masters = masters
+        self._device = device
+        self._formats = formats
+        self._apart = apart
+        self._in_place = in_place
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self.segments, nbytes = _in_a_row(self.masters, [p.dtype for p in self.masters])
+        self.places, self.nbytes = _in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
+        self._casts = self.places != self.segments
+        copied = self._apart or self._casts
+        # Only what uploads read has to be memory that copies quickly.
+        pageable = copied or self._in_place
+        size = 0 if self._in_place else nbytes
+        self.buffer = torch.empty(size, dtype=torch.uint8) if pageable else self._device.host_buffer(size)
+        self.source = self.buffer
+        if self._in_place:
+            self.views = [_alone(p.data) for p in self.masters]
+            for master, view in zip(self.masters, self.views, strict=True):
+                master.data = view
+        else:
+            self.views = [_with_own_storage(s, self.buffer) for s in self.segments]
+            self.adopt()
+        if copied:
+            self.set_apart()
+
+    @property
+    def trained(self) -> bool:
+        """Whether the optimizer may write to any of the masters."""
+        return any(p.requires_grad for p in self.masters)
+
+    def set_apart(self) -> None:
+        """Make a working copy, unless there is one."""
+        if self.source is self.buffer:
+            self.source = self._device.host_buffer(self.nbytes)
+            self.refresh()
+
+    def widen(self) -> None:
+        """What has begun to be trained gets a format to be trained in, and memory that may be written to."""
+        narrow = self._formats.too_narrow(self.masters)
+        for master in narrow:
+            widen(master)
+        if narrow or (self._in_place and self.trained):
+            self._in_place = self._in_place and not self.trained
+            self._lay_out()
+
+    def refresh(self) -> None:
+        """Bring the working copy up to date."""
+        if self.source is self.buffer:
+            return
+        if not self._casts:
+            self.source.copy_(self.buffer)
+            return
+        for place, view in zip(self.places, self.views, strict=True):
+            place.view(self.source).copy_(view)
+
+    @property
+    def _reads_masters(self) -> bool:
+        return self._in_place and self.source is self.buffer
+
+    def read(self, index: int) -> Tensor:
+        """What uploads read of one master."""
+        return self.views[index] if self._reads_masters else self.places[index].view(self.source)
+
+    def upload(self, stream: Stream, segment: Tensor) -> None:
+        """Enqueue the copy into ``segment`` (uint8, ``nbytes`` long)."""
+        if not self._reads_masters:
+            stream.copy(segment, self.source)
+            return
+        for place, view in zip(self.places, self.views, strict=True):
+            stream.copy(place.view(segment), view)
+
+    def adopt(self) -> None:
+        """Make every master a view into the buffer again, keeping the values it has now.
+
+        User code may have replaced a master's storage (``load_state_dict(assign=True)``, an EMA swap); without this
+        the worker would go on computing with the old values.
+        """
+        moved = False
+        for index, master in enumerate(self.masters):
+            if master.data_ptr() == self.views[index].data_ptr():
+                continue
+            if master.shape != self.segments[index].shape or master.dtype != self.segments[index].dtype:
+                raise RoundPipeError(
+                    f"a parameter changed from {tuple(self.segments[index].shape)} {self.segments[index].dtype} to "
+                    f"{tuple(master.shape)} {master.dtype} during training; change the model before fit() instead."
+                )
+            if self._in_place:  # it is read where it is now; its file is not ours to write to
+                self.views[index] = master.data
+            else:
+                self.views[index].copy_(master.data)
+                master.data = self.views[index]
+            moved = True
+        if moved and self._casts:
+            self.refresh()

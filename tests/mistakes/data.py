@@ -1,0 +1,149 @@
+"""Mistakes in the files that ``data=texts`` and ``data=completions`` train on, and in their settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import tiny_tokenizer as tokenizers
+
+from lightning_roundpipe.data import TextFiles
+from mistakes.commands import command
+from mistakes.user import Mistake, User
+
+QUESTION = {"prompt": "what?", "completion": "that"}
+
+
+def _reading(*records: Any, name: str = "a.jsonl", **settings: Any) -> Callable[[User], Any]:
+    """Trains on a file with these records, as far as its rows."""
+
+    def way(user: User) -> None:
+        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+        (user.folder / name).write_text("".join(f"{line}\n" for line in lines))
+        _open(user, **settings)
+
+    return way
+
+
+def _open(user: User, **settings: Any) -> None:
+    options: dict[str, Any] = {"path": user.folder, "tokenizer": tokenizers.tiny_tokenizer(), "vocab_size": 300}
+    options |= {"sequence_length": 16, "batch_size": 1, "cache_folder": user.folder / "cache"} | settings
+    TextFiles(**options).setup("fit")
+
+
+class _Slow:
+    is_fast = False
+
+
+def _broken_tokenizer(user: User) -> None:
+    (user.folder / "tokenizer.json").write_text("{")
+    _open(user, tokenizer=user.folder)
+
+
+SECTION = "Data files of `roundpipe-train`"
+DATA = [
+    Mistake(
+        SECTION,
+        "`data.path` that is not there",
+        "data.path='…' is not there",
+        "Name a file or a folder of .jsonl and .txt files",
+        (lambda user: _open(user, path=user.folder / "nowhere"),),
+    ),
+    Mistake(
+        SECTION,
+        "`data.path` without such files",
+        "data.path='…' holds no file that ends in .jsonl or .txt",
+        "Name such a file or a folder",
+        (_open, _reading(name="a.json")),
+    ),
+    Mistake(
+        SECTION,
+        "records that are none, or cannot be learnt from",
+        "data.path: … of … records cannot be used: … line …: …",
+        "Correct or remove them",
+        (
+            _reading(QUESTION, "{"),
+            _reading(QUESTION, {"question": "what?"}),
+            _reading(QUESTION, {"messages": [{"role": "user", "content": "what?"}]}),
+            _reading(name="a.txt"),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "files without records",
+        "data.path has no record",
+        "Name files with records",
+        (_reading(), _reading("", " ")),
+    ),
+    Mistake(
+        SECTION,
+        "records that are too long",
+        "data.sequence_length=…: there are … records of more than … tokens, … line … first",
+        "Raise it, or set data.too_long to truncate or drop, or data.rows=joined for texts",
+        (_reading(QUESTION, {"text": "x" * 99}), _reading(QUESTION, {"text": "x" * 99}, rows="padded")),
+    ),
+    Mistake(
+        SECTION,
+        "a record whose prompt alone is too long, truncated",
+        "data.too_long='truncate' leaves nothing to be learnt of … line …",
+        "Raise that, or set data.too_long=drop",
+        (_reading(QUESTION, {"prompt": "x" * 99, "completion": "y"}, too_long="truncate"),),
+    ),
+    Mistake(
+        SECTION,
+        "prompts or conversations joined and cut",
+        "data.rows='joined' cuts records anywhere",
+        "Set data.rows=packed, or data.loss_on=everything",
+        (_reading(QUESTION, rows="joined"),),
+    ),
+    Mistake(
+        SECTION,
+        "too few records to hold some out",
+        "data.path has … different records or fewer, which cannot be divided",
+        "Set data.validation_path to held-out records",
+        (_reading(QUESTION), _reading(QUESTION, QUESTION)),
+    ),
+    Mistake(
+        SECTION,
+        "the tokenizer of another model",
+        "data.path: the tokenizer makes token …, and the model knows … tokens",
+        "Set data.tokenizer to that of the model",
+        (_reading(QUESTION, vocab_size=20),),
+    ),
+    Mistake(
+        SECTION,
+        "`data=texts` for a model without tokenizer",
+        "roundpipe-train: data.path needs the model's tokenizer",
+        "Set data.tokenizer to a folder with one, or choose a pretrained model (model=smollm2) or data=random_tokens",
+        (command("data=texts", "data.path=here"), command("data=completions", "data.path=here")),
+    ),
+    Mistake(
+        SECTION,
+        "`data.tokenizer` that is not there",
+        "data.tokenizer='…' is no folder",
+        "Name one that a tokenizer's save_pretrained() wrote",
+        (_reading(QUESTION, tokenizer="nowhere"),),
+    ),
+    Mistake(
+        SECTION,
+        "`data.tokenizer` that is broken",
+        "data.tokenizer='…' cannot be read",
+        "Copy it again",
+        (_broken_tokenizer,),
+    ),
+    Mistake(
+        SECTION,
+        "a tokenizer that does not say where its tokens stand",
+        "data.tokenizer: … does not say which characters a token stands for",
+        "Take the fast kind of it (tokenizer.json)",
+        (_reading(QUESTION, tokenizer=_Slow()),),
+    ),
+    Mistake(
+        SECTION,
+        "`data.rows`, `data.loss_on` or `data.too_long` that there is not",
+        "data.…='…' must be …",
+        "or",
+        tuple(_reading(QUESTION, **{name: "x"}) for name in ("rows", "loss_on", "too_long")),
+    ),
+]

@@ -1,0 +1,317 @@
+"""The loss without logits equals the loss of the logits, and never holds them."""
+
+# Tensor.backward and the like have no types.
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import harness
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_roundpipe.model.lean_loss import LeanHead, chunk_rows, lean_logits, make_lean
+
+CLASSES, FEATURES = 50, 6
+
+
+class Model(nn.Module):
+    """An output layer, and what is done to its logits."""
+
+    def __init__(self, change: Callable[[Any], Any], bias: bool = True, **cross_entropy: Any) -> None:
+        super().__init__()
+        self.head = nn.Linear(FEATURES, CLASSES, bias=bias)
+        self.change = change
+        self.cross_entropy = cross_entropy
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.change(self.head(hidden))
+        return F.cross_entropy(logits.reshape(-1, CLASSES), labels.reshape(-1), **self.cross_entropy)
+
+
+def shifted(logits: Any) -> Any:
+    return logits[:, :-1].float()
+
+
+def capped(logits: Any) -> Any:
+    return (torch.tanh(logits[..., :-1, :] / 3.0) * 3.0).contiguous()
+
+
+def scaled(logits: Any) -> Any:
+    return (0.25 * logits)[:, :-1, :].to(torch.float32)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = 2 * torch.randn(3, 8, FEATURES, dtype=dtype)
+    labels = torch.randint(0, CLASSES, (3, 8))
+    labels[0, 5:] = labels[2, 1:] = -100
+    return hidden.requires_grad_(), labels[:, 1:]
+
+
+def both(
+    model: Model, dtype: torch.dtype = torch.float32, rows: int | None = None, autocast: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Loss and gradients of the plain loss, and of the lean one. The losses are tripled before backward."""
+    found = []
+    make_lean(model.to(dtype))
+    for lean in (False, True):
+        hidden, labels = inputs(dtype)
+        model.zero_grad()
+        with lean_logits(model, rows) if lean else contextlib.nullcontext(), torch.autocast("cpu", enabled=autocast):
+            loss = model(hidden, labels)
+        (3 * loss).backward()
+        found.append([loss.detach(), *(t.grad for t in (hidden, *model.parameters()) if t.grad is not None)])
+    assert len(found[0]) == len(found[1]) == 2 + len(list(model.parameters()))
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100, None])
+@pytest.mark.parametrize("change", [shifted, capped, scaled])
+def test_equals_the_plain_loss(change: Any, rows: int | None) -> None:
+    plain, lean = both(Model(change), rows=rows)
+    harness.assert_tensors_same(plain, lean, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"reduction": "sum"}, {"label_smoothing": 0.2}, {"ignore_index": 7}, {"reduction": "mean"}]
+)
+def test_kinds_of_cross_entropy(options: dict[str, Any]) -> None:
+    model = Model(shifted, bias=False, **options)
+    hidden, labels = inputs()
+    if "ignore_index" in options:
+        model.change = lambda logits: logits[:, :-1]
+        labels = labels.clamp(min=7)
+        assert (labels == 7).any()
+    plain = model(hidden, labels)
+    make_lean(model)
+    with lean_logits(model, 5):
+        lean = model(hidden, labels)
+    gradients = [torch.autograd.grad(loss, [hidden, model.head.weight]) for loss in (plain, lean)]
+    harness.assert_tensors_same([plain.detach(), *gradients[0]], [lean.detach(), *gradients[1]], rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "tolerance"),
+    [
+        (torch.float64, False, 1e-14),
+        (torch.bfloat16, False, 2e-2),
+        (torch.float16, False, 2e-3),
+        (torch.float32, True, 2e-2),
+    ],
+)
+def test_formats(dtype: torch.dtype, autocast: bool, tolerance: float) -> None:
+    """The loss is in the format that it would have: fp32 where the model casts its logits."""
+    change = (lambda logits: logits[:, :-1]) if dtype is torch.float64 else shifted
+    plain, lean = both(Model(change), dtype, rows=4, autocast=autocast)
+    harness.assert_tensors_same(plain, lean, rtol=tolerance, atol=tolerance)
+    assert torch.allclose(plain[0], lean[0], rtol=1e-6 if dtype is not torch.float64 else 1e-14)
+
+
+def test_small_gradients_survive_fp16() -> None:
+    """Divided by 4,000 targets, the probability of one of many classes is next to nothing in fp16."""
+    model = Model(shifted).half()
+    make_lean(model)
+    hidden = torch.zeros(1, 4001, FEATURES, dtype=torch.float16, requires_grad=True)
+    with lean_logits(model, 512):
+        loss = model(hidden, torch.zeros(1, 4000, dtype=torch.long))
+    (loss * 2.0**16).backward()
+    bias = model.head.bias.grad
+    assert bias is not None and bias[1:].min() > 500  # 2^16 / 50 classes
+    assert torch.isfinite(bias).all()
+
+
+def test_without_targets_gradients_are_zero() -> None:
+    model = Model(shifted)
+    make_lean(model)
+    hidden, labels = inputs()
+    with lean_logits(model):
+        loss = model(hidden, torch.full_like(labels, -100))
+    loss.backward()
+    assert torch.isnan(loss)
+    for t in (hidden, *model.parameters()):
+        assert t.grad is not None and not t.grad.any()
+
+
+@pytest.mark.parametrize("frozen", ["head", "hidden", "both"])
+def test_only_what_is_trained_gets_gradients(frozen: str) -> None:
+    model = Model(shifted)
+    make_lean(model)
+    hidden, labels = inputs()
+    if frozen != "head":
+        hidden = hidden.detach()
+    if frozen != "hidden":
+        model.requires_grad_(False)
+    with lean_logits(model):
+        loss = model(hidden, labels)
+    assert loss.requires_grad == (frozen != "both")
+    if frozen != "both":
+        loss.backward()
+        assert (model.head.weight.grad is None) == (frozen == "head")
+        assert (hidden.grad is None) == (frozen == "hidden")
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has none of its own before 2.13")
+def test_equals_torchs_own() -> None:
+    model = Model(shifted)
+    make_lean(model)
+    hidden, labels = inputs()
+    with lean_logits(model, 4):
+        ours = model(hidden, labels)
+    flat = hidden[:, :-1].reshape(-1, FEATURES)
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=4, chunking_method=None)
+    theirs = F.linear_cross_entropy(
+        flat, model.head.weight, labels.reshape(-1), linear_bias=model.head.bias, options=options
+    )
+    weights = [hidden, *model.parameters()]
+    gradients = [torch.autograd.grad(loss, weights) for loss in (theirs, ours)]
+    harness.assert_tensors_same([theirs.detach(), *gradients[0]], [ours.detach(), *gradients[1]], rtol=2e-6, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The most tokens that any tensor had a number for each class of."""
+
+    tokens = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.ndim and t.shape[-1] == zoo.VOCAB:
+                self.tokens = max(self.tokens, t.numel() // zoo.VOCAB)
+        return out
+
+
+def largest(run: Callable[[], Any]) -> int:
+    with Largest() as mode:
+        run()
+    return mode.tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "gpt_oss", "qwen3_moe"])
+def test_models_never_hold_their_logits(name: str) -> None:
+    """And give the loss that they give otherwise, with what is added to it."""
+    model, batch = zoo.make_module(name).model, zoo.make_batches(name, 1, samples=16)[0]
+    plain: list[Any] = []
+    tokens = batch["input_ids"].numel()
+    assert largest(lambda: plain.append(model(**batch).loss)) == tokens
+    plain[0].backward()
+    expected = harness.gradients(model)
+    model.zero_grad()
+    make_lean(model)
+    with lean_logits(model, rows=40):
+        assert largest(lambda: plain.append(model(**batch).loss)) == 40  # of 192
+        assert largest(lambda: plain[1].backward()) <= zoo.WIDTH  # that of the weights, transposed
+    harness.assert_tensors_same(plain[0].detach(), plain[1].detach())
+    harness.assert_tensors_same(expected, harness.gradients(model))
+    assert model(**batch).logits.shape[-1] == zoo.VOCAB  # outside, they are there
+
+
+def test_soft_caps_of_gemma_2() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+    config = Gemma2Config(vocab_size=zoo.VOCAB, **sizes, **heads, initializer_range=0.5, final_logit_softcapping=2.0)
+    model, batch = Gemma2ForCausalLM(config), zoo.make_batches("llama", 1)[0]
+    plain = model(**batch).loss
+    make_lean(model)
+    with lean_logits(model, 7):
+        lean = model(**batch).loss
+    uncapped = F.cross_entropy(model.model(batch["input_ids"])[0][0, :1] @ model.lm_head.weight.T, torch.tensor([0]))
+    assert uncapped.isfinite()
+    model.config.final_logit_softcapping = None
+    assert abs(model(**batch).loss - plain) > 0.1  # the cap matters
+    harness.assert_tensors_same(plain.detach(), lean.detach())
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@contextlib.contextmanager
+def stood_for() -> Iterator[Any]:
+    model = Model(shifted)
+    make_lean(model)
+    with lean_logits(model):
+        yield model.head(torch.zeros(2, 4, FEATURES))
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda x: torch.log_softmax(x, -1), "log_softmax"),
+        (lambda x: x + 1, "unsupported operand"),
+        (lambda x: x.argmax(-1), "they have no argmax"),
+        (lambda x: torch.add(x, 1), "add"),
+        (lambda x: x * torch.ones(CLASSES), "mul by a Tensor"),
+        (lambda x: x[..., :3], "an index into the classes"),
+        (lambda x: x[:, :, 1], "an index into the classes"),
+        (lambda x: x.reshape(-1), "reshape"),
+        (lambda x: F.cross_entropy(x, torch.zeros(2, 4)), "logits of shape"),
+        (lambda x: F.cross_entropy(x.view(-1, CLASSES), torch.zeros(8).long(), torch.ones(CLASSES)), "weights of cl"),
+        (lambda x: F.cross_entropy(x.view(-1, CLASSES), torch.zeros(8).long(), reduction="none"), "reduction"),
+    ],
+)
+def test_what_needs_logits_is_refused_by_name(use: Any, what: str) -> None:
+    with stood_for() as logits:
+        assert logits.shape == logits.size() == (2, 4, CLASSES) and logits.dim() == 3
+        with pytest.raises((NotImplementedError, AttributeError, TypeError), match=what) as failure:
+            use(logits)
+        assert isinstance(failure.value, TypeError) or "task.lean_loss=false" in str(failure.value)
+
+
+def test_heads_that_cannot_are_refused() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(zoo.make_module("llama").model, LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match=r"output layer of PeftModel is a Linear.*task.lean_loss=false"):
+        make_lean(model)
+    with pytest.raises(ValueError, match=r"call make_lean\(\) on this PeftModel"), lean_logits(model):
+        pass
+    unused = Model(shifted)
+    make_lean(unused)
+    with pytest.raises(ValueError, match="has not called its output layer"), lean_logits(unused):
+        pass
+    unused.head.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="has hooks"), lean_logits(unused):
+        unused(*inputs())
+
+
+def test_backward_only_once() -> None:
+    model = Model(shifted)
+    make_lean(model)
+    with lean_logits(model):
+        loss = model(*inputs())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only once"):
+        loss.backward()
+
+
+def test_the_head_stays_what_it_is() -> None:
+    model = zoo.make_module("qwen3").model
+    before = list(model.state_dict())
+    make_lean(model)
+    make_lean(model)
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear) and type(head) is LeanHead
+    assert head.weight is model.get_input_embeddings().weight
+    assert list(model.state_dict()) == before
+
+
+def test_chunks() -> None:
+    """As many numbers as the hidden states, at least; never fewer rows than products need."""
+    assert chunk_rows(49_000, 4096, 128_256, trained=True) == 2048
+    assert chunk_rows(49_000, 4096, 128_256, trained=False) == 1565
+    assert chunk_rows(8, 64, 100_000, trained=False) == 8
+    assert chunk_rows(1, 1, 10, trained=True) == 1

@@ -1,0 +1,94 @@
+"""The options that say what memory may be used: each does what it says, from a configuration too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import ours, run
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+
+from lightning_roundpipe import RoundPipeStrategy, strategy
+from lightning_roundpipe.config import Emulation, Options
+from lightning_roundpipe.devices import host_memory, make_devices
+from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.runtime.budget import worker_bytes
+
+GIB = 2**30
+
+
+def composed(*overrides: str) -> RoundPipeStrategy:
+    """The strategy that ``roundpipe-train`` would use."""
+    with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
+        cfg = compose("train", list(overrides))
+    made: RoundPipeStrategy = instantiate(cfg.strategy, _convert_="all")
+    return made
+
+
+def test_a_configuration_says_them() -> None:
+    options = composed("strategy.pin_memory=off", "strategy.prefetch=0", "partition.memory_budget=20GiB").options
+    assert (options.pin_memory, options.prefetch, options.memory_budget) == ("off", 0, 20 * GIB)
+    assert composed("partition.memory_budget=0.5").options.memory_budget == 0.5
+    assert composed("strategy.pin_memory=false").options.pin_memory == "off"
+
+
+@pytest.mark.parametrize(
+    ("budget", "allowed"),
+    [(1000, 1000), (1e6, 10**6), ("2KiB", 2048), ("1.5 KB", 1500), (0.5, 3000), (1.0, 6000), (None, 5400)],
+)
+def test_a_budget_is_bytes_or_a_share_of_the_smallest_device(
+    budget: Any, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = make_devices("cpu", [torch.device("cpu")] * 3, Emulation())
+    monkeypatch.setattr(EmulatedDevice, "capacity", lambda self: (None, 8000, 6000)[self.index])
+    assert worker_bytes(Options(memory_budget=budget), devices) == allowed
+    for device in devices:
+        device.close()
+
+
+def test_each_worker_keeps_to_a_share() -> None:
+    """Half of each device's memory: half of the stages' room."""
+    module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp")
+    peaks = []
+    for budget in (1.0, 0.5):
+        options = {"num_microbatches": 2, "layers": ["Linear", "ResidualBlock"], "emulation": {"memory": "240KB"}}
+        report = run(ours(memory_budget=budget, **options), module, batches, devices=2).report
+        assert report is not None
+        peaks.append(max(report["peak_device_bytes"]))
+        assert peaks[-1] <= budget * 240_000
+    assert peaks[0] > 120_000
+
+
+@pytest.mark.parametrize("pin_memory", ["auto", "on", "off"])
+def test_devices_are_told_whether_to_pin(pin_memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def make(kind: Any, torch_devices: Any, emulation: Any, pin: str) -> Any:
+        told.append(pin)
+        return make_devices(kind, torch_devices, emulation, pin)
+
+    monkeypatch.setattr(strategy, "make_devices", make)
+    run(ours(pin_memory=pin_memory), zoo.make_module("mlp"), zoo.make_batches("mlp", 1))
+    assert told == [pin_memory]
+
+
+def test_what_fits_the_hosts_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: 100)
+    assert [host_memory.worth_copying(n, "auto") for n in (0, 75, 76)] == [True, True, False]
+    assert [host_memory.worth_copying(10**18, pin) for pin in ("on", "off")] == [True, False]
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    """Without what its files take, which can be read again."""
+    whole = host_memory.free_bytes(tmp_path)
+    assert whole > 2**20
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 700\nactive_file 300\n")
+    (tmp_path / "memory.max").write_text("9000\n")
+    assert host_memory.free_bytes(tmp_path) == 4700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.free_bytes(tmp_path) == pytest.approx(whole, rel=0.5)

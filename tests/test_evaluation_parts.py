@@ -1,0 +1,189 @@
+"""Evaluation in microbatches: the same as plain Lightning's, on all workers, and never where somebody could tell."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_tensors_same, loader, ours, quiet, roundpipe_threads, trainer_of
+from torch import Tensor, nn
+
+from lightning_roundpipe.runtime.evaluation_step import EvaluationStep
+
+SIZES = (8, 8, 8, 7, 1, 8)
+Ran = list[tuple[bool, set[int]]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Does something of ``kind`` that shows how it was cut, or nothing."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind, self.kept, self.owner = kind, None, [None]
+        self.stem, self.blocks, self.head = nn.Linear(6, 16), nn.ModuleList(Block() for _ in range(3)), nn.Linear(16, 5)
+        self.norm = nn.BatchNorm1d(16, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.stem(x)
+        for block in self.blocks[::-1] if self.kind == "turns" and len(x) < 8 and bool(x.sum() < 0) else self.blocks:
+            h = block(h)
+        if self.kind == "drops":
+            h = F.dropout(h, 0.5)
+        elif self.kind == "norms":
+            h = self.norm(h)
+        elif self.kind == "keeps":
+            self.kept = h
+        elif self.kind == "logs":
+            self.owner[0].log("mean", h.mean())
+        elif self.kind == "pairs":
+            return h @ h.T
+        elif self.kind == "means":
+            return {"out": self.head(h), "loss": h.mean()}
+        return {"out": self.head(h), "kind": self.kind}
+
+
+class Module(pl.LightningModule):
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.model, self.kind, self.heard = Net(kind), kind, []
+
+    def outputs(self, batch: Tensor) -> Tensor:
+        self.model.owner[0] = self
+        if self.kind == "hooked" and not self.heard:
+            self.model.blocks[0].register_forward_hook(lambda m, a, out: self.heard.append(out.mean()))
+        out = self.model(batch)
+        out = out["out"] if isinstance(out, dict) else out
+        if self.kind in ("keeps", "hooked"):
+            return out + (self.model.kept if self.kind == "keeps" else self.heard[-1]).mean()
+        return out
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.outputs(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        out = self.outputs(batch)
+        self.log("loss", F.cross_entropy(out, torch.arange(len(out)) % out.shape[1]), on_step=True, on_epoch=True)
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("largest", self.outputs(batch).max(), reduce_fx="max")
+
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self.outputs(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def made(kind: str = "") -> Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        return Module(kind)
+
+
+def batches(sizes: tuple[int, ...] = SIZES, seed: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, 6, generator=generator) for n in sizes]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
+    """Of each call in parts: whether it went astray, and on which workers it ran."""
+    found: Ran = []
+    real = EvaluationStep.run_parts
+
+    def run_parts(self: EvaluationStep, *args: Any) -> None:
+        real(self, *args)
+        found.append((self.astray, {slot.worker for slot in self.slots}))
+
+    monkeypatch.setattr(EvaluationStep, "run_parts", run_parts)
+    yield found
+
+
+def predicted(module: Module, strategy: Any, devices: int = 2, data: Any = None) -> Any:
+    trainer = trainer_of(strategy, devices=devices)
+    torch.manual_seed(1)
+    with quiet():
+        return trainer.predict(copy.deepcopy(module), loader(batches() if data is None else data))
+
+
+def cut(**options: Any) -> Any:
+    return ours(**({"layers": ["Block", "Linear"], "num_microbatches": 3} | options))
+
+
+@pytest.mark.parametrize("inference_mode", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_loops(inference_mode: bool, ran: Ran) -> None:
+    """Two data loaders, a smaller last batch, a batch of one; validation between training steps."""
+    module, found = made(), []
+    for strategy, devices in (("auto", 1), (cut(emulation={"poison": True, "delay_seed": 2}), 2)):
+        used = copy.deepcopy(module)
+        trainer = trainer_of(strategy, devices=devices, inference_mode=inference_mode)
+        loaders = [loader(batches()), loader(batches((8, 3), 5))]
+        with quiet():
+            trainer.fit(used, loader(batches((8, 8, 8))), loaders)
+            values: list[Any] = [dict(trainer.callback_metrics), trainer.validate(used, loaders, verbose=False)]
+            found.append([*values, trainer.test(used, loaders, verbose=False), trainer.predict(used, loaders)])
+    assert_tensors_same(*found)
+    assert len(ran) > 4 * 5
+    assert all(not astray and workers == {0, 1} for astray, workers in ran)
+
+
+def test_one_microbatch_or_worker_is_not_cut(ran: Ran) -> None:
+    predicted(made(), cut(num_microbatches=1))
+    predicted(made(), cut(), devices=1)
+    assert not ran
+
+
+@pytest.mark.parametrize("kind", ["drops", "norms", "keeps", "logs", "hooked", "pairs", "means"])
+def test_what_would_show_is_made_whole(kind: str, ran: Ran) -> None:
+    module, data, found = made(kind), batches((8, 8, 8, 7)), []
+    for strategy, devices in (("auto", 1), (cut(), 2)):
+        if kind == "logs":
+            with quiet():
+                trainer = trainer_of(strategy, devices=devices)
+                found.append([trainer.validate(copy.deepcopy(module), loader(data), verbose=False)])
+        else:
+            found.append(predicted(module, strategy, devices, data))
+    assert_tensors_same(*found)
+    assert len(ran) == (kind == "norms")  # which shows in no other way than by its values
+
+
+def test_another_order_is_made_whole(ran: Ran) -> None:
+    module, data = made("turns"), [torch.randn(8, 6).abs(), torch.rand(8, 6), torch.rand(8, 6), -torch.rand(8, 6)]
+    assert_tensors_same(predicted(module, "auto", 1, data), predicted(module, cut(), data=data))
+    assert [astray for astray, _ in ran] == [False, False, True]
+
+
+def test_an_error_in_a_part_is_the_models_own(ran: Ran) -> None:
+    module, data = made(), batches((8, 8, 8, 8))
+    data[3][5] = float("nan")
+    broken = copy.deepcopy(module)
+    broken.model.blocks[1].forward = _refuse_nan  # type: ignore[method-assign]
+    trainer = trainer_of(cut(), devices=2)
+    with quiet(), pytest.raises(KeyError, match="nan") as caught:
+        trainer.predict(broken, loader(data))
+    assert any("phase evaluation" in note for note in caught.value.__notes__)
+    assert [astray for astray, _ in ran] == [False, False, True]
+    with quiet():
+        found = trainer.predict(broken, loader(data[:3]))
+    assert len(found) == 3
+    assert roundpipe_threads() == []
+
+
+def _refuse_nan(x: Tensor) -> Tensor:
+    if bool(x.isnan().any()):
+        raise KeyError("nan")
+    return x * 2

@@ -1,0 +1,76 @@
+"""The examples run as a user runs them, and print what they promise. `plain_lightning.py` is in `test_configs.py`."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from patience import PATIENCE_S
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+def printed(name: str, folder: Path) -> str:
+    """What the example says on standard output."""
+    command = [sys.executable, FOLDER / f"{name}.py"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=2 * PATIENCE_S, check=True, cwd=folder)
+    assert not list(folder.iterdir()), "it leaves files behind"
+    return done.stdout
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_it_says_what_it_shows(file: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(file.read_text()))
+    assert docstring
+    assert f"python examples/{file.name}" in docstring
+    assert f"## `{file.name}`" in (FOLDER / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_classification(tmp_path: Path) -> None:
+    said = printed("bert_classification", tmp_path)
+    epochs = [float(accuracy) for accuracy in re.findall(r"^epoch \d: accuracy (.*)$", said, re.MULTILINE)]
+    assert len(epochs) == 5
+    assert max(epochs) > 0.9
+    assert f"under plain Lightning: accuracy {max(epochs):.3f}" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_vision(tmp_path: Path) -> None:
+    said = printed("vision_transformer", tmp_path)
+    [(before, after)] = re.findall(r"^accuracy before (.*), after (.*)$", said, re.MULTILINE)
+    assert float(before) < 0.5 and float(after) > 0.8
+    [(needed, limit)] = re.findall(r"AdamW's state: (.*) MiB; memory of a device: (.*)MiB$", said, re.MULTILINE)
+    peaks = [float(peak) for peak in re.findall(r"the devices held (.*) MiB, in", said)[0].split(", ")]
+    assert len(peaks) == 4
+    assert 0 < max(peaks) <= float(limit) < float(needed) / 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_lora(tmp_path: Path) -> None:
+    said = printed("lora_chat", tmp_path)
+    [(before, after)] = re.findall(r"^loss on the answers: (.*) before, (.*) after$", said, re.MULTILINE)
+    assert float(before) > 4 and float(after) < 0.2
+    answers = re.findall(r"^after, of (\w+): '(.*)' \(plain PEFT: the same\)$", said, re.MULTILINE)
+    assert len(answers) == 8
+    assert sum(answer.endswith(f" is the capital of {country}.") for country, answer in answers) >= 7
+    assert ("Peru", "Lima is the capital of Peru.") in answers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_preferences(tmp_path: Path) -> None:
+    said = printed("preference_dpo", tmp_path)
+    found = re.findall(r"^(\w+): the better list gains in (.*) % of pairs, margin (.*)$", said, re.MULTILINE)
+    assert [when for when, _, _ in found] == ["before", "after"]
+    assert float(found[0][1]) == 0 and abs(float(found[0][2])) < 1e-6  # it is the reference
+    assert float(found[1][1]) > 90 and float(found[1][2]) > 1
+    assert "the reference is what it was" in said

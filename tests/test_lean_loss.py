@@ -1,0 +1,137 @@
+"""Training with the lean loss is training: the whole batch's gradients, on workers that hold less."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+from harness import assert_identical, assert_same, ours, run
+from transformers import LlamaConfig, LlamaForCausalLM
+from zoo_runs import expected
+
+from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
+from lightning_roundpipe.tasks import CausalLM
+
+ROWS = 5
+"""Tokens of a chunk: fewer than any microbatch has, and not a divisor."""
+
+
+class Lean(zoo.CausalLM):
+    """A zoo model that is trained without its logits."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        make_lean(model)
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> torch.Tensor:
+        with lean_logits(self.model, ROWS):
+            loss: torch.Tensor = self.model(**batch).loss
+        self.log("train/loss", loss)
+        return loss
+
+
+def lean(name: str, lora: bool, devices: int = 2, **options: Any) -> harness.Result:
+    module = Lean(zoo.make_module(name, lora).model)
+    result = run(ours(**({"num_microbatches": 3} | options)), module, zoo.make_batches(name), devices=devices)
+    result.logged, result.metrics = None, {}
+    return result
+
+
+SOME = {("llama", False), ("qwen3", True), ("qwen3_moe", False)}
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        pytest.param(name, lora, marks=() if (name, lora) in SOME else pytest.mark.slow)
+        for name in ("llama", "qwen3", "gpt2", "gemma", "gpt_oss", "qwen3_moe")
+        for lora in (False, True)
+    ],
+)
+def test_equals_plain_training(name: str, lora: bool) -> None:
+    """Padded batches whose microbatches have unequal numbers of targets; tied weights; a router's loss beside it."""
+    assert_same(expected(name, lora, 3), lean(name, lora))
+
+
+def test_the_plan_changes_nothing() -> None:
+    one = lean("llama", False, 1)
+    assert one.report is not None
+    n = harness.call_count(one.report["plan"])
+    for plan in (harness.per_call(n), harness.single(n, 3), harness.halves(n, 2)):
+        assert_identical(one, lean("llama", False, 3, plan=plan))
+
+
+def test_a_microbatch_without_any_target() -> None:
+    batches = zoo.make_batches("llama")
+    for batch in batches:
+        batch["labels"][2:4] = -100
+    module = zoo.make_module("llama")
+    plain = run("auto", module, batches)
+    result = run(ours(num_microbatches=3), Lean(copy.deepcopy(module.model)), batches, devices=2)
+    result.logged, result.metrics = None, {}
+    assert_same(plain, result)
+
+
+# ------------------------------------------------------------------------------------------------- the packaged module
+
+CLASSES, WIDTH, LENGTH = 2048, 32, 64
+
+
+def wide() -> LlamaForCausalLM:
+    """A model whose logits are much larger than anything else."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=CLASSES, **sizes, initializer_range=0.1, pad_token_id=0))
+
+
+def text(samples: int = 4) -> zoo.Batch:
+    tokens = torch.randint(1, CLASSES, (samples, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def packaged_task(lean_loss: bool = True) -> CausalLM:
+    return CausalLM(wide(), partial(torch.optim.SGD, lr=0.1), lean_loss=lean_loss)
+
+
+def packaged(strategy: Any, lean_loss: bool) -> harness.Result:
+    task = packaged_task(lean_loss)
+    return run(strategy, task, [text()] * 2, val_batches=[text()], devices=1 if strategy == "auto" else 2)
+
+
+def test_the_last_stage_holds_no_logits() -> None:
+    """Logits of a microbatch are 64 tokens x 2048 classes. Without them it is the weights that are large."""
+    plain = packaged("auto", lean_loss=False)
+    peaks = []
+    for lean_loss in (False, True):
+        result = packaged(ours(num_microbatches=4, plan=harness.per_call(5, 4)), lean_loss)
+        assert_same(plain, result)
+        assert result.report is not None
+        head = result.report["costs"]["calls"][-1]
+        assert head["layer"].endswith("lm_head")
+        peaks.append((head["activation_bytes"], max(result.report["peak_device_bytes"])))
+    logits, gradient = 4 * LENGTH * CLASSES, 4 * CLASSES * WIDTH
+    assert peaks[0][0] > logits
+    assert peaks[1][0] < gradient + logits / 4
+    assert peaks[1][1] < peaks[0][1] - logits / 4
+
+
+@pytest.mark.parametrize("padded", [None, 0, 1])
+def test_masks_are_made_for_padding_only(padded: int | None) -> None:
+    """What travels between stages is as large as the hidden states, unless there is padding: then length x length."""
+    length = 256
+    tokens = torch.randint(1, CLASSES, (2, length))
+    batch = {"input_ids": tokens, "labels": tokens}
+    if padded is not None:
+        batch["attention_mask"] = torch.ones_like(tokens)
+        batch["attention_mask"][:, length - padded :] = 0
+    result = run(ours(num_microbatches=2), packaged_task(), [batch] * 2, devices=2)
+    assert result.report is not None
+    largest = max(call["boundary_bytes"] for call in result.report["costs"]["calls"])
+    hidden = 4 * length * WIDTH
+    rotary = 2 * hidden // 2  # sines and cosines, for one of two heads
+    assert hidden <= largest - (length * length if padded else 0) <= hidden + rotary + 8 * length

@@ -1,0 +1,153 @@
+"""Modules that are built on the meta device in `configure_model`: filled there, or from a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import assert_identical, assert_same, loader, ours, run, trainer_of
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lightning_roundpipe.model.meta import make_room, without_values
+
+Build = Callable[[pl.LightningModule], nn.Module]
+
+
+class Late(zoo.CausalLM):
+    """Builds its model in `configure_model`."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(nn.Identity())
+        self.build = build
+        self.built = False
+
+    def configure_model(self) -> None:
+        if not self.built:
+            self.model, self.built = self.build(self), True
+
+
+def on_meta(name: str) -> nn.Module:
+    """The zoo's model without values; what no checkpoint has is computed."""
+    model = zoo.make_module(name).model
+    tables = {key for key, _ in model.named_buffers()} - model.state_dict().keys()
+    kept = {key: model.get_buffer(key) for key in tables}
+    model.to("meta")
+    for key, table in kept.items():
+        holder, _, attribute = key.rpartition(".")
+        setattr(model.get_submodule(holder), attribute, table)
+    model.tie_weights()
+    return model
+
+
+def filled_in(name: str, path: Path) -> Build:
+    def build(module: pl.LightningModule) -> nn.Module:
+        model = on_meta(name)
+        model.load_state_dict(load_file(path), assign=True)
+        return model
+
+    return build
+
+
+def test_weights_are_put_into_it(tmp_path: Path) -> None:
+    """As plain Lightning trains what was built with them."""
+    usual, batches = zoo.make_module("llama"), zoo.make_batches("llama")
+    save_file(usual.model.state_dict(), tmp_path / "a.safetensors")
+    found = run(ours(num_microbatches=3), Late(filled_in("llama", tmp_path / "a.safetensors")), batches, devices=2)
+    assert_same(run("auto", usual, batches), found)
+
+
+BUILDS: dict[str, Build] = {
+    "meta": lambda module: on_meta("gpt2"),
+    "empty": lambda module: empty(module, "gpt2"),
+}
+
+
+def empty(module: pl.LightningModule, name: str) -> nn.Module:
+    """In Lightning's own words for it."""
+    with module.trainer.init_module(empty_init=True):
+        return zoo.make_module(name).model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model with tied weights, after a step of plain training."""
+    path = tmp_path_factory.mktemp("meta") / "at.ckpt"
+    trainer = trainer_of(max_steps=1)
+    with harness.quiet():
+        trainer.fit(zoo.make_module("gpt2"), loader(zoo.make_batches("gpt2", 1)))
+    trainer.save_checkpoint(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "precision"),
+    [
+        ("meta", "32-true"),
+        ("empty", "32-true"),
+        pytest.param("meta", "bf16-true", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_is_loaded_into_it(how: str, precision: str, checkpoint: Path) -> None:
+    batches = zoo.make_batches("gpt2", 3)
+    options: dict[str, Any] = {"fit": {"ckpt_path": checkpoint}, "precision": precision, "max_epochs": 2}
+    results = []
+    for build in (lambda module: zoo.make_module("gpt2").model, BUILDS[how]):
+        results.append(run(ours(num_microbatches=3), Late(build), batches, devices=2, **options))
+    assert len(results[1].losses) > 1
+    assert_identical(*results)
+    model = results[1].module.model
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_validating_what_a_checkpoint_fills(checkpoint: Path) -> None:
+    values = []
+    for strategy, build in (("auto", lambda module: zoo.make_module("gpt2").model), (ours(), BUILDS["meta"])):
+        trainer = trainer_of(strategy)
+        values.append(
+            trainer.validate(Late(build), loader(zoo.make_batches("gpt2", 1)), ckpt_path=checkpoint, verbose=False)
+        )
+    harness.assert_tensors_same(*values)
+    with pytest.raises(MisconfigurationException, match="on the meta device, without values"):
+        trainer_of(ours()).validate(Late(BUILDS["meta"]), loader(zoo.make_batches("gpt2", 1)), verbose=False)
+
+
+def test_a_checkpoint_that_lacks_something(checkpoint: Path, tmp_path: Path) -> None:
+    """Loaded in part, which the module allows: what is left is named."""
+    lacking = torch.load(checkpoint, weights_only=True)
+    for name in ("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.bias"):
+        del lacking["state_dict"][f"model.{name}"]
+    torch.save(lacking, tmp_path / "lacking.ckpt")
+    module = Late(BUILDS["meta"])
+    module.strict_loading = False
+    with pytest.raises(
+        MisconfigurationException, match=r": 'model\S+0\.mlp\.c_fc\.weight', 'model\S+c_fc\.bias'\. Give"
+    ):
+        run(ours(), module, zoo.make_batches("gpt2", 1), fit={"ckpt_path": tmp_path / "lacking.ckpt"})
+
+
+def test_room_for_tied_parameters_and_buffers() -> None:
+    module = nn.Module()
+    module.a, module.b = nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, bias=False, device="meta")
+    module.b.weight = module.a.weight
+    module.a.bias.requires_grad_(False)
+    module.register_buffer("c", torch.ones(3, device="meta"))
+    module.register_buffer("d", torch.ones(3, device="meta", dtype=torch.long))
+    module.register_parameter("e", None)
+    assert without_values(module) == ["a.weight", "a.bias", "c", "d"]
+    before = copy.copy(module.a._parameters)
+    make_room(module, {"b.weight", "d"})
+    assert without_values(module) == ["a.bias", "c"]
+    assert module.a.weight is module.b.weight and module.a.weight is not before["weight"]
+    assert module.a.weight.requires_grad and type(module.a.weight) is nn.Parameter
+    assert module.d.dtype is torch.long and module.d.device.type == "cpu"
+    make_room(module, {"a.bias"})
+    assert not module.a.bias.requires_grad

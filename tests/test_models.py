@@ -1,0 +1,134 @@
+"""The shipped models: the large ones have their published shapes, their tiny twins run the same code and train."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_roundpipe import train
+
+LARGE = {  # parameters as published (tied ones once), layers, hidden size, query heads, key heads, vocabulary, tied
+    "qwen3_1_7b": (1_720_574_976, 28, 2048, 16, 8, 151_936, True),
+    "llama3_1_8b": (8_030_261_248, 32, 4096, 32, 8, 128_256, False),
+    "gpt_oss_20b": (20_914_757_184, 24, 2880, 64, 8, 201_088, False),
+    "qwen3_32b": (32_762_123_264, 64, 5120, 64, 8, 151_936, False),
+    "qwen3_235b_a22b": (235_093_634_560, 94, 4096, 64, 4, 151_936, False),
+    "smollm2_135m": (134_515_008, 30, 576, 9, 3, 49_152, True),
+}
+PAPER = [name for name in LARGE if name != "smollm2_135m"]
+FAST = ("gpt_oss_20b", "qwen3_235b_a22b")
+SMALL = [
+    "trainer=cpu",
+    "callbacks=none",
+    "logger=none",
+    "prompt=null",
+    "trainer.max_steps=1",
+    "strategy.microbatch_size=2",
+]
+SHORT = ["data.sequence_length=32", "data.batch_size=4", "data.sequences=4", "trainer.devices=2"]
+
+
+@functools.cache
+def model(name: str) -> Any:
+    """The model of ``conf/model``, without data."""
+    with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
+        chosen = compose("train", ["hydra.runtime.output_dir=/run", f"model={name}"]).model
+    settings: Any = OmegaConf.to_container(chosen)
+    settings = {key: value for key, value in settings.items() if key not in ("_target_", "weights", "dtype")}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+
+
+def parameters(of: nn.Module) -> int:
+    return sum(p.numel() for p in of.parameters())
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_models_have_their_published_shape(name: str) -> None:
+    size, layers, hidden, heads, keys, vocabulary, tied = LARGE[name]
+    found, config = model(name), model(name).config
+    assert parameters(found) == size
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (layers, hidden, vocabulary)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (heads, keys)
+    assert config.tie_word_embeddings is tied
+    assert (found.get_output_embeddings().weight is found.get_input_embeddings().weight) is tied
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_twins_run_the_same_code(name: str) -> None:
+    """The same modules with the same parameters in them, under the same names; groups of heads, windows and experts."""
+    large, tiny = model(name), model(f"tiny_{name}")
+    assert 100_000 < parameters(tiny) < 500_000
+    for one, other in ((large, tiny), (tiny, large)):
+        names = {n: (type(m), {k for k, p in m._parameters.items() if p is not None}) for n, m in one.named_modules()}
+        known = {n: (type(m), {k for k, p in m._parameters.items() if p is not None}) for n, m in other.named_modules()}
+        shallow = {n: what for n, what in names.items() if n in known}
+        assert len(shallow) > 15 and all(known[n] == what for n, what in shallow.items())
+        assert {what[0] for what in names.values()} == {what[0] for what in known.values()}
+    a, b = large.config, tiny.config
+    assert b.tie_word_embeddings is a.tie_word_embeddings
+    assert b.num_attention_heads > b.num_key_value_heads
+    assert b.rope_parameters["rope_type"] == a.rope_parameters["rope_type"] or name == "llama3_1_8b"
+    assert getattr(b, "layer_types", [])[:4] == getattr(a, "layer_types", [])[:4]
+    assert (getattr(b, "sliding_window", None) is None) == (getattr(a, "sliding_window", None) is None)
+    for count in ("num_local_experts", "num_experts", "num_experts_per_tok"):
+        assert (getattr(b, count, 0) > 1) == (getattr(a, count, 0) > 1)
+
+
+def summary_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """What ``roundpipe-train`` leaves with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
+    monkeypatch.setattr(train, "_quiet", lambda: None)  # it takes over what pytest listens with
+    train.main()
+    found: dict[str, Any] = json.loads((Path(capfd.readouterr().out.splitlines()[-1]) / "summary.json").read_text())
+    return found
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def check(summary: dict[str, Any]) -> None:
+    assert summary["steps"] == 1
+    assert summary["microbatches"] == 2
+    assert summary["val_loss_after"] != summary["val_loss_before"]
+    assert 4 < summary["val_loss_after"] < 7  # log 256 = 5.5
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PAPER])
+def test_the_papers_rows_train_their_tiny_twins(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    check(summary_of(monkeypatch, capfd, f"experiment=paper_{name}", f"model=tiny_{name}", *SMALL, *SHORT))
+
+
+@pytest.mark.slow
+def test_the_last_twin_trains(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    check(summary_of(monkeypatch, capfd, "model=tiny_smollm2_135m", *SMALL, *SHORT))
+
+
+ADAPTERS = [(name, lora) for name in LARGE for lora in ("attention", "all_linear")]
+ADAPTERS += [(name, "moe_experts") for name in ("gpt_oss_20b", "qwen3_235b_a22b")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "lora"), ADAPTERS)
+def test_twins_train_with_adapters(
+    name: str, lora: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["optimizer.lr=0.1", "trainer.max_steps=2", f"model=tiny_{name}", f"lora={lora}"]
+    summary = summary_of(monkeypatch, capfd, *SMALL, *SHORT, *arguments)
+    assert summary["steps"] == 2
+    assert summary["val_loss_after"] != summary["val_loss_before"]

@@ -1,0 +1,61 @@
+"""Mixtures of experts: recomputation routes as the forward did, experts may be idle, and a block may be cut."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+from harness import assert_same, ours, run
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from zoo_runs import expected
+
+
+def test_recomputation_routes_as_the_forward_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, and from the same numbers: nothing in a block depends on whether gradients are on."""
+    routed: dict[bytes, list[tuple[bool, torch.Tensor]]] = defaultdict(list)
+    real = GptOssTopKRouter.forward
+
+    def forward(self: Any, hidden: torch.Tensor) -> Any:
+        out = real(self, hidden)
+        key = b"".join(t.detach().numpy().tobytes() for t in (hidden, self.weight, self.bias))
+        routed[key].append((torch.is_grad_enabled(), out[-1].detach().clone()))
+        return out
+
+    monkeypatch.setattr(GptOssTopKRouter, "forward", forward)
+    module = zoo.make_module("gpt_oss")
+    plan = harness.per_call(5, 3)
+    run(ours(num_microbatches=3, plan=plan), module, zoo.make_batches("gpt_oss"), devices=2)
+    blocks = 2 * 3 * 3  # of three microbatches in three steps
+    assert len(routed) == blocks
+    for found in routed.values():
+        assert len(found) >= 2  # its recomputation was given the same numbers
+        assert all(torch.equal(found[0][1], other) for _, other in found)
+    assert any(not grad for found in routed.values() for grad, _ in found)
+
+
+def test_experts_without_tokens_have_the_gradients_of_plain_training() -> None:
+    module = zoo.make_module("gpt_oss")
+    for block in module.model.model.layers:
+        block.mlp.router.bias.data[3] = -1e4
+    batches = zoo.make_batches("gpt_oss")
+    plain = run("auto", copy.deepcopy(module), batches)
+    idle = plain.grads[0]["model.model.layers.0.mlp.experts.down_proj"]
+    assert idle is not None and not idle[3].any() and idle[0].any()
+    assert_same(plain, run(ours(num_microbatches=3), module, batches, devices=2))
+
+
+@pytest.mark.parametrize("layers", [["GptOssExperts"], ["GptOssAttention", "GptOssMLP"]])
+def test_a_block_that_is_too_large_can_be_cut(layers: list[str]) -> None:
+    result = run(
+        ours(num_microbatches=3, layers=layers), zoo.make_module("gpt_oss"), zoo.make_batches("gpt_oss"), devices=2
+    )
+    assert_same(expected("gpt_oss", False, 3), result)
+    assert result.report is not None
+    names = [call["layer"] for call in result.report["costs"]["calls"]]
+    assert not any(name.endswith(("layers.0", "layers.1")) for name in names)
+    assert sum(name.endswith(("experts", "mlp")) for name in names) == 2

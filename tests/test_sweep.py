@@ -1,0 +1,100 @@
+"""What a sweep leaves, from folders of runs made by hand: the table, the file, and the picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+
+from lightning_roundpipe.sweep import present, read_runs, varied_settings
+from lightning_roundpipe.sweep_picture import figure_of
+
+NUMBERS = {"bubble_pct": 50.0, "peak_host_gib": 2.0, "train_loss": 1.0, "val_loss_after": 1.5}
+
+
+def sweep(folder: Path, *runs: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a sweep that left these overrides and summaries."""
+    for number, (overrides, summary) in enumerate(runs):
+        (folder / str(number) / ".hydra").mkdir(parents=True)
+        (folder / str(number) / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides.split()))
+        (folder / str(number) / "summary.json").write_text(json.dumps(summary))
+    return read_runs(folder)
+
+
+def finished(step_time: float, device: float | None, microbatches: int | None) -> dict[str, Any]:
+    return NUMBERS | {"step_time_s": step_time, "peak_device_gib": device, "microbatches": microbatches}
+
+
+def lines(axes: Axes) -> dict[str, list[tuple[float, float]]]:
+    """The lines of a panel by their labels: what the ticks below say, and the value."""
+    ticks = [float(tick.get_text()) for tick in axes.figure.axes[-1].get_xticklabels()]  # type: ignore[union-attr]
+    found = {}
+    for line in axes.get_lines():
+        points = zip(line.get_xdata(), line.get_ydata(), strict=True)  # type: ignore[arg-type]
+        found[str(line.get_label())] = [(ticks[int(x)], float(y)) for x, y in points]
+    return found
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    """Microbatches of 1 and 4 samples of 8, twice, the last one failed, and trainer.max_steps the same for all."""
+    return sweep(
+        tmp_path,
+        ("strategy.microbatch_size=4 strategy.staleness=0 trainer.max_steps=3", finished(0.5, 0.25, 2)),
+        ("strategy.microbatch_size=1 strategy.staleness=0 trainer.max_steps=3", finished(0.25, 0.125, 8)),
+        ("strategy.microbatch_size=4 strategy.staleness=1 trainer.max_steps=3", finished(0.4, 0.5, 2)),
+        ("strategy.microbatch_size=1 strategy.staleness=1 trainer.max_steps=3", {"error": "ValueError: too [small]"}),
+    )
+
+
+def test_the_picture_has_a_line_for_each_way_to_set_the_rest(rows: list[dict[str, Any]]) -> None:
+    figure = figure_of(rows, varied_settings(rows))
+    assert figure is not None
+    time, device, host = figure.axes
+    assert lines(time) == {"staleness 0": [(2, 500), (8, 250)], "staleness 1": [(2, 400)]}
+    assert lines(device) == {"staleness 0": [(2, 256), (8, 128)], "staleness 1": [(2, 512)]}
+    assert lines(host) == {"staleness 0": [(2, 2), (8, 2)], "staleness 1": [(2, 2)]}
+    assert [axes.get_title("left") for axes in figure.axes] == [
+        *("step time (ms)", "device memory, peak (MiB)", "host memory, peak (GiB)")
+    ]
+    assert host.get_xlabel() == "microbatches"
+    assert figure.get_supxlabel() == "run 3 (microbatch size 1, staleness 1) failed: ValueError: too [small]"
+
+
+def test_another_setting_is_the_axis_where_microbatches_stay_the_same(tmp_path: Path) -> None:
+    made = sweep(
+        tmp_path,
+        ("lora.r=16", finished(3.0, None, 4)),
+        ("lora.r=4", finished(2.0, None, 4)),
+    )
+    figure = figure_of(made, varied_settings(made))
+    assert figure is not None
+    assert [axes.get_title("left") for axes in figure.axes] == ["step time (s)", "host memory, peak (GiB)"]
+    assert list(lines(figure.axes[0]).values()) == [[(4, 2.0), (16, 3.0)]]
+    assert figure.axes[-1].get_xlabel() == "r"
+
+
+def test_everything_is_left_and_shown(
+    rows: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    present(rows, tmp_path)
+    said = capsys.readouterr().out
+    assert "Sweep: 4 runs" in said and "run 3 failed: ValueError: too [small]" in said
+    assert "max steps" not in said  # it is the same for all
+    assert [line.split()[3] for line in said.splitlines() if line.split()[:1] == ["3"]] == ["failed"]
+    with (tmp_path / "sweep.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert [row["microbatches"] for row in written] == ["2", "8", "2", ""]
+    assert [row["trainer.max_steps"] for row in written] == ["3"] * 4
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_of_failures_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    present(sweep(tmp_path, ("lora.r=0", {"error": "ValueError: no"})), tmp_path)
+    assert "run 0 failed: ValueError: no" in capsys.readouterr().out
+    assert not (tmp_path / "sweep.png").exists()

@@ -1,0 +1,353 @@
+"""Texts, prompts and conversations from files: what is learnt of them, how they lie in rows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning_utilities.core import rank_zero
+from tiny_tokenizer import CHAT, FORGETFUL, MARKED, tiny_tokenizer
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_roundpipe.data import TextFiles, records, text_files
+from lightning_roundpipe.data.encoding import CannotEncode, Encoder
+from lightning_roundpipe.data.records import Chat, Completion, Record, Text, read_records
+from lightning_roundpipe.data.rows import NO_TARGET, packed
+
+decode = tiny_tokenizer().decode
+USER = {"role": "user", "content": "the ab?"}
+ASSISTANT = {"role": "assistant", "content": "abbey"}
+
+
+def jsonl(path: Path, lines: Iterable[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def texts(number: int = 40) -> list[Any]:
+    return [{"text": f"{letter}{number} " * (1 + number % 7)} for number in range(number) for letter in "xy"[:1]]
+
+
+def questions(number: int = 40) -> list[Any]:
+    return [{"prompt": f"{number}" * (1 + number % 5), "completion": f"={number * number}"} for number in range(number)]
+
+
+def module(path: Path, **settings: Any) -> TextFiles:
+    options: dict[str, Any] = {"sequence_length": 32, "batch_size": 4, "validation_fraction": 0.2} | settings
+    options = {"tokenizer": tiny_tokenizer(), "vocab_size": 300, "cache_folder": path.parent / "cache"} | options
+    return TextFiles(path, **options)
+
+
+def learnt(content: Any, loss_on: str = "completions", **tokenizer: Any) -> tuple[str, str]:
+    """The whole of what is encoded, and what is learnt of it, as text."""
+    made = tiny_tokenizer(**tokenizer)
+    tokens = Encoder(made, loss_on).encode(content)
+    return made.decode(np.maximum(tokens, ~tokens)), made.decode(tokens[tokens >= 0])
+
+
+def rows_of(data: TextFiles, kind: str = "train") -> list[dict[str, Tensor]]:
+    loader = data.train_dataloader() if kind == "train" else data.val_dataloader()
+    return [{key: value[i] for key, value in batch.items()} for batch in loader for i in range(len(batch["labels"]))]
+
+
+# ---------------------------------------------------------------------------------------------------- what is learnt
+
+
+def test_of_a_text_everything_is_learnt() -> None:
+    assert learnt(Text("the ab")) == ("the ab<end>",) * 2
+    assert learnt(Text("the ab"), begins=True) == ("<begin>the ab<end>", "the ab<end>")
+    assert learnt(Text("the", last=False), begins=True) == ("<begin>the", "the")  # it goes on with another piece
+    assert learnt(Text("the", first=False), begins=True) == ("the<end>",) * 2
+
+
+def test_of_a_prompt_nothing_is_learnt() -> None:
+    question = Completion("a the ", "answer\u00e9")
+    assert learnt(question) == ("a the answer\u00e9<end>", "answer\u00e9<end>")
+    assert learnt(question, begins=True) == ("<begin>a the answer\u00e9<end>", "answer\u00e9<end>")
+    assert learnt(question, "everything") == ("a the answer\u00e9<end>",) * 2
+    # A token across the seam belongs to the completion; the tokens are those of the text as it stands.
+    assert learnt(Completion("a", "bc")) == ("abc<end>", "abc<end>")
+    assert learnt(Completion("", "bc")) == ("bc<end>",) * 2
+
+
+def test_of_a_conversation_what_the_assistant_says_is_learnt() -> None:
+    chat = Chat([{"role": "system", "content": "be"}, USER, ASSISTANT, USER, ASSISTANT | {"content": "b"}])
+    start = "<begin><system>be<turn>\n<user>the ab?<turn>\n<assistant>abbey<turn>\n"
+    whole = f"{start}<user>the ab?<turn>\n<assistant>b<turn>\n"
+    assert learnt(chat) == (whole, "abbey<turn>\nb<turn>\n")
+    assert learnt(chat, "everything") == (whole, whole)
+    _, marked = learnt(chat, chat_template=MARKED)  # by the template's own marks
+    assert marked == "abbey<turn>b<turn>"
+
+
+@pytest.mark.parametrize(
+    ("content", "template", "reason"),
+    [
+        (Chat([USER, ASSISTANT]), None, "the tokenizer has no chat template"),
+        (Chat([USER]), CHAT, 'no message is from "assistant"'),
+        (Chat([ASSISTANT]), CHAT, 'its first message is from "assistant"'),
+        (Chat([USER, ASSISTANT, USER, ASSISTANT]), FORGETFUL, "writes messages up to 2 differently"),
+        (Chat([USER, ASSISTANT]), "{{ raise_exception('only poems') }}", "refuses it: only poems"),
+        (Chat([USER, ASSISTANT]), f"{CHAT}{{% generation %}}{{% endgeneration %}}", "no token to be learnt"),
+        (Text("t"), CHAT, "no token to be learnt"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_learnt(content: Any, template: str | None, reason: str) -> None:
+    made = tiny_tokenizer(template)
+    if isinstance(content, Text):
+        made.eos_token = None
+    with pytest.raises(CannotEncode, match=reason):
+        Encoder(made, "completions").encode(content)
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+BAD = [
+    ("{", r"no JSON \(Expecting property name enclosed in double quotes, column \d\)"),
+    ("[1]", "no JSON object but a list"),
+    ("{}", "the record has none of"),
+    ({"text": "a", "messages": []}, "the record has several of"),
+    ({"text": 5}, '"text" is no text but a int'),
+    ({"text": " "}, '"text" is empty'),
+    ({"prompt": "a"}, '"completion" is missing'),
+    ({"prompt": "a", "completion": ""}, '"completion" is empty'),
+    ({"text": "\ud800"}, "half of a character"),
+    ({"messages": "hi"}, '"messages" is no list of messages'),
+    ({"messages": [USER, "hi"]}, "message 2 is no JSON object but a str"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2: "content" is no text but a NoneType'),
+    ({"messages": [{"content": "a"}]}, 'message 1: "role" is missing'),
+    ("[" * 100_000, "nested too deeply|no JSON"),
+]
+
+
+def test_every_bad_record_is_named(tmp_path: Path) -> None:
+    """With file, line and reason, before anything is written."""
+    jsonl(tmp_path / "data" / "good.jsonl", texts())
+    for line, reason in BAD:
+        jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [texts(1)[0], "", line, texts(1)[0]])
+        with pytest.raises(
+            ValueError, match=rf"^data\.path: 1 of 43 records cannot be used: sub/bad\.jsonl line 3: .*({reason})"
+        ):
+            module(tmp_path / "data").prepare_data()
+    assert not (tmp_path / "cache").exists()
+    jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [line for line, _ in BAD])
+    with pytest.raises(ValueError, match=r"14 of 54 records .* line 1: .* line 10: [^;]*; and 4 more\. Correct"):
+        module(tmp_path / "data").prepare_data()
+
+
+def test_bad_bytes_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine\nnot f\xfcne\n")
+    with pytest.raises(ValueError, match=r"a\.txt line 2: no UTF-8 \(byte 6 of the line\)"):
+        module(tmp_path / "a.txt").prepare_data()
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\n{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"1 of 2 records .* a\.jsonl line 2: no UTF-8 \(byte 11 of the line\)"):
+        module(tmp_path / "a.jsonl").prepare_data()
+
+
+def test_a_record_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": [USER, ASSISTANT]}, {"messages": [USER]}])
+    with pytest.raises(
+        ValueError, match=r'^data\.path: 1 of 2 records .* a\.jsonl line 2: no message is from "assistant"'
+    ):
+        module(path).prepare_data()
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_line_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "LONGEST_LINE", 1000)
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b" * 5000}, {"text": "a"}])
+    with pytest.raises(ValueError, match=r"1 of 2 records .* a\.jsonl line 2: the line is longer than"):
+        module(path).prepare_data()
+
+
+# ---------------------------------------------------------------------------------------------------- rows
+
+
+def test_a_text_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is cut, nothing is lost, and only its two ends are ends."""
+    for text in ("", "a\nbc\n", "the ab\n" * 50 + "end", "\u00e9" * 333, "x" * 700 + "\n" + "y" * 64):
+        for piece in (7, 64, 100_000):
+            monkeypatch.setattr(records, "PIECE", piece)
+            (tmp_path / "a.txt").write_text(text)
+            found = list(read_records(tmp_path / "a.txt"))
+            if not text:
+                assert [record.reason for record in found] == ["the file is empty"]  # type: ignore[union-attr]
+                continue
+            pieces = [record.content for record in found if isinstance(record, Record)]
+            assert "".join(piece.text for piece in pieces) == text  # type: ignore[union-attr]
+            assert [(p.first, p.last) for p in pieces] == [  # type: ignore[union-attr]
+                (i == 0, i == len(pieces) - 1) for i in range(len(pieces))
+            ]
+            assert len(pieces) == 1 or piece < 100_000
+
+
+def test_joined_rows_hold_every_token_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "PIECE", 64)
+    (tmp_path / "data").mkdir()
+    for name in "ab":
+        (tmp_path / "data" / f"{name}.txt").write_text(f"{name} the ab\n" * 60)
+    jsonl(tmp_path / "data" / "c.jsonl", [*texts(5), *texts(5)])
+    data = module(tmp_path / "data", rows="joined", validation_path=tmp_path / "data")
+    rows = rows_of(data, "validation")
+    whole = "".join(f"{name} the ab\n" * 60 + "<end>" for name in "ab") + "".join(
+        f"{r['text']}<end>" for r in texts(5) * 2
+    )
+    made = tiny_tokenizer().decode(torch.cat([row["input_ids"] for row in rows]))
+    assert len(made) > len(whole) - 64 and whole.startswith(made)
+    assert all(torch.equal(row["input_ids"], row["labels"]) for row in rows)
+
+
+def test_packed_records_do_not_see_each_other(tmp_path: Path) -> None:
+    """A row's loss is that of its records by themselves, in a batch of several rows; padding counts for nothing."""
+    path = jsonl(tmp_path / "a.jsonl", questions())
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+
+    def losses(batch: dict[str, Tensor]) -> tuple[float, int]:
+        targets = int((batch["labels"][:, 1:] != NO_TARGET).sum())
+        with torch.no_grad():
+            return float(model(**batch, use_cache=False).loss) * targets, targets
+
+    found = {}
+    for rows in ("packed", "padded"):
+        data = module(path, rows=rows, validation_path=path, batch_size=2)
+        sums = [losses(batch) for batch in data.val_dataloader()]
+        found[rows] = [sum(values) for values in zip(*sums, strict=True)]
+        assert len(rows_of(data, "validation")) == 40 if rows == "padded" else len(rows_of(data, "validation")) < 14
+    encoder = Encoder(tiny_tokenizer(), "completions")
+    alone = []
+    for question in questions():
+        tokens = encoder.encode(Completion(question["prompt"], question["completion"]))
+        ids = torch.from_numpy(np.maximum(tokens, ~tokens))[None].long()
+        alone.append(
+            losses({"input_ids": ids, "labels": torch.where(torch.from_numpy(tokens)[None] < 0, NO_TARGET, ids)})
+        )
+    expected = [sum(values) for values in zip(*alone, strict=True)]
+    assert found["packed"] == pytest.approx(expected, rel=1e-5)
+    assert found["padded"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_packing_fills_rows() -> None:
+    lengths = np.array([5, 3, 8, 2, 2, 6, 1, 8, 4])
+    rows = packed(lengths, 8)
+    assert [int(lengths[rows == row].sum()) for row in range(rows.max() + 1)] == [8] * 4 + [7]
+    many = np.random.default_rng(0).integers(1, 100, 2000)
+    sums = np.bincount(packed(many, 128), many)
+    assert sums.max() <= 128
+    assert sums.mean() > 126
+
+
+def test_training_and_validation_share_no_text(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", texts(30) * 3)  # each of them three times
+    data = module(path, rows="padded", sequence_length=64)
+    training, validation = (
+        {decode(row["input_ids"][row["attention_mask"] == 1]) for row in rows_of(data, kind)}
+        for kind in ("train", "validation")
+    )
+    assert not training & validation
+    assert len(validation) == 6
+    assert 20 < len(training) <= 24  # the last batch may be smaller, and is left out
+    other = module(path, rows="padded", sequence_length=64, seed=1)
+    assert {decode(row["input_ids"][row["attention_mask"] == 1]) for row in rows_of(other, "v")} != validation
+    few = module(path, rows="padded", sequence_length=64, max_validation_sequences=2)
+    assert len(rows_of(few, "validation")) == 2
+
+
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+def test_records_that_are_too_long(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(text_files, "rank_zero_info", said.append)
+    long = {"prompt": "p", "completion": "c" * 50, "id": 7}
+    path = jsonl(tmp_path / "a.jsonl", [*questions(), long])
+    options = {"rows": rows, "validation_path": path}
+    with pytest.raises(
+        ValueError, match=r"length=32: there are 1 records of more than 32 tokens, a\.jsonl line 41 first"
+    ):
+        module(path, **options).setup("fit")
+    joined = [decode(row["input_ids"]) for row in rows_of(module(path, **options, too_long="drop"), "v")]
+    assert not any("cc" in row for row in joined)
+    assert "without 1 records of more than 32 tokens, a.jsonl line 41 first" in said[-1]
+    joined = [decode(row["input_ids"]) for row in rows_of(module(path, **options, too_long="truncate"), "v")]
+    assert [row for row in joined if "cc" in row] == ["p" + "c" * 31]
+    assert "truncated: 1 records" in said[-1]
+    assert "keys that nobody reads: id" in said[0]
+    jsonl(path, [*questions(), {"prompt": "p" * 50, "completion": "c"}])
+    with pytest.raises(ValueError, match=r"leaves nothing to be learnt of a\.jsonl line 41: its prompt alone"):
+        module(path, **options, too_long="truncate").setup("fit")
+
+
+# ---------------------------------------------------------------------------------------------------- from disk
+
+
+def test_tokens_are_made_once_for_what_they_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    encode = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda *args: made.append(1) or encode(*args))  # type: ignore[func-returns-value]
+    path = jsonl(tmp_path / "a.jsonl", questions(8))
+
+    def count(**settings: Any) -> int:
+        made.clear()
+        module(path, batch_size=1, **settings).setup("fit")
+        return len(made)
+
+    assert [count(), count(), count(sequence_length=20, seed=3, rows="padded")] == [8, 0, 0]
+    assert [count(loss_on="everything"), count(tokenizer=tiny_tokenizer(begins=True)), count()] == [8, 8, 0]
+    jsonl(path, questions(9))
+    assert [count(), count()] == [9, 0]
+
+
+def test_other_processes_load_the_same_rows(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", questions(60))
+    here = [row["input_ids"] for row in rows_of(module(path))]
+    there = [row["input_ids"] for row in rows_of(module(path, num_workers=2))]
+    assert torch.equal(torch.stack(here), torch.stack(there))
+
+
+def test_a_store_is_sent_as_its_path(tmp_path: Path) -> None:
+    """And not with what has been read of it: other processes map the files themselves."""
+    (tmp_path / "a.txt").write_text("the ab\n" * 20_000)
+    data = module(tmp_path / "a.txt", rows="joined", validation_path=tmp_path / "a.txt")
+    loader = data.train_dataloader()
+    first: Any = loader.dataset[0]
+    sent = pickle.dumps(loader.dataset)
+    assert len(sent) < 10_000
+    assert torch.equal(pickle.loads(sent)[0]["input_ids"], first["input_ids"])
+    assert isinstance(loader.dataset._store.tokens, np.memmap)  # type: ignore[attr-defined]
+
+
+def test_a_resumed_epoch_goes_on(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", questions(60))
+    whole = module(path, batch_size=2).train_dataloader()
+    batches = [batch["input_ids"] for batch in whole]
+    assert len(batches) > 3
+    again = module(path, batch_size=2, num_workers=1).train_dataloader()
+    iterator = iter(again)
+    for _ in range(2):
+        next(iterator)
+    resumed = module(path, batch_size=2, num_workers=1).train_dataloader()
+    resumed.load_state_dict(again.state_dict())
+    del iterator
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in resumed]), torch.cat(batches[2:]))
+
+
+def test_what_there_is_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    jsonl(tmp_path / "data" / "a.jsonl", [question | {"source": "me"} for question in questions()])
+    (tmp_path / "data" / "README.md").write_text("no data")
+    with caplog.at_level("INFO", logger=rank_zero.__name__):
+        module(tmp_path / "data").setup("fit")
+    first, second, third = caplog.messages
+    assert first.startswith("data.path: 40 records of ") and "tokens in 1 file(s)" in first
+    assert "not read, as they end in neither .jsonl nor .txt: README.md; keys that nobody reads: source" in first
+    assert second.startswith("training: 32 records in ") and third.startswith("validation: 8 records in ")
