@@ -14,10 +14,19 @@ from torch import nn
 from lightning_roundpipe.commands.choices import make_model, read_config, read_machine
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
+from lightning_roundpipe.model.refine import Refined, Size, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.estimate import estimate_costs
+from lightning_roundpipe.planning.estimate import estimate_costs, layer_bytes
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import Item, Parameters, ahead_within, device_bytes, device_items, host_items
+from lightning_roundpipe.planning.memory import (
+    ARENAS,
+    Item,
+    Parameters,
+    ahead_within,
+    device_bytes,
+    device_items,
+    host_items,
+)
 from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_steps
 from lightning_roundpipe.planning.profile import Hardware, Precision
 from lightning_roundpipe.planning.schedule import Plan
@@ -63,18 +72,27 @@ class Wish:
 
 
 class Shape:
-    """A model without data, on a machine."""
+    """A model without data, on a machine.
+
+    Args:
+        memory: bytes that each worker may use, which layers are cut to fit as in training; None: no limit.
+    """
 
     def __init__(
-        self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0
-    ) -> None:
+        self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0,
+        memory: int | None = None,
+    ) -> None:  # fmt: skip
         config = read_config(model)
         self.longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
         self.hardware = hardware
         self._module = make_model(config, model, lora, precision)
         root = nn.Module()
         root.model = self._module  # as a LightningModule has it, so that layers have the names they will have
-        self._layers = find_layers(root)
+        found = find_layers(root)
+        self.refined = Refined(found)
+        if memory is not None:
+            self.refined = cut_to_fit(found, lambda layer: Size(*layer_bytes(layer)), memory // ARENAS)
+        self._layers = self.refined.layers if self.refined.stuck is None else found
         self._lean = _is_lean(self._module)
         weights = list(self._module.parameters())
         trained = sum(p.numel() for p in weights if p.requires_grad)
@@ -130,6 +148,7 @@ class Outlook:
     plan: Plan
     run: Run | None
     longest: Longest
+    refined: Refined
 
     @cached_property
     def device_items(self) -> list[Item]:
@@ -138,6 +157,11 @@ class Outlook:
     @cached_property
     def host_items(self) -> list[Item]:
         return host_items(self.plan, self.costs, self.parameters)
+
+    @property
+    def cuts(self) -> list[str]:
+        """Layers that were too large for a worker, and into what they are cut."""
+        return self.refined.summary() if self.refined.stuck is None else []
 
     @property
     def memory(self) -> int | None:
@@ -187,7 +211,8 @@ def look(wish: Wish) -> Outlook:
         ValueError: something of the wish is not known or makes no sense. That it does not fit is an answer.
     """
     machine = read_machine(wish.hardware)
-    shape = Shape(wish.model, wish.lora, wish.precision, machine, wish.staleness)
+    memory = wish.memory or (None if machine.memory is None else int(MEMORY_SHARE * machine.memory))
+    shape = Shape(wish.model, wish.lora, wish.precision, machine, wish.staleness, memory)
     if wish.sequence_length > shape.longest:
         raise ValueError(
             f"sequence_length={wish.sequence_length} is longer than the {shape.longest} tokens that model={wish.model} "
@@ -195,15 +220,15 @@ def look(wish: Wish) -> Outlook:
         )
     workers = wish.workers or machine.workers
     microbatches = wish.microbatches or 2 * workers
-    memory = wish.memory or (None if machine.memory is None else int(MEMORY_SHARE * machine.memory))
     size, costs = _choose_size(shape, wish, workers, microbatches, memory)
     limits, rules = _limits(costs, wish, workers, microbatches, memory), shape.rules(wish.staleness)
     plan, fits = _make_plan(costs, wish, workers, microbatches, limits, rules.host)
     run = run_steps(plan, costs, workers, microbatches, rules, 2 * _STEPS) if fits else None
     longest = find_longest(shape, workers, microbatches, memory)
     return Outlook(
-        wish, machine, shape.parameters, costs, workers, microbatches, size, limits, rules, plan, run, longest
-    )
+        wish, machine, shape.parameters, costs, workers, microbatches, size, limits, rules, plan, run, longest,
+        shape.refined,
+    )  # fmt: skip
 
 
 def _choose_size(shape: Shape, wish: Wish, workers: int, microbatches: int, memory: int | None) -> tuple[int, Costs]:
@@ -297,6 +322,7 @@ def as_dict(found: Outlook) -> dict[str, Any]:
         "sequence_length": wish.sequence_length,
         "parameters": parameters.trained + parameters.frozen,
         "trained_parameters": parameters.trained,
+        "cut": found.cuts,
         "plan": str(plan),
         "forward": [len(span) for span in plan.forward],
         "fused": len(plan.fused) - 1,

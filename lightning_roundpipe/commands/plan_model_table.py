@@ -23,6 +23,8 @@ def as_table(found: Outlook) -> RenderableType:
         f"{found.hardware.title}: {found.workers} workers, {found.microbatches} microbatches of "
         f"{found.microbatch_size} x {wish.sequence_length} tokens, {wish.precision}, staleness {wish.staleness}",
     ]
+    if found.cuts:
+        head.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}")
     device = _memory_table("Each worker", found.device_items, found.memory, locked=False)
     host = _memory_table("Host", found.host_items, found.hardware.host_memory, locked=True)
     parts: list[RenderableType] = [Text(line) for line in [*head, "", *_verdict(found)]]
@@ -50,6 +52,9 @@ def _verdict(found: Outlook) -> list[str]:
 
 
 def _remedy(found: Outlook) -> str:
+    if (stuck := found.refined.stuck) is not None:
+        why = f"Layer {stuck.name} is too large and cannot be cut: {stuck.why}."
+        return f"{why} Take devices with more memory, or {stuck.remedy}."
     if not found.fits_device:
         smaller = "microbatch_size" if found.microbatch_size > 1 else "sequence_length"
         return f"Lower {smaller}, or take devices with more memory."

@@ -33,7 +33,7 @@ def find_layers(root: nn.Module, requested: Sequence[str | type] | None = None) 
     Raises:
         ValueError: if a requested name matches no module, or nothing has parameters.
     """
-    forced = _match_requested(root, requested) if requested else set()
+    forced = find_requested(root, requested or ())
     search = _Search(root, forced)
     for name, child in root.named_children():
         search.visit(name, child)
@@ -90,7 +90,8 @@ class _Search:
         return any(inner in wanted for inner in module.modules())
 
 
-def _match_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn.Module]:
+def find_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn.Module]:
+    """Those modules of ``root`` that ``requested`` asks for, see `find_layers`."""
     named = {n: m for n, m in root.named_modules(remove_duplicate=False) if m is not root}
     matched: dict[nn.Module, str | None] = {}
     """Each module that is to be a layer, and the qualified name that it was asked for by."""

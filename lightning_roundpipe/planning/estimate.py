@@ -70,6 +70,12 @@ def estimate_costs(
     return walk.costs()
 
 
+def layer_bytes(layer: nn.Module) -> tuple[int, int]:
+    """What weights and gradients of ``layer`` take on a worker; its weights have the format that they travel in."""
+    weights = sum(_aligned(p.nbytes) for p in layer.parameters())
+    return weights, sum(_aligned(p.numel() * GRADIENT_BYTES) for p in layer.parameters() if p.requires_grad)
+
+
 @contextmanager
 def _autocast_knows_meta() -> Iterator[None]:
     """PEFT switches autocast off around experts by the device of their weights, and for this one there is none."""
@@ -139,13 +145,13 @@ class _Walk:
     @staticmethod
     def _cost(call: _Called, loss_backward_s: float) -> CallCost:
         found, after = call.measured, call.after
-        trained = [p for p in _parameters(call.layer) if p.requires_grad]
+        weights, gradients = layer_bytes(call.layer)
         return CallCost(
             layer=call.name,
             forward_s=found.forward.seconds + after.seconds - loss_backward_s,
             backward_s=found.backward.seconds + loss_backward_s,
-            weight_bytes=sum(_aligned(p.numel() * p.element_size()) for p in _parameters(call.layer)),
-            gradient_bytes=sum(_aligned(p.numel() * GRADIENT_BYTES) for p in trained),
+            weight_bytes=weights,
+            gradient_bytes=gradients,
             boundary_bytes=call.boundary,
             # The loss begins when the head's forward has ended, and ends before the head's backward begins.
             activation_bytes=found.inputs + max(found.peak, found.kept + after.peak),

@@ -1,20 +1,24 @@
 """What a worker may use of its device, and whether the layers and a plan written by hand keep to it.
 
 A layer is the smallest thing that is moved, so one that exceeds the budget can never run. That is known before the
-first batch, and said then; what its calls need beside weights and gradients is measured in the first batch.
+first batch, where it is cut or refused; what its calls need beside weights and gradients is measured in that batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.model.layers import find_layers, find_requested
+from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import ARENAS, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.sums import HostGradients
-from lightning_roundpipe.runtime.weights import HostLayer
+from lightning_roundpipe.runtime.flats import aligned
+from lightning_roundpipe.runtime.formats import Formats
 
 _SHARE = 0.9
 """Of a device's memory, where ``memory_budget`` is not set."""
@@ -44,21 +48,39 @@ def capacity_of(devices: Sequence[Device]) -> int | None:
     return min((c for c in (device.capacity() for device in devices) if c is not None), default=None)
 
 
-def check_layers_fit(layers: Sequence[HostLayer], options: Options, devices: Sequence[Device]) -> None:
-    """``ValueError`` unless there is room for the arenas of the largest layer, which nothing runs without."""
-    limit, setting = worker_bytes(options, devices), "memory_budget"
+def layers_that_fit(module: nn.Module, options: Options, devices: Sequence[Device], formats: Formats) -> Refined:
+    """The layers of ``module``, cut where the arenas of the largest would not fit, without which nothing runs.
+
+    Raises:
+        ValueError: if there is a layer that does not fit and cannot be cut.
+    """
+    found = find_layers(module, options.layers)
+    allowed = worker_bytes(options, devices)
+    if allowed is None:
+        return Refined(found)
+    whole = set(find_requested(module, options.layers or ()))
+    refined = cut_to_fit(found, lambda layer: _size_of(layer, formats), allowed // ARENAS, whole)
+    limit, setting = allowed, "memory_budget"
     if options.memory_budget is None:  # the share left for activations is the plan's affair
-        limit, setting = capacity_of(devices), "emulation.memory (or use devices with more memory)"
-    weights = max(layer.nbytes for layer in layers)
-    gradients = max(HostGradients.bytes_of(layer) for layer in layers)
-    need = ARENAS * (weights + gradients)
-    if limit is not None and need > limit:
-        largest = max(layers, key=lambda layer: layer.nbytes + HostGradients.bytes_of(layer))
-        raise ValueError(
-            f"layer {largest.name!r} is too large: workers may use {limit:,} bytes, and a layer at a time needs "
-            f"{need:,} ({ARENAS} x {weights:,} for weights, {ARENAS} x {gradients:,} for gradients). Raise {setting}, "
-            "or name smaller modules in layers= so that the layer is split."
-        )
+        limit, setting = capacity_of(devices) or allowed, "emulation.memory (or use devices with more memory)"
+    stuck = refined.stuck
+    sizes = {name: _size_of(layer, formats) for name, layer in refined.layers.items()}
+    need = ARENAS * arenas_of(sizes)
+    if stuck is None or need <= limit:
+        return refined
+    weights, gradients = max(s.weights for s in sizes.values()), max(s.gradients for s in sizes.values())
+    raise ValueError(
+        f"layer {stuck.name!r} is too large: workers may use {limit:,} bytes, and a layer at a time needs {need:,} "
+        f"({ARENAS} x {weights:,} for weights, {ARENAS} x {gradients:,} for gradients). It cannot be cut: {stuck.why}. "
+        f"Raise {setting}, or {stuck.remedy}."
+    )
+
+
+def _size_of(layer: nn.Module, formats: Formats) -> Size:
+    """What `HostLayer` and the layout of gradients will say."""
+    weights = [p.numel() * formats.of(p).itemsize for p in layer.parameters()]
+    gradients = [p.nbytes for p in layer.parameters() if p.requires_grad]
+    return Size(sum(map(aligned, weights)), sum(map(aligned, gradients)))
 
 
 def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequence[Device]) -> None:

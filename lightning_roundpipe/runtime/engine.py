@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.layers import find_layers, parameters_outside
+from lightning_roundpipe.model.layers import parameters_outside
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
-from lightning_roundpipe.runtime.budget import check_layers_fit
+from lightning_roundpipe.runtime.budget import layers_that_fit
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
@@ -63,9 +63,9 @@ class Engine:
         self.options = options
         self.formats = formats = formats or Formats()
         with allowed():  # copies all weights, and there is no thread yet
-            found = find_layers(module, options.layers)
+            found = layers_that_fit(module, options, devices, formats)
             mapped = mapped_weights(module.parameters(), devices[0], formats)
-            self.layers = host_layers(found, devices[0], formats, apart=bool(options.staleness), mapped=mapped)
+            self.layers = host_layers(found.layers, devices[0], formats, apart=bool(options.staleness), mapped=mapped)
         self.units = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
         self.unit_of = {id(p): unit for unit in self.units for p in unit.masters}
         self.updates: Updates | None = None
@@ -112,7 +112,7 @@ class Engine:
         self._in_glue = parameters_outside(module, [x.module for x in self.layers])
         self.hints = Hints(module, inform)
         self._report: Callable[[], dict[str, Any]] | None = None
-        check_layers_fit(self.layers, options, devices)
+        self.hints.of_cuts(found)
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
         self.workers = self.crew.workers
         self.runners = [Runner(w, lambda: self.randomness, formats) for w in self.workers]

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.runtime.weights import HostLayer
 
 _OVER_MICROBATCHES = (
@@ -41,6 +42,12 @@ class Hints:
             self._said.add("coupled")  # looked for in the first such step only: a walk over all modules takes time
             for key, text in self._coupled(layers).items():
                 self.say(key, text)
+
+    def of_cuts(self, refined: Refined) -> None:
+        """Layers that were too large for a worker."""
+        if refined.cuts:
+            cuts = "; ".join(refined.summary())
+            self.say("cuts", f"cut {cuts}: two at a time, with their gradients, would not fit a worker.")
 
     def say(self, key: str, text: str) -> None:
         if key not in self._said:

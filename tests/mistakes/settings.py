@@ -259,17 +259,27 @@ MEMORY = [
     ),
     Mistake(
         SECTION,
-        "`memory_budget` is smaller than the largest layer",
+        "`memory_budget` is smaller than the largest module that cannot be cut",
         "layer '…' is too large: workers may use … bytes",
-        "Raise memory_budget, or name smaller modules in layers=",
-        (options(memory_budget="2KB"), options(memory_budget=0.5, emulation={"memory": "4KB"})),
+        "Raise memory_budget, or train adapters instead of it",
+        (
+            options(memory_budget="2KB", layers=None),
+            options(memory_budget=0.5, emulation={"memory": "4KB"}, layers=None),
+        ),
     ),
     Mistake(
         SECTION,
-        "the device's memory is smaller than the largest layer",
+        "`memory_budget` is smaller than a layer that `layers` names, which is not cut",
         "layer '…' is too large: workers may use … bytes",
-        "Raise emulation.memory (or use devices with more memory), or name smaller modules in layers=",
-        (options(emulation={"memory": "2KB"}),),
+        "Raise memory_budget, or name smaller modules in layers=",
+        (options(memory_budget="2KB"),),
+    ),
+    Mistake(
+        SECTION,
+        "the device's memory is smaller than the largest module that cannot be cut",
+        "layer '…' is too large: workers may use … bytes",
+        "Raise emulation.memory (or use devices with more memory), or train adapters instead of it",
+        (options(emulation={"memory": "2KB"}, layers=None),),
     ),
     Mistake(
         SECTION,

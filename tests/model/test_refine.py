@@ -1,0 +1,91 @@
+"""Layers that are too large are cut into what is in them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.model.refine import Refined, Size, cut_to_fit
+
+
+def size_of(module: nn.Module) -> Size:
+    numbers = [(p.numel(), p.requires_grad) for p in module.parameters()]
+    return Size(sum(n for n, _ in numbers), sum(n for n, trained in numbers if trained))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 5, 5))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(5, 4, bias=False), Experts()
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module | None = None, own: int = 2) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(own))
+        self.act = nn.ReLU()
+        self.paths = nn.ModuleList([nn.Linear(5, 5, bias=False), inner or nn.Linear(5, 10, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def cut(room: int, *, whole: tuple[nn.Module, ...] = (), **layers: nn.Module) -> Refined:
+    return cut_to_fit(layers, size_of, room, whole)
+
+
+def test_no_further_than_needed() -> None:
+    small, large = nn.Linear(5, 5, bias=False), Block()
+    refined = cut(2 * 77, a=small, b=large)
+    assert (list(refined.layers), refined.cuts, refined.stuck) == (["a", "b"], {}, None)
+    refined = cut(2 * 77 - 1, a=small, b=large, c=small)
+    assert list(refined.layers) == ["a", "b.paths.0", "b.paths.1", "c"] and refined.stuck is None
+    assert refined.cuts == {"b": ["b.paths.0", "b.paths.1"]}
+
+
+def test_part_by_part() -> None:
+    """The larger half of a block is cut on, the other one stays."""
+    block = Block(nn.Sequential(nn.Linear(5, 10, bias=False), nn.ReLU(), nn.Linear(10, 5, bias=False)))
+    refined = cut(2 * 50, **{"m.0": block, "m.1": Block()})
+    assert list(refined.layers) == ["m.0.paths.0", "m.0.paths.1.0", "m.0.paths.1.2", "m.1.paths.0", "m.1.paths.1"]
+    assert refined.summary() == ["m.* into paths.0, paths.1", "m.*.paths.* into 0, 2"]
+
+
+def test_the_largest_weights_and_gradients_may_be_of_different_layers() -> None:
+    """All arenas are as large as the largest of them, so that layers can be too large together."""
+    frozen = nn.Linear(5, 20).requires_grad_(False)
+    assert not cut(120 + 77, a=frozen, b=Block()).cuts
+    assert list(cut(120 + 76, a=frozen, b=Block()).cuts) == ["b"]
+
+
+def test_experts_in_one_tensor_cannot_be_cut() -> None:
+    stuck = cut(150, block=Block(Mixture())).stuck
+    assert stuck is not None and stuck.name == "block.paths.1.experts"
+    assert "'weight' (4 x 5 x 5, all experts in one tensor)" in stuck.why and "adapters" in stuck.remedy
+    frozen = cut(90, block=Block(Mixture()).requires_grad_(False)).stuck
+    assert frozen is not None and "narrower format" in frozen.remedy
+
+
+def test_what_holds_most_of_its_weights_itself_cannot_be_cut() -> None:
+    """Glue reads them, for each microbatch, and nobody counts where."""
+    assert cut(100, block=Block(own=10)).stuck is None
+    stuck = cut(100, block=Block(own=11)).stuck
+    assert stuck is not None and "'scale' (11)" in stuck.why
+
+
+def test_what_layers_share_is_not_cut_out_of_one_of_them() -> None:
+    shared = nn.Linear(5, 10)
+    stuck = cut(100, a=Block(shared), b=Block(shared)).stuck
+    assert stuck is not None and "shares a module" in stuck.why
+
+
+def test_what_was_asked_for_as_a_whole_stays_whole() -> None:
+    block = Block()
+    stuck = cut(100, whole=(block,), block=block).stuck
+    assert stuck is not None and stuck.remedy == "name smaller modules in layers="

@@ -1,0 +1,88 @@
+"""A layer that is larger than a worker allows is cut into several, and trains what it trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from harness import assert_same, ours, run
+from torch import nn
+from zoo_runs import expected
+
+from lightning_roundpipe.commands.choices import make_model, read_config, read_machine
+from lightning_roundpipe.commands.plan_model import Shape
+from lightning_roundpipe.config import Options
+from lightning_roundpipe.model.layers import find_layers
+from lightning_roundpipe.runtime.budget import layers_that_fit
+from lightning_roundpipe.runtime.formats import Formats
+
+PARTS = ["input_layernorm", "self_attn", "post_attention_layernorm", "mlp"]
+
+
+def arenas(module: nn.Module) -> int:
+    """Two for weights and two for gradients; rounding up only adds to them."""
+    return 2 * sum(p.nbytes * (1 + p.requires_grad) for p in module.parameters())
+
+
+def largest(module: nn.Module) -> int:
+    return max(map(arenas, find_layers(module).values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "devices"),
+    [("llama", False, 1), ("llama", True, 2), ("qwen3_moe", False, 2), ("gpt_oss", False, 1), ("gpt_oss", False, 2)],
+)
+def test_blocks_that_do_not_fit_are_cut(
+    name: str, lora: bool, devices: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    module = zoo.make_module(name, lora)
+    budget = largest(module)
+    options = {"num_microbatches": 3, "memory_budget": budget, "round_microbatches": 1}
+    result = run(ours(**options), module, zoo.make_batches(name, samples=3), devices=devices)
+    assert_same(expected(name, lora, 3, samples=3), result)
+    assert result.report is not None
+    assert max(result.report["peak_device_bytes"]) <= budget
+    called = [call["layer"] for call in result.report["costs"]["calls"]]
+    assert [c.rsplit(".", 1)[1] for c in called if ".layers.1." in c] == PARTS
+    said = capsys.readouterr().err + caplog.text
+    assert said.count("layers.* into self_attn, mlp, input_layernorm, post_attention_layernorm") == 1
+
+
+def test_parts_that_do_not_fit_are_cut_on() -> None:
+    """Here into single matrices, and what is between them is glue."""
+    module = zoo.make_module("llama")
+    budget = arenas(module.model.model.layers[0].mlp) - 1
+    options = {"num_microbatches": 3, "memory_budget": budget, "round_microbatches": 1}
+    result = run(ours(**options), module, zoo.make_batches("llama", samples=3), devices=2)
+    assert_same(expected("llama", False, 3, samples=3), result)
+    assert result.report is not None
+    called = [call["layer"] for call in result.report["costs"]["calls"]]
+    inner = [c.split(".layers.1.")[1] for c in called if ".layers.1." in c]
+    assert inner == [*PARTS[:3], "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (None, r"mlp\.experts' is too large.*'gate_up_proj' \(4 x 32 x 32, all experts in one tensor"),
+        (["GptOssMLP"], r"mlp' is too large.*layers= names it as a whole.*name smaller modules in layers="),
+    ],
+)
+def test_what_cannot_be_cut_is_named(layers: list[str] | None, message: str) -> None:
+    module = zoo.make_module("gpt_oss")
+    budget = arenas(module.model.model.layers[0].mlp.experts) - 1
+    with pytest.raises(ValueError, match=rf"(?s){message}"):
+        run(ours(num_microbatches=3, memory_budget=budget, layers=layers), module, zoo.make_batches("gpt_oss"))
+
+
+def test_the_plan_command_cuts_what_training_cuts() -> None:
+    name, machine = "tiny_qwen3_1_7b", read_machine("cpu")
+    root = nn.Module()
+    root.model = make_model(read_config(name), name, "none", "bf16-mixed").float()
+    formats, cuts = Formats(torch.bfloat16), []
+    for budget in (largest(root), largest(root) * 5 // 8, largest(root) * 3 // 8):
+        trained = layers_that_fit(root, Options(memory_budget=budget), [], formats)
+        planned = Shape(name, "none", "bf16-mixed", machine, memory=budget).refined
+        assert list(planned.layers) == list(trained.layers) and planned.cuts == trained.cuts
+        cuts.append(len(trained.cuts))
+    assert cuts[0] == 0 < cuts[1] < cuts[2]
