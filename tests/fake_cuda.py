@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_roundpipe import strategy
+from lightning_roundpipe.devices import behalf
+from lightning_roundpipe.devices.cuda import CudaDevice
+
 GPU_CLOCK_AHEAD = 1234.5
 """Seconds by which the fake GPU's clock differs from the host's."""
 
@@ -58,6 +62,8 @@ class FakeStream:
 
 SYNCHRONIZED: list[str] = []
 """Threads that have waited for the GPU."""
+GPU_GENERATOR = torch.Generator()
+"""What nobody draws from, as layers compute on the CPU: not the host's, as on a GPU."""
 RANGES: list[str] = []
 """Names that a profiler would show."""
 
@@ -71,6 +77,40 @@ def no_record_stream(*args: object) -> None:
     raise AssertionError("when memory comes back would be up to the allocator")
 
 
+class AutogradThread:
+    """Runs backward as for tensors on a GPU: on a thread of autograd's own, one for all who use that GPU.
+
+    It finds what torch hands to it and nothing else; that torch does so is tested in ``devices/test_behalf.py``.
+    """
+
+    def __init__(self) -> None:
+        self._one_at_a_time = threading.Lock()
+        self._own: threading.Thread | None = None
+        self._real = torch.autograd.backward
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        caller = threading.current_thread()
+        if caller is self._own or not caller.name.startswith("roundpipe-"):  # the main thread's loss is on the host
+            return self._real(*args, **kwargs)
+        raised: list[BaseException] = []
+        whom, grad = behalf.behalf(), torch.is_grad_enabled()
+
+        def run() -> None:
+            torch._C._stash_obj_in_tls(behalf._KEY, whom)
+            try:
+                with torch.set_grad_enabled(grad):
+                    self._real(*args, **kwargs)
+            except BaseException as error:
+                raised.append(error)
+
+        with self._one_at_a_time:
+            self._own = threading.Thread(target=run, name="autograd")
+            self._own.start()
+            self._own.join()
+        if raised:
+            raise raised.pop()
+
+
 def play_cuda(patch: pytest.MonkeyPatch) -> None:
     """Put fakes in the place of CUDA, for `CudaDevice` on a device of the CPU."""
     fakes: dict[str, Any] = {
@@ -78,8 +118,9 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         "Stream": FakeStream,
         "stream": nothing,
         "device": nothing,
-        "default_generators": {0: torch.default_generator, None: torch.default_generator},
+        "default_generators": {0: GPU_GENERATOR, None: GPU_GENERATOR},
         "mem_get_info": lambda device: (600, 1000),
+        "get_per_process_memory_fraction": lambda device: 1.0,
         "memory_reserved": lambda device: 200,
         "memory_allocated": lambda device: 150,
         "max_memory_allocated": lambda device: 180,
@@ -87,8 +128,29 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
+    patch.setattr(torch.autograd, "backward", AutogradThread().backward)
     patch.setattr(torch.cuda.nvtx, "range_push", RANGES.append)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
     patch.setattr(torch.Tensor, "record_stream", no_record_stream, raising=False)
     SYNCHRONIZED.clear()
     RANGES.clear()
+
+
+def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False) -> list[CudaDevice]:
+    """Let Trainers have fake GPUs for devices; those that were made last are in what is returned.
+
+    Args:
+        patch: undoes it.
+        limited: whether the memory that the fake tells of is a limit.
+    """
+    made: list[CudaDevice] = []
+
+    def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
+        made[:] = [CudaDevice(i, torch.device("cpu"), "off", len(torch_devices)) for i in range(len(torch_devices))]
+        return made
+
+    play_cuda(patch)
+    if not limited:
+        patch.setattr(CudaDevice, "capacity", lambda self: None)
+    patch.setattr(strategy, "make_devices", make)
+    return made

@@ -19,7 +19,7 @@ from patience import longer_each_try
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_roundpipe.devices import emulated
+from lightning_roundpipe.devices import generators
 from lightning_roundpipe.runtime.rng import Randomness
 
 
@@ -210,7 +210,7 @@ def draws_differ(missing: bool, times: float = 1.0) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Randomness, "_seed", staticmethod(seed))
         if missing:
-            patch.setattr(emulated, "_generator_lock", NoLock())
+            patch.setattr(generators, "HOST_LOCK", NoLock())
         result = run(ours(**options, plan=harness.per_call(5, 4)), DROPPING, _wide(3), devices=4)
     try:
         assert_identical(reference, result, rng=True)

@@ -15,13 +15,14 @@ Three rules hold for both kinds, and both rely on them:
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+
+from lightning_roundpipe.devices.generators import GeneratorLock
 
 POISON = 0xFF
 """The byte of a freed buffer: four, or two, of it are a NaN in fp32, bf16 and fp16."""
@@ -132,7 +133,7 @@ class Device(ABC):
     gradients_down: Stream
     generator: torch.Generator
     """What layers on this device draw from unless they bring their own."""
-    generator_lock: threading.RLock
+    generator_lock: GeneratorLock
     """Reentrant; shared by all devices that share ``generator``. Hold it from seeding until the draw is over."""
 
     @property

@@ -7,7 +7,6 @@ clocks.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,9 +20,10 @@ from lightning_roundpipe.devices.base import Device, Hold, Stream
 from lightning_roundpipe.devices.cuda_feed import FedStream
 from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
+from lightning_roundpipe.devices.generators import GeneratorLock
 from lightning_roundpipe.devices.host_memory import worth_copying
 
-_generator_locks: dict[int, threading.RLock] = {}
+_generator_locks: dict[int, GeneratorLock] = {}
 
 
 class CudaDevice(Device):
@@ -39,7 +39,7 @@ class CudaDevice(Device):
     def __init__(self, index: int, torch_device: torch.device, pin_memory: str, sharers: int) -> None:
         self.index, self.torch_device = index, torch_device
         self.generator = torch.cuda.default_generators[torch_device.index]
-        self.generator_lock = _generator_locks.setdefault(torch_device.index, threading.RLock())
+        self.generator_lock = _generator_locks.setdefault(torch_device.index, GeneratorLock())
         self._pin_memory, self._sharers = pin_memory, sharers
         self._switch = AbortSwitch(f"Device {index}")
         self._arenas: dict[int, tuple[Tensor, str]] = {}
@@ -139,8 +139,11 @@ class CudaDevice(Device):
         return dict(sums)
 
     def capacity(self) -> int | None:
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return (free + torch.cuda.memory_reserved(self.torch_device)) // self._sharers
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        usable = free + torch.cuda.memory_reserved(self.torch_device)
+        # torch refuses what goes beyond `set_per_process_memory_fraction`; before 2.7 it does not tell.
+        share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.torch_device)
+        return min(usable, int(share * total)) // self._sharers
 
     # -- computing
 

@@ -7,7 +7,6 @@ bandwidth), and on request the nuisances that make missing waits show: random de
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import permit, wire
+from lightning_roundpipe.devices import generators, permit, wire
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import POISON, Device, Hold, Stream
 from lightning_roundpipe.devices.emulated_link import Delays, Link
@@ -28,8 +27,6 @@ from lightning_roundpipe.devices.saved import saved_for_backward
 ALIGNMENT = 256
 """Bytes: what a GPU's allocator gives at least, and what vectorised kernels ask for."""
 
-_generator_lock = threading.RLock()
-
 
 class EmulatedDevice(Device):
     """One of several devices that this machine's cores and memory pretend to be."""
@@ -37,7 +34,7 @@ class EmulatedDevice(Device):
     def __init__(self, index: int, torch_device: torch.device, emulation: Emulation) -> None:
         share_heap()
         self.index, self.torch_device = index, torch_device
-        self.generator, self.generator_lock = torch.default_generator, _generator_lock
+        self.generator, self.generator_lock = torch.default_generator, generators.HOST_LOCK
         self._emulation = emulation
         self._switch = AbortSwitch(f"Device {index}")
         self._closed = False

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.behalf import behalf, working
 from lightning_roundpipe.runtime.weights import HostLayer
 
 
@@ -29,23 +29,15 @@ class CallContext(Protocol):
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-_local = threading.local()
-
-
-@contextlib.contextmanager
-def calling(context: CallContext) -> Iterator[None]:
-    """Layer calls on this thread go to ``context``."""
-    before = getattr(_local, "context", None)
-    _local.context = context
-    try:
-        yield
-    finally:
-        _local.context = before
+def calling(context: CallContext) -> contextlib.AbstractContextManager[None]:
+    """Layer calls on this thread, and on those on which autograd runs its backward, go to ``context``."""
+    return working(context)
 
 
 def current() -> Any:
     """The calling thread's context; None on a thread that is not ours."""
-    return getattr(_local, "context", None)
+    found = behalf()
+    return None if found is None else found.context
 
 
 class Interceptor:

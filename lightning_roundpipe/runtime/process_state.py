@@ -21,7 +21,8 @@ import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import Device, generators
+from lightning_roundpipe.devices.generators import GeneratorLock
 from lightning_roundpipe.runtime.interception import current
 
 PATIENCE_S = 60.0
@@ -76,10 +77,16 @@ def alone(layer: str, device: Device) -> contextlib.AbstractContextManager[objec
     Who draws takes the lock first and then its share of the device; the other way round the two would wait for each
     other.
     """
-    return device.generator_lock if layer in _forked else contextlib.nullcontext()
+    return _both(device) if layer in _forked else contextlib.nullcontext()
 
 
-def _install(generator_locks: dict[torch.device, threading.RLock]) -> None:
+@contextlib.contextmanager
+def _both(device: Device) -> Iterator[None]:
+    with device.generator_lock, generators.HOST_LOCK:
+        yield
+
+
+def _install(generator_locks: dict[torch.device, GeneratorLock]) -> None:
     _forked.clear()
     lock = threading.RLock()  # a new one: a thread that is stuck in a layer may hold the last one forever
     for module, enter, leave in _LEVELS:
@@ -126,9 +133,7 @@ def _leaving(own: Callable[..., Any], lock: threading.RLock) -> Callable[..., An
     return leave
 
 
-def _forking(own: Callable[..., Any], locks: dict[torch.device, threading.RLock]) -> Callable[..., Any]:
-    host = next((lock for device, lock in locks.items() if device.type == "cpu"), threading.RLock())
-
+def _forking(own: Callable[..., Any], locks: dict[torch.device, GeneratorLock]) -> Callable[..., Any]:
     @functools.wraps(own)
     @contextlib.contextmanager
     def fork(devices: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -143,14 +148,14 @@ def _forking(own: Callable[..., Any], locks: dict[torch.device, threading.RLock]
             for device, lock in locks.items():  # before the host's, for who draws holds one already
                 if device.type != "cpu" and device.index in (devices or ()):
                     _take(lock, held)
-            _take(host, held)
+            _take(generators.HOST_LOCK, held)
             held.enter_context(own(devices, enabled, *args, **kwargs))
             yield
 
     return fork
 
 
-def _take(lock: threading.RLock, held: contextlib.ExitStack) -> None:
+def _take(lock: GeneratorLock, held: contextlib.ExitStack) -> None:
     """Unless it takes too long: a layer that forks for the first time may keep another from the device."""
     if lock.acquire(timeout=SURPRISE_S):
         held.callback(lock.release)

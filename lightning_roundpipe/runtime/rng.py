@@ -5,7 +5,9 @@ again before it is recomputed, so its dropout mask is the same both times, whate
 worker. The seeds come from the global seed and the number of the batch, never from the generator's state: after a step
 the caller's random state is what it was before, for any number of workers, microbatches and any plan.
 
-Emulated devices share one physical generator with the glue. Segments that draw hold its lock from seeding to return.
+Emulated devices share one physical generator with the glue. On a GPU there are two: the device's own, and the host's,
+which layers and glue that draw on the host use (as Python's and NumPy's, which are the host's everywhere). Segments
+that draw hold the generators' locks from seeding to return, the device's before the host's.
 Which do is learned in the first batch, where nothing runs at the same time; a segment that starts to draw later is
 found when it leaves the generator elsewhere than where it was parked, and is refused rather than trained on masks that
 nobody can recompute.
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import Device, generators
 from lightning_roundpipe.runtime.process_state import has_forked
 
 _PARKED = 0x5EED
@@ -92,50 +94,60 @@ class Randomness:
                 recomputation draws if its forward did.
         """
         if self.learning:
-            with device.generator_lock, self._learned(key, seed, device, backward or not isinstance(key, tuple)):
+            again = backward or not isinstance(key, tuple)
+            with device.generator_lock, generators.HOST_LOCK, self._learned(key, seed, device, again):
                 yield
         elif key in self._torch or key in self._host:
-            with device.generator_lock:
-                self._seed(key in self._host, seed, device)
+            host = key in self._host
+            with device.generator_lock, generators.HOST_LOCK if host else contextlib.nullcontext():
+                self._seed(host, seed, device)
                 try:
                     yield
                 finally:
-                    device.generator.manual_seed(_PARKED)
+                    _park(device, host=host)
+            if not (host or backward):
+                self._check_host(device, what)
         else:
             yield
             if not backward:
-                self._check(device, what)
+                self._check(device.generator, device.generator_lock, what)
+                self._check_host(device, what)
 
     @contextlib.contextmanager
     def _learned(self, key: Hashable, seed: int, device: Device, again: bool) -> Iterator[None]:
         self._seed(True, seed, device)
         before = _states(device) if self.comparing else None
         yield
-        if before is None:
-            device.generator.manual_seed(_PARKED)
+        after = _states(device) if before is not None else None
+        _park(device, host=True)
+        if before is None or after is None:
             return
-        after = _states(device)
         keys = {key, key[0]} if isinstance(key, tuple) else {key}
         if not torch.equal(before[0], after[0]):
             self._torch |= keys
             self._on_the_way_back |= again
-        if before[1] != after[1] or not _same_numpy(before[2], after[2]):
+        host = _has_two(device) and not torch.equal(before[1], after[1])
+        if host or before[2] != after[2] or not _same_numpy(before[3], after[3]):
             self._host |= keys
             self._on_the_way_back |= again
-        device.generator.manual_seed(_PARKED)
 
     @staticmethod
     def _seed(host: bool, seed: int, device: Device) -> None:
         device.generator.manual_seed(seed)
         if host:
+            if _has_two(device):
+                torch.default_generator.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed & 0xFFFFFFFF)
 
-    def _check(self, device: Device, what: str) -> None:
-        if not device.generator_lock.acquire(blocking=False):
+    def _check_host(self, device: Device, what: str) -> None:
+        if _has_two(device):
+            self._check(torch.default_generator, generators.HOST_LOCK, what)
+
+    def _check(self, generator: torch.Generator, lock: generators.GeneratorLock, what: str) -> None:
+        if not lock.acquire(blocking=False):
             return
         try:
-            generator = device.generator
             parked = self._parked.get(id(generator))
             if parked is None:
                 reference = torch.Generator(generator.device)
@@ -147,11 +159,22 @@ class Randomness:
                     "whose rate starts at 0 can start at a tiny rate), or set num_microbatches=1 with one device."
                 )
         finally:
-            device.generator_lock.release()
+            lock.release()
 
 
-def _states(device: Device) -> tuple[torch.Tensor, Any, Any]:
-    return device.generator.get_state(), random.getstate(), np.random.get_state()
+def _has_two(device: Device) -> bool:
+    """Whether what draws on the host uses another generator than what draws on ``device``."""
+    return device.generator is not torch.default_generator
+
+
+def _park(device: Device, *, host: bool) -> None:
+    device.generator.manual_seed(_PARKED)
+    if host and _has_two(device):
+        torch.default_generator.manual_seed(_PARKED)
+
+
+def _states(device: Device) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
+    return device.generator.get_state(), torch.default_generator.get_state(), random.getstate(), np.random.get_state()
 
 
 def _same_numpy(a: Any, b: Any) -> bool:

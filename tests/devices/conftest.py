@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from fake_cuda import trainers_on_gpus
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Device, make_devices
+from lightning_roundpipe.devices.cuda import CudaDevice
 
 MakeDevice = Callable[..., Device]
 
@@ -32,3 +34,9 @@ def make_all() -> Iterator[Callable[..., list[Device]]]:
 def make(make_all: Callable[..., list[Device]]) -> MakeDevice:
     """``make(memory=1000)``: one emulated device."""
     return lambda **emulation: make_all(1, **emulation)[0]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
+    """Workers that believe they are on a GPU, made when a Trainer asks for devices. There is no limit of memory."""
+    return trainers_on_gpus(monkeypatch)

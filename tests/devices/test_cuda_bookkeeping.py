@@ -20,6 +20,7 @@ from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_feed import FIRST_GUESS, FedEvent, FedStream
 from lightning_roundpipe.devices.wire import LONGEST_WAIT_S
+from lightning_roundpipe.runtime.worker import IN_FLIGHT, Worker
 
 NEAR_S = 10.0
 """Seconds that may pass between two looks at the clock: a machine may be busy."""
@@ -129,6 +130,34 @@ def test_the_gpu_has_two_chunks_at_most(device: CudaDevice, monkeypatch: pytest.
     event.wait()
 
 
+def test_a_worker_keeps_what_is_in_flight_until_it_has_waited(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not until it begins to wait: others could write to the memory meanwhile."""
+    worker = Worker(device)
+    fake_of(device.compute).busy = True
+    there: list[bool] = []
+    tensor = torch.zeros(100)
+    storage = tensor.untyped_storage()._weak_ref()
+    real = FakeEvent.synchronize
+
+    def synchronize(self: FakeEvent) -> None:
+        there.append(not torch.UntypedStorage._expired(storage))
+        real(self)
+
+    monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+    try:
+        worker.retire(tensor)
+        del tensor
+        for _ in range(IN_FLIGHT):
+            worker.retire()
+        assert there == [True]
+        assert torch.UntypedStorage._expired(storage)
+    finally:
+        torch.UntypedStorage._free_weak_ref(storage)
+        worker.close()
+
+
 def test_every_copy_stream_waits_before_it_uses_a_new_arena(device: CudaDevice) -> None:
     device.allocate(100, "weights")
     for stream in device.streams[1:]:
@@ -165,6 +194,9 @@ def test_times_are_the_hosts(device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 
 def test_memory_is_shared_out_and_explained(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.capacity() == 400  # (600 free + 200 reserved) for two workers
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
+        assert device.capacity() == 250  # torch gives no more than half of 1000, to both of them
     assert (device.resident_bytes(), device.peak_bytes()) == (150, 180)
     device.reset_peak()
     arena = device.allocate(100, "weights")

@@ -6,7 +6,6 @@ A fake plays CUDA on the CPU, so numbers are those of plain training.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import fake_cuda
@@ -17,23 +16,7 @@ import torch
 import zoo
 from harness import ours, run
 
-from lightning_roundpipe import strategy
 from lightning_roundpipe.devices.cuda import CudaDevice
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaDevice]]:
-    """Made when a Trainer asks for devices. The memory that the fake tells of is no limit."""
-    made: list[CudaDevice] = []
-
-    def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
-        made[:] = [CudaDevice(i, torch.device("cpu"), "off", len(torch_devices)) for i in range(len(torch_devices))]
-        return made
-
-    fake_cuda.play_cuda(monkeypatch)
-    monkeypatch.setattr(CudaDevice, "capacity", lambda self: None)
-    monkeypatch.setattr(strategy, "make_devices", make)
-    yield made
 
 
 class Within(pl.Callback):
@@ -88,6 +71,20 @@ def test_where_only_the_model_is_cut(gpus: list[CudaDevice]) -> None:
     harness.assert_tensors_same(expected.state, result.state)
     driving = [name for name in within.threads if name.startswith("roundpipe-worker")]
     assert driving == []
+
+
+def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the worker's GPU has, of which two workers that share it have half each."""
+    fake_cuda.trainers_on_gpus(monkeypatch, limited=True)
+    free, planned = 600_000, []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    for budget in (0.5, None):
+        used = ours(num_microbatches=2, memory_budget=budget, layers=["Linear", "ResidualBlock"])
+        result = run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 2), devices=2, watch=False)
+        assert result.report is not None
+        planned.append(result.report["planned_device_bytes"])
+    half, most = planned
+    assert half <= (free + 200) // 4 < most
 
 
 class Arms(pl.Callback):

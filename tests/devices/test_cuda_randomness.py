@@ -1,0 +1,82 @@
+"""Random numbers where the host has a generator of its own, and where backward runs on autograd's threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fake_cuda
+import harness
+import pytest
+import torch
+from harness import assert_identical, ours, run
+from test_randomness import DROPPING, DROPPING_LAYERS, LEARNING, CheckpointedModule, _wide
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.runtime.interception import current
+
+PLAN = harness.per_call(5, 4)
+
+
+def strategy(layer: str = "Sequential", **options: Any) -> Any:
+    return ours(num_microbatches=4, layers=[layer], plan=PLAN, **options)
+
+
+def assert_linear(module: torch.nn.Module, result: harness.Result) -> None:
+    """Forward and recomputation have dropped the same; see `test_randomness.Dropping`."""
+    weights = dict(module.named_parameters())
+    for loss, grads in zip(result.losses, result.grads, strict=True):
+        for name, weight in weights.items():
+            product = float((weight.detach() * grads[name]).sum())
+            assert product == pytest.approx(float(loss), rel=1e-4, abs=1e-6), name
+
+
+def test_what_is_drawn_on_the_host_is_drawn_again(gpus: list[CudaDevice]) -> None:
+    """Layers here compute, and draw, on the CPU, as those do that make a mask there or skip at random."""
+    result = run(strategy(), DROPPING, _wide(3), devices=3)
+    assert len(gpus) == 3
+    assert gpus[0].generator is not torch.default_generator
+    assert_linear(DROPPING, result)
+
+
+def test_numbers_are_those_of_emulated_devices() -> None:
+    """And the caller finds the host's generator as it was."""
+    expected = run(ours(num_microbatches=4, layers=DROPPING_LAYERS), LEARNING, _wide(3), devices=2)
+    with pytest.MonkeyPatch.context() as patch:
+        fake_cuda.trainers_on_gpus(patch)
+        for devices in (1, 3):
+            assert_identical(expected, run(strategy(), LEARNING, _wide(3), devices=devices), rng=True)
+
+
+def test_who_begins_to_draw_on_the_host_later_is_refused(
+    gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def forward(self: Any, h: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.nn.functional.linear(h, self[0].weight) + (torch.rand(()) if calls > 100 else 0.0)
+
+    monkeypatch.setattr(torch.nn.Sequential, "forward", forward)
+    with pytest.raises(RoundPipeError, match="random numbers were drawn in layer"):
+        run(strategy(), DROPPING, _wide(8), devices=2)
+
+
+def test_autograds_threads_know_which_layer_they_run(gpus: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what forks a generator there, as a checkpoint inside a layer does, would not take its turn with others."""
+    seen: list[tuple[str, str]] = []
+    real = CheckpointedModule().model.layers[0].__class__._slowly
+
+    def slowly(self: Any, x: Tensor) -> Tensor:
+        import threading
+
+        seen.append((threading.current_thread().name, getattr(current(), "name", "")))
+        return real(self, x)
+
+    module = CheckpointedModule()
+    monkeypatch.setattr(type(module.model.layers[0]), "_slowly", slowly)
+    assert_linear(module, run(strategy("Checkpointed"), module, _wide(3), devices=2))
+    theirs = {layer for thread, layer in seen if thread == "autograd"}
+    assert theirs == {f"model.layers.{i}" for i in range(5)}
