@@ -214,7 +214,7 @@ def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> 
         }
         | options
     )
-    with _highest() as peaks, _reports() as reports:
+    with _highest() as peaks, all_reports() as reports:
         result = run(
             strategy,
             module,
@@ -228,7 +228,7 @@ def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> 
 
 
 @contextlib.contextmanager
-def _reports() -> Iterator[list[Callable[[], dict[str, Any]]]]:
+def all_reports() -> Iterator[list[Callable[[], dict[str, Any]]]]:
     """The report of each step, also of those that are over when the next one has begun."""
     made: list[Callable[[], dict[str, Any]]] = []
 

@@ -6,8 +6,6 @@ on a worker depends on who is late: the plan says what it is at the most, and wh
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +13,10 @@ import harness
 import pytest
 import zoo
 from harness import ours, run
+from stress import all_reports
 
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.memory import device_bytes, planned_bytes
-from lightning_roundpipe.runtime import engine
-from lightning_roundpipe.runtime.report import report_of
-from lightning_roundpipe.runtime.step import Step
 
 WITHIN = 0.05
 REPORTS: list[dict[str, Any]] = []
@@ -29,20 +25,6 @@ REPORTS: list[dict[str, Any]] = []
 
 def last_report() -> dict[str, Any]:
     return REPORTS[-1]
-
-
-@contextlib.contextmanager
-def all_reports() -> Iterator[list[Callable[[], dict[str, Any]]]]:
-    """Of every step: a peak that depends on who is late may be in any of them."""
-    made: list[Callable[[], dict[str, Any]]] = []
-
-    def noted(step: Step) -> Callable[[], dict[str, Any]]:
-        made.append(report_of(step))
-        return made[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "report_of", noted)
-        yield made
 
 
 def peaks_over_plan(

@@ -33,7 +33,8 @@ _REMEDY = "Call the model outside of lean_logits() (in the packaged module: task
 _Float = float
 """For where the name is that of a tensor's method."""
 
-_LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+"""Of ``torch.nn.functional.cross_entropy`` and ``nll_loss``, in order."""
 
 _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "to": lambda logits, dtype: logits.to(dtype),
@@ -227,7 +228,7 @@ class Logits:
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.cross_entropy:
-            return cls._cross_entropy(**(dict(zip(_LOSS_ARGUMENTS, args, strict=False)) | kwargs))
+            return cls._cross_entropy(**(dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs))
         known: dict[Any, Callable[..., Logits]] = {torch.tanh: cls.tanh, torch.mul: cls.__mul__}
         plain = (known | {torch.div: cls.__truediv__}).get(func)
         if plain is None or kwargs or not isinstance(args[0], cls):

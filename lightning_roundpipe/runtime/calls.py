@@ -21,7 +21,7 @@ from lightning_roundpipe.runtime.call import Call, Forward
 from lightning_roundpipe.runtime.collector import collecting
 from lightning_roundpipe.runtime.events import Where
 from lightning_roundpipe.runtime.formats import Formats
-from lightning_roundpipe.runtime.gauge import Gauge
+from lightning_roundpipe.runtime.gauge import INPUTS, Gauge
 from lightning_roundpipe.runtime.interception import Inside, calling
 from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
 from lightning_roundpipe.runtime.notes import Place, noted
@@ -38,7 +38,7 @@ from lightning_roundpipe.runtime.trace import TracedCall
 from lightning_roundpipe.runtime.weights import HostLayer
 from lightning_roundpipe.runtime.worker import Worker
 
-INPUTS, OUTPUTS, GRADIENTS = "inputs of the running call", "outputs of calls", "gradients between calls"
+OUTPUTS, GRADIENTS = "outputs of calls", "gradients between calls"
 """What a device counts them as."""
 
 

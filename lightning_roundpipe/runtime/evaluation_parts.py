@@ -32,8 +32,9 @@ from lightning_roundpipe.runtime.arguments import flatten
 from lightning_roundpipe.runtime.belongings import Watch
 from lightning_roundpipe.runtime.call import Forward
 from lightning_roundpipe.runtime.context import Ambient
-from lightning_roundpipe.runtime.evaluation_step import EvaluationStep, go_astray, log_as
+from lightning_roundpipe.runtime.evaluation_step import EvaluationStep, go_astray
 from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.logs import log_as
 from lightning_roundpipe.runtime.model_calls import ModelCall
 from lightning_roundpipe.runtime.samples import batch_size
 from lightning_roundpipe.runtime.trace import Trace
@@ -130,7 +131,8 @@ class Parting:
     # -- the first call -----------------------------------------------------------------------------------------------
 
     def _look(self, known: _Known, whole: _Whole, samples: int) -> Any:
-        module, evaluation = self._engine.module, whole.evaluation
+        module: Any = self._engine.module
+        evaluation = whole.evaluation
         if any(m.training for m in module.modules()):
             return whole()
         watch = Watch(list(module.modules()), list(module.parameters()))
@@ -139,7 +141,7 @@ class Parting:
         layers: list[tuple[HostLayer, Forward]] = []
         evaluation.looked_at = layers
         logged: list[Any] = []
-        with log_as(module, _noting(logged)):
+        with log_as(module, _noting(module.log, logged)):
             output = whole()
         evaluation.looked_at = None
         known.looks += 1
@@ -188,7 +190,7 @@ class Parting:
                 return None
             spans = known.spans.get(len(parts)) or known.spans.setdefault(len(parts), self._spans(known, len(parts)))
             step = EvaluationStep(engine, evaluation, trace, spans)
-            with log_as(engine.module, lambda real: go_astray):
+            with log_as(engine.module, go_astray):
                 step.run_parts(call, function, parts)
             try:
                 if step.astray:
@@ -229,15 +231,12 @@ class _Whole:
             return self.function(*self.args, **self.kwargs)
 
 
-def _noting(logged: list[Any]) -> Callable[[Any], Any]:
-    def stand_in(real: Callable[..., Any]) -> Callable[..., Any]:
-        def log(*args: Any, **kwargs: Any) -> None:
-            logged.append(args)
-            real(*args, **kwargs)
+def _noting(real: Callable[..., Any], logged: list[Any]) -> Callable[..., None]:
+    def log(*args: Any, **kwargs: Any) -> None:
+        logged.append(args)
+        real(*args, **kwargs)
 
-        return log
-
-    return stand_in
+    return log
 
 
 def _kind(leaf: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.devices import Device
@@ -134,16 +133,6 @@ class _Pieces(Segments):
         self._take_lock()
         self._around.callback(self._give_lock)
         self._around.enter_context((device or self._step.engine.devices[0]).activate())
-
-
-@contextlib.contextmanager
-def log_as(module: Any, stand_in: Callable[[Any], Any]) -> Iterator[None]:
-    """``stand_in`` of it, in place of ``module.log``."""
-    object.__setattr__(module, "log", stand_in(module.log))
-    try:
-        yield
-    finally:
-        object.__delattr__(module, "log")
 
 
 def go_astray(*_: Any, **__: Any) -> None:

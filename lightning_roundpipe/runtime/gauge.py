@@ -14,6 +14,8 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.planning.crossing import storage_bytes
 
+INPUTS = "inputs of the running call"
+
 
 class Gauge:
     """Measures from now on.
@@ -26,7 +28,7 @@ class Gauge:
     def __init__(self, device: Device, given: Iterable[Tensor]) -> None:
         given = list(given)
         self._device = device
-        self._hold = device.hold(given, "inputs of the running call")
+        self._hold = device.hold(given, INPUTS)
         device.reset_peak()
         self._before = device.resident_bytes() - storage_bytes(given)
 

@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 
-_LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _VALUES = {DATA, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
 """Attributes of a tensor that share its memory."""
@@ -224,7 +224,7 @@ class GlueMode(TorchFunctionMode):
         return moved, tree_map_only(Tensor, follow, kwargs)
 
     def _count(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bound = dict(zip(_LOSS_ARGUMENTS, args, strict=False))
+        bound = dict(zip(LOSS_ARGUMENTS, args, strict=False))
         bound.update(kwargs)
         logits, target = bound["input"], bound["target"]
         if not (torch.is_grad_enabled() and logits.requires_grad):

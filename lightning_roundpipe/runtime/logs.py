@@ -12,7 +12,7 @@ Metric objects gather over an epoch, and see each microbatch once. Their value f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +39,19 @@ def _to_host(value: Any) -> Any:
 
 
 @contextlib.contextmanager
+def log_as(module: nn.Module, stand_in: Callable[..., None]) -> Iterator[None]:
+    """``stand_in`` in place of ``module.log``, be that the class's or one that was set on the module itself."""
+    own = vars(module)
+    before = {"log": own["log"]} if "log" in own else {}
+    own["log"] = stand_in
+    try:
+        yield
+    finally:
+        del own["log"]
+        own.update(before)
+
+
+@contextlib.contextmanager
 def shadowed_log(module: Any, current: Any, *, several: bool) -> Iterator[None]:
     """Send ``module.log`` to ``current().log`` (the calling microbatch's recorder, of ``several`` or the only one)."""
 
@@ -49,8 +62,7 @@ def shadowed_log(module: Any, current: Any, *, several: bool) -> Iterator[None]:
         current().log(name, value, **kwargs)
 
     with contextlib.ExitStack() as stack:
-        object.__setattr__(module, "log", log)
-        stack.callback(object.__delattr__, module, "log")
+        stack.enter_context(log_as(module, log))
         for metric in module.modules() if several else ():
             if isinstance(metric, Metric):
                 stack.enter_context(BatchValue(metric))

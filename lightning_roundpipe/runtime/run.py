@@ -369,9 +369,8 @@ class MicrobatchRun:
         if grad is not None and not entry.done and entry.grads[index]:
             there = entry.grads[index][0][1]
             grad, device = self.boundaries.transfer(grad, device, there), there or device
-        with (
-            device or self.engine.devices[0]
-        ).activate():  # it may be added to another one, in the order of what made both
+        place = device or self.engine.devices[0]
+        with place.activate():  # it may be added to another one, in the order of what made both
             entry.add_grad(index, grad, device)
 
     @contextlib.contextmanager
