@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,9 @@ class Ordering:
         self.accesses = 0
         self._clocks: dict[str, Counter[str]] = {HOST: Counter()}
         self._pages: dict[int, list[Access]] = {}
-        self._kept: dict[int, Any] = {}
+        self._known: set[int] = set()
+        """Addresses of storages that live."""
+        self._dead: deque[tuple[int, int, int]] = deque()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Ordering:
@@ -77,7 +80,7 @@ class Ordering:
         self._main.__exit__(*error)
         self._patch.undo()
         self._pages.clear()
-        self._kept.clear()
+        self._known.clear()
 
     # -- clocks
 
@@ -100,6 +103,7 @@ class Ordering:
         """``stream`` is asked now to read and write these."""
         with self._lock:
             self.accesses += 1
+            self._bury()
             clock = self._clock(stream)
             if stream != HOST:
                 _join(clock, self._clocks[HOST])
@@ -112,6 +116,7 @@ class Ordering:
     def was_computed(self, tensor: Tensor) -> bool:
         """Whether a stream has written ``tensor``; on a GPU it would be there, and a look at it would wait."""
         with self._lock:
+            self._bury()
             start, end = self._span(tensor) or (0, 0)
             return any(
                 old.writes and old.stream != HOST and old.start < end and start < old.end
@@ -122,10 +127,21 @@ class Ordering:
         if tensor.layout is not torch.strided or not tensor.numel():
             return None
         storage = tensor.untyped_storage()
-        # Kept, so that no address means two things.
-        self._kept.setdefault(storage._cdata, storage)
+        if (key := storage._cdata) not in self._known:
+            self._known.add(key)
+            start = storage.data_ptr()
+            # Safe in a destructor, which may run while the lock is held.
+            weakref.finalize(storage, self._dead.append, (key, start, start + storage.nbytes())).atexit = False
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+    def _bury(self) -> None:
+        """Forget accesses to storages that have died, whose addresses others get."""
+        while self._dead:
+            key, start, end = self._dead.popleft()
+            self._known.discard(key)
+            for page in range(start >> PAGE, ((end - 1) >> PAGE) + 1):
+                self._pages[page] = [old for old in self._pages.get(page, ()) if old.end <= start or end <= old.start]
 
     def _one(self, new: Access, clock: Counter[str]) -> None:
         for page in range(new.start >> PAGE, ((new.end - 1) >> PAGE) + 1):

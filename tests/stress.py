@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.ledger import Ledger
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import engine
 from lightning_roundpipe.runtime.report import report_of
@@ -278,9 +280,7 @@ def faults(case: Case) -> list[str]:
     """
     expected = reference(case)
     easy = train(replace(case, plan=_not_ahead(case.plan), emulation={}))
-    # Outputs count until they have been copied to the host, and where copies are held up at random many wait for that:
-    # several times what an easy run holds at once, with each microbatch more, but never more and more.
-    enough = (3 + case.microbatches) * easy.peak + _kept_ahead(case.plan, easy)
+    enough = _enough(case, easy)
     with Ordering() as ordering:
         hard = train(case, emulation=case.emulation | {"memory": 2 * enough})
     assert ordering.accesses > 100, "nothing was followed"
@@ -294,14 +294,17 @@ def _not_ahead(plan: str | None) -> str | None:
     return None if plan is None else str(replace(Plan.parse(plan), recompute_ahead=False))
 
 
-def _kept_ahead(plan: str | None, easy: Run) -> int:
-    """What graphs that are kept until their gradients come add to a run that keeps none, in bytes."""
+def _enough(case: Case, easy: Run) -> int:
+    """What the plan says that a device needs at the most, in bytes, whoever is late.
+
+    Costs are those of the first batch, and later ones may have larger microbatches.
+    """
     costs = easy.reports[-1]["costs"]
-    if plan is None or costs is None or not (parsed := Plan.parse(plan)).recompute_ahead:
-        return 0
-    calls = Costs.from_dict(costs).calls
-    stages = [[call.activation_bytes for call in calls[span.first : span.last + 1]] for span in parsed.backward]
-    return max((sum(stage) - max(stage) for stage in stages), default=0)
+    if case.plan is None or costs is None:
+        return easy.peak
+    largest = [max(map(len, parts_of(size, case.microbatches))) for size in case.sizes]
+    need = device_bytes(Plan.parse(case.plan), Costs.from_dict(costs), case.devices)
+    return math.ceil(need * max(largest) / largest[0])
 
 
 def wrong(run: Run, expected: Result) -> list[str]:
