@@ -60,7 +60,8 @@ class RoundPipeStrategy(OneProcess):
     Args:
         num_microbatches: how many parts a batch is cut into. Default: 2 per device, at most one per sample.
         microbatch_size: samples per part, instead of their number.
-        round_microbatches: parts that go through all stages one after another before the next ones. Default: all.
+        round_microbatches: parts that go through all stages one after another before the next ones. Default: all, or as
+            many as fit into device memory.
         layers: module classes, class names or qualified names that are moved as one. Default: found by themselves.
         plan: stages by hand, as ``report()["plan"]`` prints them, such as
             ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. Default: made from the first batch; with one

@@ -187,3 +187,15 @@ def test_smallest_models(call: Any, workers: int, layers: int) -> None:
         assert code == 0
         assert sum(json.loads(out)["forward"]) + json.loads(out)["fused"] == layers
     assert call(**{name: 0 for name in COSTS if name.endswith("_ms")})[0] == 0
+
+
+def test_a_plan_of_ones_own_is_judged(call: Any) -> None:
+    found = json.loads(call()[1])
+    text = "forward 0-3 4-7; fused 8-9; backward 4-7 0-3; round 6"
+    judged = json.loads(call(f"plan={text}")[1])
+    assert (judged["forward"], judged["fused"], judged["backward"]) == ([4, 4], 1, [4, 4])
+    assert judged["period_ms"] >= found["period_ms"]
+    code, _, err = call(f"plan={text}", "memory=100", **SIZES)
+    assert code == 2
+    assert "bytes of each worker, and memory=100: make its stages smaller" in err
+    assert "plan" in call("plan=forward 0; fused 1; backward 0; round 6")[2]

@@ -136,6 +136,42 @@ def test_experts_with_adapters(command: Any, tmp_path: Path) -> None:
     assert 0 < trained[0] < trained[1]
 
 
+def test_a_plan_of_ones_own_is_judged(command: Any) -> None:
+    """The one that was found gets the same figures, another one others; it is checked like the engine's."""
+    options = (*TINY_4090[:3], "format=json", "microbatches=8", "microbatch_size=2", "workers=2")
+    found = json.loads(command(*options, "search_seconds=0.1")[1])
+    assert json.loads(command(*options, f"plan={found['plan']}")[1]) == found
+    other = "forward 0-2 3-5; fused 6-8; backward 3-5 0-2; round 4"
+    judged = json.loads(command(*options, f"plan={other}")[1])
+    assert judged["plan"] == other
+    assert [(stage["phase"], stage["calls"]) for stage in judged["stages"]] == [
+        *(("forward", "0-2"), ("forward", "3-5"), ("fused", "6-8"), ("backward", "3-5"), ("backward", "0-2"))
+    ]
+    weights = [stage["weight_bytes"] for stage in judged["stages"]]
+    assert weights[1] == weights[3] > 0 and weights[0] == weights[4]
+    assert 4 * judged["parameters"] / 2 == pytest.approx(sum(weights[:3]), rel=0.1)  # bf16, in the fused stage too
+    fitting = judged["device_memory"]["needed_bytes"] - 1
+    assert json.loads(command(*options, f"plan={other}", f"memory={fitting // 2}")[1])["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan=forward 0; fused 1; backward 0; round 4",), "plan"),
+        (("plan=everything",), "expected text like 'forward 0-3"),
+        (("plan=forward none; fused 0-8; backward none; round 4", "min_round=2"), "min_round= is about finding a plan"),
+        (
+            ("plan=forward none; fused 0-8; backward none; round 4", "partitioner=paper"),
+            "partitioner= is about finding",
+        ),
+    ],
+)
+def test_a_plan_that_is_none(command: Any, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = command(*TINY_4090[:3], *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 def test_what_does_not_fit_is_an_answer_with_a_remedy(command: Any) -> None:
     options = (*TINY_4090, "memory=300KB", "microbatch_size=2")
     code, out, _ = command(*options, "format=json")
@@ -156,7 +192,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
     found = json.loads(command(*options, "sequence_length=256")[1])
     longest = found["longest_sequence"]
     assert 256 < longest < 1 << 16
-    assert found["limited_by"].startswith("memory=0.05GiB of each worker, most of it for boundary tensors of 15 micro")
+    assert found["limited_by"].startswith("memory=0.05GiB of each worker, most of it for activations")
     for length, fits in ((longest, True), (longest + 256, False)):
         again = json.loads(command(*options, f"sequence_length={length}", "microbatch_size=1")[1])
         assert again["fits"] is fits

@@ -25,6 +25,42 @@ LARGE = {  # parameters as published (tied ones once), layers, hidden size, quer
     "qwen3_235b_a22b": (235_093_634_560, 94, 4096, 64, 4, 151_936, False),
     "smollm2_135m": (134_515_008, 30, 576, 9, 3, 49_152, True),
 }
+QWEN3 = {"rope_type": "default", "rope_theta": 1e6}
+CONTEXT = {  # positions, epsilon of the norms, rotary embedding, all as published
+    "qwen3_1_7b": (40_960, 1e-6, QWEN3),
+    "qwen3_32b": (40_960, 1e-6, QWEN3),
+    "qwen3_235b_a22b": (40_960, 1e-6, QWEN3),
+    "llama3_1_8b": (
+        131_072,
+        1e-5,
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    ),
+    "gpt_oss_20b": (
+        131_072,
+        1e-5,
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1.5e5,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    ),
+    "smollm2_135m": (8_192, 1e-5, {"rope_type": "default", "rope_theta": 1e5}),
+}
+EXPERTS = {  # how many, for each token, and inner size of each
+    "gpt_oss_20b": (32, 4, 2880),
+    "qwen3_235b_a22b": (128, 8, 1536),
+}
 PAPER = [name for name in LARGE if name != "smollm2_135m"]
 FAST = ("gpt_oss_20b", "qwen3_235b_a22b")
 SMALL = [
@@ -65,6 +101,24 @@ def test_large_models_have_their_published_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LARGE)
+def test_large_models_have_their_published_constants(name: str) -> None:
+    """What no count of parameters shows: other values load the same weights and compute something else."""
+    config = model(name).config
+    assert (config.max_position_embeddings, config.rms_norm_eps, config.rope_parameters) == CONTEXT[name]
+    sizes = {module.head_dim for module in model(name).modules() if hasattr(module, "head_dim")}
+    assert sizes == {128 if name.startswith(("qwen3", "llama")) else 64}
+    if name in EXPERTS:
+        inner = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        assert (config.num_local_experts, config.num_experts_per_tok, inner) == EXPERTS[name]
+    if name == "gpt_oss_20b":
+        assert config.sliding_window == 128
+        assert config.layer_types == ["sliding_attention", "full_attention"] * 12
+        assert all(layer.self_attn.sinks.shape == (64,) for layer in model(name).model.layers)
+    if name == "qwen3_235b_a22b":
+        assert config.norm_topk_prob is True
+
+
+@pytest.mark.parametrize("name", LARGE)
 def test_twins_run_the_same_code(name: str) -> None:
     """The same modules with the same parameters in them, under the same names; groups of heads, windows and experts."""
     large, tiny = model(name), model(f"tiny_{name}")
@@ -78,7 +132,7 @@ def test_twins_run_the_same_code(name: str) -> None:
     a, b = large.config, tiny.config
     assert b.tie_word_embeddings is a.tie_word_embeddings
     assert b.num_attention_heads > b.num_key_value_heads
-    assert b.rope_parameters["rope_type"] == a.rope_parameters["rope_type"] or name == "llama3_1_8b"
+    assert b.rope_parameters["rope_type"] == a.rope_parameters["rope_type"]
     assert getattr(b, "layer_types", [])[:4] == getattr(a, "layer_types", [])[:4]
     assert (getattr(b, "sliding_window", None) is None) == (getattr(a, "sliding_window", None) is None)
     for count in ("num_local_experts", "num_experts", "num_experts_per_tok"):

@@ -9,7 +9,7 @@ from typing import Literal
 from rich.console import RenderableType
 
 from lightning_roundpipe.commands.options import as_json, option, run
-from lightning_roundpipe.commands.plan_costs import Partitioner, answer, read_question, show
+from lightning_roundpipe.commands.plan_costs import Partitioner, answer, judge, read_question, show
 from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.config import parse_bytes
 from lightning_roundpipe.planning.profile import Precision
@@ -47,6 +47,7 @@ class PlanOptions:
         "most layers in the fused stage besides the head; by default an eighth of them", default=None, at_least=0
     )
     partitioner: Partitioner = option("search, or the paper's algorithm", default="search")
+    plan: str | None = option("a plan to judge instead, as plan='forward 0-3; fused 4-7; ...'", default=None)
     search_seconds: float = option("how long to search at most", default=SEARCH_SECONDS, at_least=0)
     format: Literal["table", "json"] = option("how to print it", default="table")
     picture: Path | None = option("a picture to draw the steps into, beside those of the paper's plan", default=None)
@@ -61,6 +62,8 @@ def plan(options: PlanOptions) -> RenderableType:
     """The answer to the command line; writes the picture and the trace if they are asked for."""
     if (options.costs is None) == (options.model is None):
         raise ValueError("Give either costs=FILE.json, or model=NAME with hardware=NAME; --help explains both.")
+    if options.plan is not None:
+        _refuse_search(options)
     if options.costs is None:
         return _plan_model(options)
     for name in _OF_MODELS:
@@ -70,12 +73,23 @@ def plan(options: PlanOptions) -> RenderableType:
     names = ("workers", "microbatches", "staleness", "min_round", "max_fused")
     given = {name: getattr(options, name) for name in names}
     question = read_question(options.costs, options.case, options.memory, given)
-    found = answer(question, options.search_seconds, options.partitioner)
+    if options.plan is None:
+        found = answer(question, options.search_seconds, options.partitioner)
+    else:
+        found = judge(question, options.plan)
     if options.picture or options.trace:
         from lightning_roundpipe.commands.plan_charts import draw  # matplotlib takes longer to import than most plans
 
         draw(question, found, options.picture, options.trace)
     return show(question, found, options.format)
+
+
+def _refuse_search(options: PlanOptions) -> None:
+    """What is about finding a plan, where there is one."""
+    usual = {"min_round": None, "max_fused": None, "partitioner": "search", "search_seconds": SEARCH_SECONDS}
+    for name, default in usual.items():
+        if getattr(options, name) != default:
+            raise ValueError(f"{name}= is about finding a plan, and plan= gives one: leave one of them out.")
 
 
 def _plan_model(options: PlanOptions) -> RenderableType:
@@ -109,6 +123,7 @@ def _plan_model(options: PlanOptions) -> RenderableType:
         max_fused=options.max_fused,
         search_seconds=options.search_seconds,
         search=options.partitioner == "search",
+        plan=options.plan,
     )
     found = look(wish)
     if options.picture or options.trace:

@@ -15,7 +15,7 @@ from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.cost_files import SIZES, costs_of, read_cost_file, whole
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import ahead_within
+from lightning_roundpipe.planning.memory import ahead_within, device_bytes
 from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_steps
 from lightning_roundpipe.planning.schedule import TABLE_COLUMNS, Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, baseline_within, search_partition
@@ -101,6 +101,20 @@ def answer(question: Question, search_seconds: float = SEARCH_SECONDS, partition
         plan = ahead_within(plan, costs, question.workers, question.limits.memory)
     else:
         plan = search_partition(costs, workers, microbatches, question.limits, question.staleness, host, search_seconds)
+    return figures(question, plan)
+
+
+def judge(question: Question, text: str) -> Answer:
+    """Simulates somebody's own plan.
+
+    Raises:
+        ValueError: it is no plan for these costs, or takes more memory than there is.
+    """
+    plan, memory = Plan.parse(text), question.limits.memory
+    plan.validate(question.costs.layers)
+    need = device_bytes(plan, question.costs, question.workers)
+    if memory is not None and need > memory:
+        raise ValueError(f"plan= needs {need:,} bytes of each worker, and memory={memory:,}: make its stages smaller.")
     return figures(question, plan)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,10 +22,13 @@ from lightning_roundpipe.planning.memory import (
     ARENAS,
     Item,
     Parameters,
+    StageRow,
     ahead_within,
     device_bytes,
     device_items,
     host_items,
+    smallest_within,
+    stage_rows,
 )
 from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_steps
 from lightning_roundpipe.planning.profile import Hardware, Precision
@@ -69,6 +72,7 @@ class Wish:
     max_fused: int | None = None
     search_seconds: float = SEARCH_SECONDS
     search: bool = True
+    plan: str | None = None
 
 
 class Shape:
@@ -164,6 +168,11 @@ class Outlook:
         return self.refined.summary() if self.refined.stuck is None else []
 
     @property
+    def stages(self) -> list[StageRow]:
+        """In the order in which they run."""
+        return stage_rows(self.plan, self.costs, self.workers)
+
+    @property
     def memory(self) -> int | None:
         return self.limits.memory
 
@@ -205,14 +214,25 @@ def total(items: Iterable[Item]) -> int:
 
 
 def look(wish: Wish) -> Outlook:
-    """Estimates costs, makes the best plan within memory, and simulates it.
+    """Estimates costs, makes the best plan within memory (or takes the wish's own), and simulates it.
 
     Raises:
         ValueError: something of the wish is not known or makes no sense. That it does not fit is an answer.
     """
     machine = read_machine(wish.hardware)
-    memory = wish.memory or (None if machine.memory is None else int(MEMORY_SHARE * machine.memory))
-    shape = Shape(wish.model, wish.lora, wish.precision, machine, wish.staleness, memory)
+    memory = _memory_of(wish, machine)
+    return look_at(Shape(wish.model, wish.lora, wish.precision, machine, wish.staleness, memory), wish)
+
+
+def _memory_of(wish: Wish, machine: Hardware) -> int | None:
+    """Of each worker; None: no limit."""
+    return wish.memory or (None if machine.memory is None else int(MEMORY_SHARE * machine.memory))
+
+
+def look_at(shape: Shape, wish: Wish) -> Outlook:
+    """`look`, where the model has been built."""
+    machine = shape.hardware
+    memory = _memory_of(wish, machine)
     if wish.sequence_length > shape.longest:
         raise ValueError(
             f"sequence_length={wish.sequence_length} is longer than the {shape.longest} tokens that model={wish.model} "
@@ -224,7 +244,7 @@ def look(wish: Wish) -> Outlook:
     limits, rules = _limits(costs, wish, workers, microbatches, memory), shape.rules(wish.staleness)
     plan, fits = _make_plan(costs, wish, workers, microbatches, limits, rules.host)
     run = run_steps(plan, costs, workers, microbatches, rules, 2 * _STEPS) if fits else None
-    longest = find_longest(shape, workers, microbatches, memory)
+    longest = find_longest(shape, workers, microbatches, memory, wish.min_round)
     return Outlook(
         wish, machine, shape.parameters, costs, workers, microbatches, size, limits, rules, plan, run, longest,
         shape.refined,
@@ -236,7 +256,7 @@ def _choose_size(shape: Shape, wish: Wish, workers: int, microbatches: int, memo
     sizes = _SIZES if wish.microbatch_size is None else (wish.microbatch_size,)
     for size in sizes[:-1]:
         costs = shape.costs(size, wish.sequence_length)
-        if _why_not(costs, shape, workers, microbatches, memory) is None:
+        if _why_not(costs, shape, workers, microbatches, memory, wish.min_round) is None:
             return size, costs
     return sizes[-1], shape.costs(sizes[-1], wish.sequence_length)
 
@@ -251,7 +271,11 @@ def _make_plan(
     costs: Costs, wish: Wish, workers: int, microbatches: int, limits: Limits, host: HostTime
 ) -> tuple[Plan, bool]:
     """A plan, and whether it keeps to the memory; if none does, the one that takes least."""
-    smallest = Plan.per_call(len(costs), microbatches)
+    if wish.plan is not None:
+        plan = Plan.parse(wish.plan)
+        plan.validate(costs.layers)
+        return plan, limits.memory is None or device_bytes(plan, costs, workers) <= limits.memory
+    smallest = smallest_within(costs, workers, microbatches, limits.min_round, limits.memory)
     if limits.memory is not None and device_bytes(smallest, costs, workers) > limits.memory:
         return smallest, False
     if wish.search:
@@ -259,11 +283,13 @@ def _make_plan(
     return ahead_within(baseline_within(costs, workers, microbatches, limits), costs, workers, limits.memory), True
 
 
-def find_longest(shape: Shape, workers: int, microbatches: int, memory: int | None) -> Longest:
-    """For microbatches of one sequence each, cut at every layer."""
+def find_longest(
+    shape: Shape, workers: int, microbatches: int, memory: int | None, min_round: int | None = None
+) -> Longest:
+    """For microbatches of one sequence each, cut at every layer, in rounds as small as they have to be."""
 
     def why_not(units: int) -> str | None:
-        return _why_not(shape.costs(1, units * _LENGTHS), shape, workers, microbatches, memory)
+        return _why_not(shape.costs(1, units * _LENGTHS), shape, workers, microbatches, memory, min_round)
 
     low, high = 0, max(shape.longest // _LENGTHS, 1)
     reason = why_not(high)
@@ -279,9 +305,11 @@ def find_longest(shape: Shape, workers: int, microbatches: int, memory: int | No
     return Longest(low * _LENGTHS, reason)
 
 
-def _why_not(costs: Costs, shape: Shape, workers: int, microbatches: int, memory: int | None) -> str | None:
+def _why_not(
+    costs: Costs, shape: Shape, workers: int, microbatches: int, memory: int | None, min_round: int | None
+) -> str | None:
     """What is too large, in words; None: it fits."""
-    plan = Plan.per_call(len(costs), microbatches)
+    plan = smallest_within(costs, workers, microbatches, min_round or workers, memory)
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
         return f"memory={memory / 2**30:,.2f}GiB of each worker, most of it for {_without_stage(item)}"
@@ -328,6 +356,7 @@ def as_dict(found: Outlook) -> dict[str, Any]:
         "fused": len(plan.fused) - 1,
         "backward": [len(span) for span in plan.backward],
         "round_microbatches": plan.round_microbatches,
+        "stages": [asdict(row) for row in found.stages],
         "device_memory": _memory(found.device_items, found.memory),
         "host_memory": _memory(found.host_items, found.hardware.host_memory),
         "longest_sequence": found.longest.tokens,

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_roundpipe.commands.plan_model import Outlook, total
-from lightning_roundpipe.planning.memory import Item
+from lightning_roundpipe.planning.memory import Item, StageRow
 
 
 def as_table(found: Outlook) -> RenderableType:
@@ -32,6 +32,8 @@ def as_table(found: Outlook) -> RenderableType:
     if found.run is not None:
         sizes = [("forward", plan.forward), ("fused", [plan.fused]), ("backward", plan.backward)]
         cut = "; ".join(f"{phase} {_runs([len(span) for span in spans])}" for phase, spans in sizes)
+        heading = "GiB of each stage, whose times and activations are one microbatch's:"
+        parts += [Text(heading), _stage_table(found.stages)]
         parts += [Text(f"Layers of each stage: {cut}"), Text(f"plan={plan}", overflow="fold")]
     return Group(*parts)
 
@@ -73,6 +75,28 @@ def _memory_table(title: str, items: Sequence[Item], limit: int | None, locked: 
     pinned = _gib(total([item for item in items if item.locked]))
     of = "without a limit" if limit is None else f"of {_gib(limit)}, {100 * total(items) / limit:.0f} %"
     table.add_row(f"together, {of}", _gib(total(items)), *([pinned] if locked else []))
+    return table
+
+
+def _stage_table(rows: Sequence[StageRow]) -> Table:
+    """Stages that follow each other and are alike to all digits are one line."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("Stage", "", "layers"):
+        table.add_column(name, no_wrap=True)
+    for name in ("ms", "weights", "gradients", "activations", "waiting"):
+        table.add_column(name, justify="right", no_wrap=True)
+    lines: list[tuple[int, int, str, list[str], list[str]]] = []
+    for number, row in enumerate(rows):
+        sizes = (row.weight_bytes, row.gradient_bytes, row.activation_bytes, row.waiting_bytes)
+        cells = [f"{row.ms:,.1f}", *map(_gib, sizes)]
+        if lines and lines[-1][2] == row.phase and lines[-1][4] == cells:
+            first, _, phase, calls, _ = lines[-1]
+            lines[-1] = first, number, phase, [*calls, row.calls], cells
+        else:
+            lines.append((number, number, row.phase, [row.calls], cells))
+    for first, last, phase, calls, cells in lines:
+        numbers = str(first) if first == last else f"{first}-{last}"
+        table.add_row(numbers, phase, calls[0] if first == last else f"{calls[0]} to {calls[-1]}", *cells)
     return table
 
 

@@ -8,6 +8,7 @@ same weights' shapes, same inputs' shapes) are measured once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -121,7 +122,8 @@ class _Walk:
         self.calls: list[_Called] = []
         self.loss_backward_s = 0.0
         self._known: dict[Any, tuple[_Measured, Any]] = {}
-        self._saved: dict[int, Tensor] = {}
+        self._saved: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        """Weakly, as what is saved goes to the host: on the worker it waits no longer than glue holds it."""
         self._intercepted: list[nn.Module] = []
         self._crossing = Crossing()
 
@@ -171,8 +173,8 @@ class _Walk:
         crossed = self._crossing.see(_tensors(leaves), _tensors(tree_flatten(given)[0]))
         boundary = 0
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and id(leaf) not in self._saved:
-                self._saved[id(leaf)] = leaf
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()) not in self._saved:
+                self._saved.add(storage)
                 boundary += leaf.numel() * leaf.element_size()
         self.calls.append(_Called(name, layer, found, boundary, crossed))
         self.meter.go_on_with(self.calls[-1].after)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from lightning_roundpipe.planning.costs import Costs, StageBytes
 from lightning_roundpipe.planning.partition import greedy_partition
 from lightning_roundpipe.planning.schedule import Plan, Stage
+from lightning_roundpipe.planning.span import Span
 
 ARENAS = 2
 """Of each kind: one is used while the other is filled or emptied."""
@@ -135,6 +136,45 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None) -> 
     return items
 
 
+@dataclass(frozen=True)
+class StageRow:
+    """A stage, and what it takes.
+
+    Args:
+        phase: forward, fused or backward.
+        calls: which, as in a plan.
+        ms: for one microbatch.
+        weight_bytes, gradient_bytes: that are brought, or taken away, once a round.
+        activation_bytes: of one microbatch at its worst.
+        waiting_bytes: of the round's other microbatches, while it runs.
+    """
+
+    phase: str
+    calls: str
+    ms: float
+    weight_bytes: int
+    gradient_bytes: int
+    activation_bytes: int
+    waiting_bytes: int
+
+
+def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
+    """Every stage of ``plan`` in the order in which they run."""
+    parts = zip(plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers), strict=True)
+    return [
+        StageRow(
+            phase=stage.phase,
+            calls=str(Span(stage.first, stage.last)),
+            ms=1e3 * costs.stage_time_s(stage.first, stage.last, stage.phase),
+            weight_bytes=need.weights,
+            gradient_bytes=need.gradients,
+            activation_bytes=need.activations,
+            waiting_bytes=waiting,
+        )
+        for stage, need, waiting in parts
+    ]
+
+
 def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
     """What the host holds under AdamW.
 
@@ -157,20 +197,45 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
     return [item for item in items if item.nbytes]
 
 
+def smallest_within(costs: Costs, workers: int, microbatches: int, min_round: int, budget: int | None) -> Plan:
+    """The cut at every call, with as many microbatches a round as ``budget`` has room for (None: no limit).
+
+    Fewer a round leave less waiting on the workers, and take the weights to them more often. Rounds are all of a step's
+    microbatches, or equal parts of them, and have ``min_round`` at least: with those the plan may not fit.
+    """
+    lowest = min(min_round, microbatches)
+    parts = {-(-microbatches // rounds) for rounds in range(1, microbatches + 1)}
+    for size in sorted({size for size in parts if size > lowest}, reverse=True):
+        plan = Plan.per_call(len(costs), size)
+        if budget is None or device_bytes(plan, costs, workers) <= budget:
+            return plan
+    return Plan.per_call(len(costs), lowest)
+
+
 def partition_within(
-    costs: Costs, workers: int, microbatches: int, round_microbatches: int | None, budget: int | None
+    costs: Costs,
+    workers: int,
+    microbatches: int,
+    round_microbatches: int | None,
+    budget: int | None,
+    min_round: int | None = None,
 ) -> Plan:
     """The partitioner's plan for workers that have ``budget`` bytes each; None: no limit.
 
     The partitioner limits stages one by one, but the largest weights, gradients and activations may be those of
-    different stages, so the limit is lowered until the whole plan fits.
+    different stages, so the limit is lowered until the whole plan fits. Where nobody says how many microbatches are a
+    round, it is all of them, or, if that does not fit, fewer (see `smallest_within`), but ``min_round`` at least: by
+    default one for each worker, as with less some would have nothing to do.
 
     Raises:
         ValueError: a cut at every call does not fit either.
     """
     if budget is None:
         return greedy_partition(costs, workers, microbatches, round_microbatches)
-    smallest = Plan.per_call(len(costs), round_microbatches or microbatches)
+    if round_microbatches is None:
+        found = smallest_within(costs, workers, microbatches, min_round or workers, budget)
+        round_microbatches = found.round_microbatches
+    smallest = Plan.per_call(len(costs), round_microbatches)
     if device_bytes(smallest, costs, workers) > budget:
         raise ValueError(_too_small(costs, smallest, workers, budget))
     stage_bytes = budget

@@ -112,11 +112,13 @@ def baseline_within(costs: Costs, workers: int, microbatches: int, limits: Limit
     Raises:
         ValueError: not even a cut at every call fits into memory.
     """
-    plan = partition_within(costs, workers, microbatches, None, limits.memory)
+    plan = partition_within(costs, workers, microbatches, None, limits.memory, limits.min_round)
     if len(plan.fused) > limits.max_fused + 1:
         first = plan.fused.last - limits.max_fused
         rest = Span(plan.fused.first, first - 1)
-        plan = Plan((*plan.forward, rest), Span(first, plan.fused.last), (rest, *plan.backward), microbatches)
+        plan = Plan(
+            (*plan.forward, rest), Span(first, plan.fused.last), (rest, *plan.backward), plan.round_microbatches
+        )
     return plan
 
 

@@ -48,6 +48,23 @@ def test_a_budget_that_nothing_fits_into() -> None:
     assert device_bytes(partition_within(costs, 2, 2, None, 1890), costs, 2) == 1890
 
 
+def test_rounds_are_as_large_as_fits() -> None:
+    """Of 8 microbatches: all, or else equal parts of them, but 3 (as many as workers), or what is asked for."""
+    costs = Costs(tuple(call(f"layer{i}", waiting=10, returning=10) for i in range(4)))
+    for size in (8, 4, 3):
+        exact = device_bytes(Plan.per_call(4, size), costs, 3)
+        for room in (0, 9):  # the next larger part takes more
+            plan = partition_within(costs, 3, 8, None, exact + room)
+            assert plan.round_microbatches == size
+            assert device_bytes(plan, costs, 3) <= exact + room
+    with pytest.raises(ValueError, match="2 microbatches that wait hold up to 20"):
+        partition_within(costs, 3, 8, None, exact - 1)
+    with pytest.raises(ValueError, match="3 microbatches that wait"):
+        partition_within(costs, 3, 8, None, exact, min_round=4)
+    with pytest.raises(ValueError, match="7 microbatches that wait"):
+        partition_within(costs, 3, 8, 8, exact)
+
+
 CALLS = st.builds(
     CallCost,
     layer=st.sampled_from("abcdefgh"),
@@ -71,7 +88,7 @@ CALLS = st.builds(
 @given(calls=st.lists(CALLS, min_size=1, max_size=7), budget=st.integers(0, 1500), workers=st.integers(1, 4))
 def test_whatever_the_model_the_plan_fits_or_nothing_does(calls: list[CallCost], budget: int, workers: int) -> None:
     costs = Costs(tuple(calls))
-    least = device_bytes(Plan.per_call(len(calls), 3), costs, workers)
+    least = device_bytes(Plan.per_call(len(calls), min(workers, 3)), costs, workers)
     if least > budget:
         with pytest.raises(ValueError, match="memory_budget"):
             partition_within(costs, workers, 3, None, budget)

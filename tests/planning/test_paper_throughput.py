@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_roundpipe.commands.choices import read_machine
-from lightning_roundpipe.commands.plan_model import Shape
+from lightning_roundpipe.commands.plan_model import Shape, look_at
 from lightning_roundpipe.planning.cases import read_cases
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
@@ -82,3 +85,39 @@ def test_the_page_says_what_is_estimated(model: str) -> None:
     for source in ("case", "profile"):
         row += [f"{tokens_per_s(model, source):,.0f}", f"{error_pct(model, source):+.1f} %"]
     assert f"| {' | '.join(row)} |" in (ROOT / "docs" / "planning-estimates.md").read_text()
+
+
+# -- docs/large-models.md ----------------------------------------------------------------------------------------------
+
+
+def large_models() -> Any:
+    """The script that writes the page's figures."""
+    spec = importlib.util.spec_from_file_location("make_large_models", ROOT / "docs" / "make_large_models.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_large_models_are_as_the_page_says() -> None:
+    """Every figure under the plans on the page; that the search finds these plans is another test's question."""
+    pages = large_models()
+    page = pages.PAGE.read_text()
+    found = [
+        look_at(shape(row.name), replace(row.wish, plan=text))
+        for row, text in zip(pages.ROWS, pages.plans(pages.between(page)), strict=True)
+    ]
+    assert pages.between(page) == pages.figures(found)
+    assert {row.name: row.late for row in pages.ROWS} == {model: row[0] for model, row in MEASURED.items()}
+    assert all(outlook.fits_device and outlook.fits_host for outlook in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_search_finds_the_pages_plans() -> None:
+    """A machine that is busy may find others, but hardly slower ones."""
+    pages = large_models()
+    for row, text in zip(pages.ROWS, pages.plans(pages.between(pages.PAGE.read_text())), strict=True):
+        there, found = (look_at(shape(row.name), replace(row.wish, plan=plan)) for plan in (text, None))
+        assert found.tokens_per_s == pytest.approx(there.tokens_per_s, rel=0.03), row.name

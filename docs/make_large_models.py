@@ -1,0 +1,184 @@
+"""The figures in docs/large-models.md: what `roundpipe-plan` says of the models of the paper, beside its own figures.
+
+    .venv/bin/python docs/make_large_models.py          (about two minutes on two cores)
+
+Nothing between the marks on that page is written by hand. A test takes the plans from there and computes all else.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_roundpipe.commands.plan_model import Outlook, Wish, look
+
+PAGE = Path(__file__).with_name("large-models.md")
+BEGIN, END = "<!-- figures: docs/make_large_models.py -->\n", "<!-- end of figures -->\n"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of the paper's models, as arXiv 2604.27085 measured it on eight RTX 4090.
+
+    Args:
+        name: the choice of conf/model.
+        title: as people call it.
+        sequences: of a step, each of 2048 tokens; four of them are a microbatch.
+        late, exact: tokens a second with updates one step late, and without.
+        longest: tokens.
+        lora: the choice of conf/lora.
+    """
+
+    name: str
+    title: str
+    sequences: int
+    late: int
+    exact: int
+    longest: int
+    lora: str = "none"
+
+    @property
+    def wish(self) -> Wish:
+        return Wish(
+            model=self.name,
+            hardware="rtx4090x8",
+            lora=self.lora,
+            precision="16-mixed",
+            sequence_length=2048,
+            microbatch_size=4,
+            microbatches=self.sequences // 4,
+            workers=None,
+            staleness=1,
+            memory=None,
+        )
+
+    @property
+    def command(self) -> str:
+        lora = "" if self.lora == "none" else f" lora={self.lora}"
+        return (
+            f"roundpipe-plan model={self.name} hardware=rtx4090x8{lora} precision=16-mixed staleness=1 "
+            f"microbatch_size=4 microbatches={self.sequences // 4}"
+        )
+
+
+ROWS = (
+    Row("qwen3_1_7b", "Qwen3-1.7B", 512, 65_417, 56_489, 73_000),
+    Row("llama3_1_8b", "Llama-3.1-8B", 256, 24_275, 18_888, 49_000),
+    Row("gpt_oss_20b", "GPT-OSS-20B", 128, 18_122, 12_549, 39_000),
+    Row("qwen3_32b", "Qwen3-32B", 128, 5_516, 4_164, 28_000),
+    Row("qwen3_235b_a22b", "Qwen3-235B-A22B, LoRA", 64, 1_820, 1_592, 31_000, "attention"),
+)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    ruler = ["---", *("---:" for _ in head[1:])]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ruler, *rows))
+
+
+def speed_row(row: Row, found: Outlook) -> list[str]:
+    plan = found.plan
+    cut = f"{len(plan.forward)} + 1 + {len(plan.backward)}"
+    return [
+        row.title,
+        f"{cut}, {plan.round_microbatches}",
+        f"{found.period_s:.1f}",
+        f"{found.tokens_per_s:,.0f}",
+        f"{row.late:,}",
+        f"{found.tokens_per_s / row.late:.2f}",
+        f"{found.longest.tokens:,}",
+        f"{row.longest:,}",
+    ]
+
+
+def memory_row(row: Row, found: Outlook) -> list[str]:
+    counts = found.parameters
+    device, host = sum(i.nbytes for i in found.device_items), sum(i.nbytes for i in found.host_items)
+    locked = sum(i.nbytes for i in found.host_items if i.locked)
+    return [
+        row.title,
+        f"{counts.trained + counts.frozen:,}",
+        f"{counts.trained:,}",
+        f"{device / GIB:.1f}",
+        f"{max(stage.weight_bytes for stage in found.stages) / GIB:.2f}",
+        f"{host / GIB:,.0f}",
+        f"{locked / GIB:,.0f}",
+    ]
+
+
+def section(row: Row, found: Outlook) -> str:
+    """The command, the plan that it found, and what its stages and both memories take."""
+    parts = [f"\n### {row.title}\n\n```\n{row.command}\n```\n\n"]
+    parts.append(f"The longest sequence is limited by {found.longest.limited_by}.\n\n")
+    head = ("GiB of each worker", "")
+    parts.append(table(head, [[item.name, f"{item.nbytes / GIB:.2f}"] for item in found.device_items]) + "\n")
+    head = ("GiB of the host", "")
+    parts.append(table(head, [[item.name, f"{item.nbytes / GIB:,.2f}"] for item in found.host_items]) + "\n")
+    stages = "".join(_stage(cells) for cells in _alike(found))
+    names = _stage(["stage", "phase", "layers", "ms", "weights", "gradients", "activations"])
+    parts.append(f"GiB of each stage:\n\n```\n{names}{stages}```\n\n")
+    parts.append(f"```\n{found.plan}\n```\n")
+    return "".join(parts)
+
+
+def _stage(cells: Sequence[str]) -> str:
+    widths = (8, 9, 9)
+    left = "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False))
+    return f"{left}{cells[3]:>9}{cells[4]:>9}{cells[5]:>11}{cells[6]:>13}\n"
+
+
+def _alike(found: Outlook) -> list[list[str]]:
+    """Stages that follow each other and look the same are one line."""
+    lines: list[list[Any]] = []
+    for number, stage in enumerate(found.stages):
+        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.activation_bytes)
+        cells = [stage.phase, f"{stage.ms:,.1f}", *(f"{size / GIB:.2f}" for size in sizes)]
+        if lines and lines[-1][4] == cells:
+            lines[-1][1], lines[-1][3] = number, stage.calls
+        else:
+            lines.append([number, number, stage.calls, stage.calls, cells])
+    return [
+        [
+            f"{first}" if first == last else f"{first}-{last}",
+            cells[0],
+            begin if first == last else f"{begin} to {end}",
+            *cells[1:],
+        ]
+        for first, last, begin, end, cells in lines
+    ]
+
+
+def figures(outlooks: Sequence[Outlook]) -> str:
+    """All that is between the marks."""
+    pairs = list(zip(ROWS, outlooks, strict=True))
+    head = ("model", "stages, round", "s a step", "tokens/s", "paper", "ratio", "longest", "paper's")
+    speed = table(head, [speed_row(*pair) for pair in pairs])
+    head = ("model", "weights", "trained", "GiB of a worker", "of a stage's weights", "GiB of the host", "page-locked")
+    memory = table(head, [memory_row(*pair) for pair in pairs])
+    return f"\n{speed}\n{memory}{''.join(section(*pair) for pair in pairs)}\n"
+
+
+def plans(page: str) -> list[str]:
+    """Those on the page, in the order of `ROWS`."""
+    return re.findall(r"^forward .*; round .*$", page, flags=re.MULTILINE)
+
+
+def between(page: str) -> str:
+    return page.split(BEGIN)[1].split(END)[0]
+
+
+def main() -> None:
+    found = []
+    for row in ROWS:
+        print(row.command, file=sys.stderr)
+        found.append(look(row.wish))
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{figures(found)}{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()
