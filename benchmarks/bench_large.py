@@ -1,0 +1,124 @@
+"""A model of a billion weights under LoRA, on workers smaller than it, in a host memory that is stated beforehand.
+
+The weights are random and lie in bf16; the shape is that of the usual small Llamas. Two emulated devices have a budget
+of 600 MiB each, a bit more than a quarter of the weights. What the host may take is said before anything is built, with
+its parts counted from the shape; then the model is built and trained for a few steps, and the operating system's peak
+of the whole process (so building it counts) is held against that. It ends with an error if it is more, or if the losses
+do not fall.
+
+    .venv/bin/python benchmarks/bench_large.py [--host 5GiB] [--steps 4]          (about two minutes on two cores)
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from bench_memory import resident, show
+from common import Stopwatch, quiet
+from hydra import compose, initialize_config_module
+from rich.console import Console
+from rich.table import Table
+
+import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
+from lightning_roundpipe.callbacks.host_memory import peak_bytes
+from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.tasks.fine_tuning import build
+
+GIB = 2**30
+HIDDEN, INNER, LAYERS, VOCABULARY, KEYS = 2048, 8192, 16, 32_000, 8 * 64
+SEQUENCES, TOKENS, DEVICES, RANK = 4, 64, 2, 8
+MODEL = f"""model=llama3_1_8b model.hidden_size={HIDDEN} model.intermediate_size={INNER}
+    model.num_hidden_layers={LAYERS} model.vocab_size={VOCABULARY} model.dtype=bfloat16
+    lora=all_linear lora.r={RANK} prompt=null optimizer.lr=0.003
+    data=random_tokens data.sequence_length={TOKENS} data.sequences={SEQUENCES} data.batch_size={SEQUENCES}
+    trainer=cpu trainer.devices={DEVICES} trainer.precision=bf16-true strategy.num_microbatches=4"""
+
+
+class Losses(pl.Callback):
+    """Of each step."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def weights() -> tuple[int, int]:
+    """Frozen and trained ones, counted by hand."""
+    matrices = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KEYS)] * 2 + [(HIDDEN, INNER)] * 3
+    frozen = LAYERS * (sum(a * b for a, b in matrices) + 2 * HIDDEN) + 2 * VOCABULARY * HIDDEN + HIDDEN
+    return frozen, LAYERS * sum(RANK * (a + b) for a, b in matrices)
+
+
+def stated(before: int, budget: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """What the host has to hold: by design, and because this process is also the devices."""
+    frozen, trained = weights()
+    boundary = SEQUENCES * TOKENS * HIDDEN * 2  # of all microbatches, at one layer
+    design = [
+        (f"{frozen / 1e6:,.0f} M frozen weights, 2 bytes each", 2 * frozen),
+        (f"{trained / 1e6:.1f} M trained ones, 16 bytes each and 2 of a working copy", 18 * trained),
+        ("boundary tensors of a step", (LAYERS + 2) * boundary),
+    ]
+    return design, [("process before the model", before), (f"{DEVICES} emulated devices", DEVICES * budget)]
+
+
+def train(options: argparse.Namespace, folder: str, budget: int) -> tuple[Any, Losses, Stopwatch]:
+    overrides = [*MODEL.split(), f"strategy.memory_budget={budget}", f"trainer.max_steps={options.steps}"]
+    overrides += ["~experiment", f"run_folder={folder}", "callbacks=none", "logger=none"]
+    overrides += ["+trainer.enable_progress_bar=false"]
+    with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
+        job = build(compose("train", overrides), Path(folder))
+    counted = sum(p.numel() for p in job.task.parameters() if not p.requires_grad)
+    assert (counted, sum(p.numel() for p in job.task.parameters()) - counted) == weights()
+    losses, watch = Losses(), Stopwatch()
+    job.trainer.callbacks += [losses, watch]
+    job.trainer.limit_val_batches = 0
+    job.trainer.fit(job.task, datamodule=job.data)
+    return job.trainer.strategy.report(), losses, watch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", default="5GiB", help="what the process may take at its peak")
+    parser.add_argument("--device", default="600MiB", help="memory of each emulated device")
+    parser.add_argument("--steps", type=int, default=4)
+    options = parser.parse_args()
+    quiet()
+    console = Console()
+    host, budget = parse_bytes(options.host, "--host"), parse_bytes(options.device, "--device")
+    design, apart = stated(resident(), budget)
+    console.print(
+        f"Stated beforehand: {host / GIB:.2f} GiB of host memory, the {DEVICES} emulated devices of "
+        f"{budget / GIB:.2f} GiB included. Counted: {sum(size for _, size in [*design, *apart]) / GIB:.2f} GiB."
+    )
+    with tempfile.TemporaryDirectory() as folder, console.status("training"):
+        report, losses, watch = train(options, folder, budget)
+    most, devices = peak_bytes(), report["peak_device_bytes"]
+    show(console, "a billion weights under LoRA", design, apart, most)
+    table = Table("step", "seconds", "loss")
+    for number, (seconds, loss) in enumerate(zip(watch.seconds, losses.seen, strict=True)):
+        table.add_row(str(number), f"{seconds:.1f}", f"{loss:.3f}")
+    console.print(table)
+    console.print(
+        f"plan: {report['plan']}\ndevices at their peak: {' '.join(f'{n / 2**20:,.0f}' for n in devices)} MiB"
+    )
+    falls = all(map(math.isfinite, losses.seen)) and losses.seen[-1] < losses.seen[0]
+    kept = most <= host and max(devices) <= budget
+    verdict = "kept" if kept else "NOT KEPT"
+    console.print(f"{verdict}: {most / GIB:.2f} of {host / GIB:.2f} GiB; losses {'fall' if falls else 'DO NOT FALL'}.")
+    return 0 if kept and falls else 1
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    sys.exit(main())
