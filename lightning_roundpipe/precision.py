@@ -103,7 +103,7 @@ class RoundPipePrecision(Precision):
         """What the engine is to compute in. Ask outside a step."""
         if self.scaler is not None:
             self._scales = Scales(LossScale(self.scaler), outer=self._half is None)
-        return Formats(self.low, scales=self._scales)
+        return Formats(self.low, self.precision.endswith("-mixed"), scales=self._scales)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

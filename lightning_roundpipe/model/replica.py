@@ -8,10 +8,11 @@ changes on shared objects is seen at once.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from lightning_roundpipe.model.attributes import (
 )
 from lightning_roundpipe.model.loose import LooseTensors
 from lightning_roundpipe.model.rebind import Rebinder
+from lightning_roundpipe.model.rounded import RoundedWeight
 
 
 def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -51,14 +53,21 @@ class Replica:
         device: where the copy's parameters and buffers live.
         state: says what the attributes were when the layer was first seen, which is what differences refer to.
             Default: they are what they are now.
+        rounded: positions of parameters that arrive rounded.
     """
 
-    def __init__(self, layer: nn.Module, device: torch.device, state: ModuleState | None = None) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        device: torch.device,
+        state: ModuleState | None = None,
+        rounded: Collection[int] = (),
+    ) -> None:
         self.device = device
         self.originals = list(layer.modules())
         memo: dict[int, Any] = {id(m): m.__class__.__new__(m.__class__) for m in self.originals}
         self.modules: list[nn.Module] = [memo[id(m)] for m in self.originals]
-        self.parameters = [_placeholder(p, device) for p in unique_parameters(layer)]
+        self.parameters = [_placeholder(p, device, i in rounded) for i, p in enumerate(unique_parameters(layer))]
         # Some modules keep lists of their parameters (recurrent ones do).
         memo.update({id(p): q for p, q in zip(unique_parameters(layer), self.parameters, strict=True)})
         self._rebound = Rebinder(memo)
@@ -93,11 +102,23 @@ class Replica:
         """``value`` as the copy should hold it: referring to the copy's parts, in containers of its own."""
         return frozen(self._rebound(value))
 
-    def bind(self, views: list[Tensor], requires_grad: list[bool]) -> None:
-        """Point the copy's parameters at ``views`` (in the order of the layer's unique parameters)."""
-        for parameter, view, trainable in zip(self.parameters, views, requires_grad, strict=True):
-            parameter.data = view
-            parameter.requires_grad_(trainable)
+    def bind(
+        self, views: list[Tensor], requires_grad: list[bool], whole: Callable[[int], Tensor] | None = None
+    ) -> None:
+        """Point the copy's parameters at ``views`` (in the order of the layer's unique parameters).
+
+        Args:
+            views: as they have arrived.
+            requires_grad: of each.
+            whole: gives what one was before it was rounded, by position, if there are such.
+        """
+        for index, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
+            if isinstance(parameter, RoundedWeight):
+                assert whole is not None
+                parameter.hold(view, functools.partial(whole, index))
+            else:
+                parameter.data = view
+        self.train(requires_grad)
 
     def train(self, requires_grad: list[bool]) -> None:
         """Which parameters the next call has gradients for."""
@@ -185,11 +206,14 @@ def _held(attributes: dict[str, Any]) -> list[str]:
     return [k for k, v in attributes.items() if isinstance(v, Container) and k not in _BOOKKEEPING]
 
 
-def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _placeholder(parameter: nn.Parameter, device: torch.device, rounded: bool) -> nn.Parameter:
     if type(parameter) is not nn.Parameter:
         raise RoundPipeError(
             f"a parameter of type {type(parameter).__name__} cannot be moved between devices by this strategy; only "
             "plain torch.nn.Parameter can (quantised or sharded weights are not supported)."
         )
+    if rounded:
+        made = RoundedWeight(parameter.shape, parameter.stride(), parameter.dtype, device, parameter.requires_grad)
+        return cast(nn.Parameter, made)
     empty = torch.empty(0, dtype=parameter.dtype, device=device)
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)

@@ -35,6 +35,7 @@ from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.surroundings import parametrizing
 from lightning_roundpipe.runtime.tape import Entry, Inlet
 from lightning_roundpipe.runtime.trace import TracedCall
+from lightning_roundpipe.runtime.uses import Watching
 from lightning_roundpipe.runtime.weights import HostLayer
 from lightning_roundpipe.runtime.worker import Worker
 
@@ -62,13 +63,17 @@ class Runner:
         worker: whose thread this runs on.
         randomness: seeds calls that draw, in training; evaluation draws from the caller's generator.
         formats: that layers are computed in.
+        watched: whether it is to be found out what layers do with their weights.
     """
 
-    def __init__(self, worker: Worker, randomness: Callable[[], Randomness], formats: Formats) -> None:
+    def __init__(
+        self, worker: Worker, randomness: Callable[[], Randomness], formats: Formats, watched: Callable[[], bool]
+    ) -> None:
         self._worker = worker
         self._device = worker.device
         self._randomness = randomness
         self._formats = formats
+        self._watched = watched
 
     def forward(self, slot: Slot, call: Call, boundaries: Boundaries) -> Forward:
         """Run the layer once; see `Call` for how."""
@@ -98,8 +103,9 @@ class Runner:
         if call.probe and self._formats.low is not None and not self._formats.default_matters:
             self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
-        for flat in (ran.output, *ran.sides.values()):
-            flat.leaves = self._safe(flat.leaves)
+        with self._watching(call.layer):
+            for flat in (ran.output, *ran.sides.values()):
+                flat.leaves = self._safe(flat.leaves)
         shared = overlapping(ran.output.tensors(), ran.given)
         result = Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs, shared)
         result.foretold = foretold is not None
@@ -159,7 +165,8 @@ class Runner:
             replica.set(carried)
             doors = Doors(replica, (args, kwargs))
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
-            with self._computing(slot, kind, where, call.microbatch), saved, calling(Inside(name)):
+            watching = self._watching(call.layer)
+            with self._computing(slot, kind, where, call.microbatch), saved, calling(Inside(name)), watching:
                 output = call.context.run(collecting, replica.module.forward, *args, **kwargs)
         written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if written:
@@ -238,6 +245,12 @@ class Runner:
         if kind:
             slot.recorder.add(kind, self._worker.index, start, end, microbatch, 0, where)
 
+    def _watching(self, layer: HostLayer) -> contextlib.AbstractContextManager[Any]:
+        """Where that is to be found out, takes down what is done with the weights of ``layer``."""
+        if not self._watched():
+            return contextlib.nullcontext()
+        return Watching(layer.uses, self._worker.replica(layer).parameters)
+
     def _safe(self, leaves: list[Any]) -> list[Any]:
         """Outputs that lie in an arena (a layer that returns its weight) must not change with the next slot."""
         return [leaf.clone() if isinstance(leaf, Tensor) and self._worker.owns(leaf) else leaf for leaf in leaves]
@@ -294,7 +307,8 @@ class Runner:
         if pairs:
             name, computing = entry.layer.name, self._computing(slot, "backward", where, entry.microbatch)
             given = self._device.hold(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
-            with given, alone(name, self._device), computing, calling(Inside(name)), inlet:
+            watching = self._watching(entry.layer)
+            with given, alone(name, self._device), computing, calling(Inside(name)), inlet, watching:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
                 self._device.follow(_tensors(inlet.grads), GRADIENTS)
         if gauge is not None and measured is not None:

@@ -34,6 +34,7 @@ from lightning_roundpipe.runtime.mapped import mapped_weights
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import report_of
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
+from lightning_roundpipe.runtime.rounding import is_surprised, is_watched
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.step import Step
 from lightning_roundpipe.runtime.sums import GradientBuffers
@@ -115,7 +116,7 @@ class Engine:
         self.hints.of_cuts(found)
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
         self.workers = self.crew.workers
-        self.runners = [Runner(w, lambda: self.randomness, formats) for w in self.workers]
+        self.runners = [Runner(w, lambda: self.randomness, formats, lambda: is_watched(self)) for w in self.workers]
         self.queues = [WorkerQueue(w, prefetch=bool(options.prefetch)) for w in self.workers]
         try:
             reserve_for_layers(self)
@@ -337,7 +338,7 @@ class Engine:
                 "removed or replaced), and a new one would get no gradient. Change the model before fit(), or write "
                 "new values into the parameters it has."
             )
-        if (now := self._trainable_now()) != self._trainable:
+        if (now := self._trainable_now()) != self._trainable or is_surprised(self):
             self._trainable = now
             self.settle()
             self._buffers.clear()

@@ -7,6 +7,7 @@ is frozen and lies in a file that is mapped into memory may stay there (`mapped`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -81,10 +82,11 @@ class Flat:
     """One flat host buffer and the masters that are views into it; or, if they stay in place, the masters alone.
 
     Attributes:
-        source: what uploads read: the buffer, or the working copy beside it.
-        nbytes: of what uploads read.
+        source: what they are computed with: the buffer, or the working copy beside it.
+        nbytes: of what uploads read, which is that, or rounded copies of it (`round`).
         segments: where the masters lie in the buffer.
         places: and where they lie in what uploads read.
+        in_place: whether they stay in their files.
     """
 
     def __init__(
@@ -94,20 +96,22 @@ class Flat:
         self._device = device
         self._formats = formats
         self._apart = apart
-        self._in_place = in_place
+        self.in_place = in_place
         self._lay_out()
 
     def _lay_out(self) -> None:
         self.segments, nbytes = _in_a_row(self.masters, [p.dtype for p in self.masters])
-        self.places, self.nbytes = _in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
-        self._casts = self.places != self.segments
+        self._source_places, self.nbytes = _in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
+        self._casts = self._source_places != self.segments
+        self.places = self._source_places
+        self._rounded: Tensor | None = None
         copied = self._apart or self._casts
         # Only what uploads read has to be memory that copies quickly.
-        pageable = copied or self._in_place
-        size = 0 if self._in_place else nbytes
+        pageable = copied or self.in_place
+        size = 0 if self.in_place else nbytes
         self.buffer = torch.empty(size, dtype=torch.uint8) if pageable else self._device.host_buffer(size)
         self.source = self.buffer
-        if self._in_place:
+        if self.in_place:
             self.views = [_alone(p.data) for p in self.masters]
             for master, view in zip(self.masters, self.views, strict=True):
                 master.data = view
@@ -128,37 +132,56 @@ class Flat:
             self.source = self._device.host_buffer(self.nbytes)
             self.refresh()
 
+    def round(self, formats: Mapping[int, torch.dtype]) -> None:
+        """From now on uploads read copies, of which those of some masters are rounded.
+
+        Args:
+            formats: what to, by index of the master. None of them: uploads read what they are computed with, as before.
+        """
+        self.places, self._rounded = self._source_places, None
+        dtypes = [formats.get(i, place.dtype) for i, place in enumerate(self._source_places)]
+        self.places, self.nbytes = _in_a_row(self.masters, dtypes)
+        if formats:
+            self._rounded = self._device.host_buffer(self.nbytes)
+            self._round()
+
+    def _round(self) -> None:
+        if self._rounded is not None:
+            for index, place in enumerate(self.places):
+                place.view(self._rounded).copy_(self.read(index))
+
     def widen(self) -> None:
         """What has begun to be trained gets a format to be trained in, and memory that may be written to."""
         narrow = self._formats.too_narrow(self.masters)
         for master in narrow:
             widen(master)
-        if narrow or (self._in_place and self.trained):
-            self._in_place = self._in_place and not self.trained
+        if narrow or (self.in_place and self.trained):
+            self.in_place = self.in_place and not self.trained
             self._lay_out()
 
     def refresh(self) -> None:
-        """Bring the working copy up to date."""
+        """Bring the copies up to date."""
         if self.source is self.buffer:
-            return
-        if not self._casts:
+            pass
+        elif not self._casts:
             self.source.copy_(self.buffer)
-            return
-        for place, view in zip(self.places, self.views, strict=True):
-            place.view(self.source).copy_(view)
+        else:
+            for place, view in zip(self._source_places, self.views, strict=True):
+                place.view(self.source).copy_(view)
+        self._round()
 
     @property
     def _reads_masters(self) -> bool:
-        return self._in_place and self.source is self.buffer
+        return self.in_place and self.source is self.buffer
 
     def read(self, index: int) -> Tensor:
-        """What uploads read of one master."""
-        return self.views[index] if self._reads_masters else self.places[index].view(self.source)
+        """What one master is computed with."""
+        return self.views[index] if self._reads_masters else self._source_places[index].view(self.source)
 
     def upload(self, stream: Stream, segment: Tensor) -> None:
         """Enqueue the copy into ``segment`` (uint8, ``nbytes`` long)."""
         if not self._reads_masters:
-            stream.copy(segment, self.source)
+            stream.copy(segment, self.source if self._rounded is None else self._rounded)
             return
         for place, view in zip(self.places, self.views, strict=True):
             stream.copy(place.view(segment), view)
@@ -178,11 +201,11 @@ class Flat:
                     f"a parameter changed from {tuple(self.segments[index].shape)} {self.segments[index].dtype} to "
                     f"{tuple(master.shape)} {master.dtype} during training; change the model before fit() instead."
                 )
-            if self._in_place:  # it is read where it is now; its file is not ours to write to
+            if self.in_place:  # it is read where it is now; its file is not ours to write to
                 self.views[index] = master.data
             else:
                 self.views[index].copy_(master.data)
                 master.data = self.views[index]
             moved = True
-        if moved and self._casts:
+        if moved and (self._casts or self._rounded is not None):
             self.refresh()

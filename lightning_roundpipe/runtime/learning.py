@@ -15,6 +15,7 @@ from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import check_plan_fits, worker_bytes
 from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.rng import Randomness
+from lightning_roundpipe.runtime.rounding import send_rounded
 from lightning_roundpipe.runtime.sums import HostGradients
 from lightning_roundpipe.runtime.trace import Trace, TracedCall, distinct_layers
 from lightning_roundpipe.runtime.weights import begin_to_train
@@ -37,6 +38,8 @@ def plan_from(engine: Engine, step: Step) -> None:
             "training_step called none of the layers that were found "
             f"({', '.join(layer.name for layer in engine.layers)}): name the modules it calls with layers=[...]."
         )
+    if send_rounded(engine):
+        reserve_for_layers(engine)
     engine.costs = trace.costs()
     limit = worker_bytes(engine.options, engine.devices)
     if engine.options.plan is not None:
@@ -111,7 +114,8 @@ def reserve_for_layers(engine: Engine) -> None:
 
 
 def forget_plan(engine: Engine) -> None:
-    """Other parameters are trained now: gradients flow elsewhere, so everything is learned again."""
+    """Other parameters are trained now, so that gradients flow elsewhere; or a weight that travels cast was used
+    otherwise. Everything is learned again."""
     engine.trace, engine.recent, engine.plan, engine.costs = None, None, None, None
     engine.in_order = False
     engine.probed.clear()

@@ -16,6 +16,7 @@ import dataclasses
 import operator
 from collections.abc import Container, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
@@ -26,6 +27,7 @@ from lightning_roundpipe.model.replica import parameter_places, unique_parameter
 from lightning_roundpipe.runtime.flats import Flat, Segment, aligned
 from lightning_roundpipe.runtime.formats import Formats, widen
 from lightning_roundpipe.runtime.units import Unit
+from lightning_roundpipe.runtime.uses import Uses
 
 _PORTIONS, _LEAST_PORTION = 16, 2**22
 """How often memory is given back while weights are moved, at most, and the least bytes that are worth it."""
@@ -68,6 +70,9 @@ class HostLayer:
         """Positions of masters whose copies the forward writes to without changing them, as far as it has been seen."""
         self._seen_states: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
+        self.uses = Uses(module, self.masters)
+        self.rounded: frozenset[int] = frozenset()
+        """Positions of masters of which rounded copies travel."""
         self.unit: Unit  # what is updated together; given by `units_of` when all layers are known
         mine = [p for p in self.masters if id(p) not in owned]
         trained, frozen = _by_trainable(mine)
@@ -95,6 +100,24 @@ class HostLayer:
         self.places = [places[id(p)] for p in self.masters]
         self.nbytes = base
         self._tied_places = [places[id(p)] for p in self.tied]
+
+    def round(self, formats: Mapping[int, torch.dtype]) -> None:
+        """From now on weights travel rounded.
+
+        Args:
+            formats: what to, by position. What another layer holds, too, and what stays in a file is left as it is.
+        """
+        others = [layer for layer in self.unit.layers if layer is not self] if formats else []
+        shared = {id(p) for other in others for p in other.masters}
+        mine = {id(self.masters[i]): dtype for i, dtype in formats.items() if id(self.masters[i]) not in shared}
+        for flat in self.flats:
+            flat.round({} if flat.in_place else {i: mine[id(p)] for i, p in enumerate(flat.masters) if id(p) in mine})
+        self.place()
+        self.rounded = frozenset(
+            i
+            for i, (p, place) in enumerate(zip(self.masters, self.places, strict=True))
+            if place.dtype is not self.read(p).dtype
+        )
 
     def is_new_state(self, state: StateDiff | None) -> bool:
         """Whether the layer has not run with these attributes before: in another mode it may do other things."""
@@ -166,7 +189,7 @@ class HostLayer:
             stream.copy(place.view(segment), self.read(master))
 
     def read(self, master: nn.Parameter) -> Tensor:
-        """What uploads read of one of the masters."""
+        """What one of the masters is computed with; what travels may be rounded."""
         flat, index = self._held[id(master)]
         return flat.read(index)
 
@@ -205,6 +228,8 @@ def begin_to_train(
         others: masters that belong to no layer.
     """
     layers = list(layers)
+    for layer in layers:
+        layer.round({})
     for flat in (flat for layer in layers for flat in layer.flats):
         flat.widen()
         if apart and flat.trained:

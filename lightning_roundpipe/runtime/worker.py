@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.runtime.boundary import Room
 from lightning_roundpipe.runtime.buffers import Buffers
 from lightning_roundpipe.runtime.control import Control, Waiter
@@ -212,7 +214,8 @@ class Worker:
         cuts = arena.cut(layer.nbytes for layer in slot.layers)
         self._segments = {layer.index: cut for layer, cut in zip(slot.layers, cuts, strict=True)}
         for layer in slot.layers:
-            self.replica(layer).bind(layer.views(self._segments[layer.index]), layer.trainable())  # [1]
+            whole = functools.partial(self._whole, slot, layer)
+            self.replica(layer).bind(layer.views(self._segments[layer.index]), layer.trainable(), whole)  # [1]
         slot.wait_for_predecessor(slot.control)
         self._open_gradients(slot)
         if following is not None and following.arena is None:
@@ -289,9 +292,25 @@ class Worker:
     def _copy(self, layer: HostLayer) -> tuple[Replica, Buffers]:
         known = self._replicas.get(layer.index)
         if known is None:
-            replica = Replica(layer.module, self.device.torch_device, layer.state)
+            replica = Replica(layer.module, self.device.torch_device, layer.state, layer.rounded)
             known = self._replicas[layer.index] = (replica, Buffers(layer, replica))
         return known
+
+    def _whole(self, slot: Slot, layer: HostLayer, position: int) -> Tensor:
+        """A weight that has arrived rounded as it was before: somebody does something else with it than to cast it.
+
+        Nobody writes to it while its slot is open, unless updates are published as soon as all is uploaded.
+        """
+        layer.uses.otherwise([position])
+        master = layer.masters[position]
+        if slot.arrivals is not None:
+            name = next(name for name, parameter in layer.module.named_parameters() if parameter is master)
+            raise RoundPipeError(
+                f"layer {layer.name!r} uses its weight {name!r} otherwise than in the first batch, where autocast cast "
+                "it each time, so that it is sent cast; and with staleness=1 it may have changed since. Set "
+                "staleness=0, or let the first batch use it so, too."
+            )
+        return layer.read(master).detach().to(self.device.torch_device, copy=True)
 
     def gradients_of(self, call: int) -> DeviceGradients | None:
         return self._device_gradients.get(call)
@@ -315,6 +334,8 @@ class Worker:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in an arena and must be copied before it may outlive its slot."""
+        if isinstance(tensor, RoundedWeight):
+            return True
         return any(arena.contains(tensor) for arena in (*self.weights, *self.gradients))
 
     def retire(self, *tensors: Any) -> None:
@@ -325,6 +346,12 @@ class Worker:
         while len(self._in_flight) > IN_FLIGHT:
             self._in_flight[0][0].wait()  # before its tensors go, and not after
             self._in_flight.popleft()
+
+    def release(self) -> None:
+        """Give the arenas back: other sizes are needed. Drained."""
+        self.forget()
+        for arena in (*self.weights, *self.gradients):
+            arena.release()
 
     def forget(self) -> None:
         """Drop what the last step left: copies of layers keep nothing of the arenas, and nothing is in flight."""

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
 from lightning_roundpipe.runtime.sums import DeviceGradients, GradientBuffers
+from lightning_roundpipe.runtime.units import units_of
 from lightning_roundpipe.runtime.weights import HostLayer
 
 
@@ -37,15 +38,21 @@ def test_masters_stay_who_they_are(device: Device) -> None:
         assert torch.equal(view, parameter) and view.stride() == parameter.stride()
 
 
-def test_what_user_code_puts_in_place_of_a_master_is_what_travels(device: Device) -> None:
+@pytest.mark.parametrize("rounded", [{}, {0: torch.bfloat16}])
+def test_what_user_code_puts_in_place_of_a_master_is_what_travels(
+    device: Device, rounded: dict[int, torch.dtype]
+) -> None:
     module = nn.Linear(3, 3)
     layer = HostLayer(0, "layer", module, device, {})
+    units_of([layer], module.parameters())
+    layer.round(rounded)
     module.weight.data = torch.full((3, 3), 7.0)
     layer.adopt()
     segment = torch.zeros(layer.nbytes, dtype=torch.uint8)
     layer.upload(device.weights_up, segment)
     device.weights_up.synchronize()
     assert layer.views(segment)[0].unique().tolist() == [7.0]
+    assert layer.rounded == rounded.keys()
     module.weight.data = torch.zeros(4, 4)
     with pytest.raises(RoundPipeError, match="changed from"):
         layer.adopt()

@@ -1,0 +1,364 @@
+"""Under autocast, weights that it casts at every use travel cast, and nobody can tell but by the bytes.
+
+What is compared with is the same run with all weights sent as they are: to the bit, gradients and weights. What that
+gives is compared with plain training in other tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from harness import Result, assert_identical, assert_same, ours, run
+from test_precision_scaling import scaler
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zoo_runs import plain
+
+from lightning_roundpipe import RoundPipePrecision
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime import learning
+from lightning_roundpipe.runtime.rounding import send_rounded
+
+WIDTH = 16
+
+
+class Sent:
+    """What the last run's layers have sent rounded, by the names of weights; of each time that a plan was made."""
+
+    def __init__(self) -> None:
+        self.names: list[set[str]] = []
+
+    def __call__(self, engine: Any) -> bool:
+        changed = send_rounded(engine)
+        names = {id(p): name for name, p in engine.module.named_parameters()}
+        self.names.append({names[id(layer.masters[i])] for layer in engine.layers for i in layer.rounded})
+        return changed
+
+
+def both(
+    make: Callable[[], pl.LightningModule], batches: Any, precision: str = "bf16-mixed", **options: Any
+) -> tuple[list[set[str]], Result]:
+    """Train with and without; the results are the same. What was sent rounded, and the result with it."""
+    results, sent = [], Sent()
+    with pytest.MonkeyPatch.context() as patch:
+        for rounding in (lambda engine: False, sent):
+            patch.setattr(learning, "send_rounded", rounding)
+            chosen = {"num_microbatches": 3} | options.get("strategy", {})
+            if precision == "16-mixed":  # or Lightning takes bf16 on the CPU
+                chosen["precision_plugin"] = RoundPipePrecision(precision, scaler())
+            rest = {key: value for key, value in options.items() if key != "strategy"}
+            flag = {} if "precision_plugin" in chosen else {"precision": precision}
+            results.append(run(ours(**chosen), make(), batches, **({"devices": 2} | flag | rest)))
+    assert_identical(*results)
+    return sent.names, results[1]
+
+
+# ---------------------------------------------------------------------------------------------------------- the models
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "precision"),
+    [
+        ("llama", False, "bf16-mixed"),
+        pytest.param("qwen3", True, "16-mixed", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", False, "bf16-mixed", marks=pytest.mark.slow),
+        pytest.param("t5", False, "bf16-mixed", marks=pytest.mark.slow),
+    ],
+)
+def test_models(name: str, lora: bool, precision: str) -> None:
+    names, _ = both(lambda: zoo.make_module(name, lora), zoo.make_batches(name), precision)
+    block = {n for n in names[0] if ".0." in n}
+    assert len(block) >= (14 if lora else 4)
+    assert not any("norm" in n or "ln_" in n or "embed" in n for n in names[0])
+    assert any("base_layer" in n for n in block) == lora  # frozen ones, too
+
+
+def test_one_microbatch_equals_plain_training() -> None:
+    sent = Sent()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning, "send_rounded", sent)
+        strategy = ours(num_microbatches=1, plan=harness.halves(6))
+        result = run(strategy, zoo.make_module("llama"), zoo.make_batches("llama"), precision="bf16-mixed")
+    assert sent.names[0]
+    assert_same(plain("llama", False, precision="bf16-mixed"), result)
+
+
+def test_nothing_is_rounded_without_autocast() -> None:
+    names, _ = both(lambda: Model(usual=explicit_cast), make_batches(), "32-true")
+    assert names == [set()]
+
+
+# ------------------------------------------------------------------------------------------------------ uses of weights
+
+
+class Sum(torch.autograd.Function):
+    """Saves the weight itself, and uses it in its backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return grads[0] * weight.sum(), None
+
+
+class InPlace(torch.autograd.Function):
+    """Writes to the weight, and puts back what was there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        before = weight.detach().clone()
+        weight.detach().mul_(2)
+        result = x + weight.detach().sum()
+        weight.detach().copy_(before)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+def linear(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight)
+
+
+def twice(self: Any, x: Tensor) -> Tensor:
+    return F.linear(torch.tanh(F.linear(x, self.weight)), self.weight)
+
+
+def transposed(self: Any, x: Tensor) -> Tensor:
+    return x @ self.weight.T
+
+
+def parts(self: Any, x: Tensor) -> Tensor:
+    first, second = self.weight.chunk(2)
+    return torch.cat([F.linear(x, first), F.linear(x, second), F.linear(x, self.weight[:2])], -1)[..., :WIDTH]
+
+
+def batched(self: Any, x: Tensor) -> Tensor:
+    return torch.bmm(x[:, None], self.weight.expand(len(x), -1, -1))[:, 0]
+
+
+def explicit_cast(self: Any, x: Tensor) -> Tensor:
+    return (x.to(torch.bfloat16) @ self.weight.to(torch.bfloat16)).float()
+
+
+def attributes(self: Any, x: Tensor) -> Tensor:
+    assert isinstance(self.weight, nn.Parameter) and self.weight.is_leaf and self.weight.shape == (WIDTH, WIDTH)
+    return F.linear(x.to(self.weight.dtype) * self.weight.numel() * self.weight.element_size() / 1e3, self.weight)
+
+
+def mapped(self: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: self.weight @ row)(x)
+
+
+def checkpointed(self: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda y: torch.tanh(F.linear(y, self.weight)), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def checkpointed_reentrant(self: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda y: torch.tanh(F.linear(y, self.weight)), x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def sum_of(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight) + self.weight.sum()
+
+
+def scale(self: Any, x: Tensor) -> Tensor:
+    return F.layer_norm(F.linear(x, self.weight), (WIDTH,), self.weight[0])
+
+
+def lookup(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight) + F.embedding(torch.arange(len(x)) % WIDTH, self.weight)
+
+
+def without_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(x.float(), self.weight)
+
+
+def in_backward(self: Any, x: Tensor) -> Tensor:
+    return Sum.apply(F.linear(x, self.weight).float(), self.weight)  # type: ignore[no-any-return]
+
+
+def in_place(self: Any, x: Tensor) -> Tensor:
+    return InPlace.apply(F.linear(x, self.weight).float(), self.weight)  # type: ignore[no-any-return]
+
+
+def returned(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(x, self.weight), self.weight
+
+
+def in_numbers(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight) * float(self.weight.detach().numpy()[0, 0]) + self.weight.tolist()[1][1]
+
+
+def cast_otherwise(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, self.weight) + self.weight.to(torch.float16).float().mean()
+
+
+def returned_cast(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(x, self.weight), self.weight.to(torch.bfloat16).float()
+
+
+Use = Callable[[Any, Tensor], Any]
+CAST: list[Use] = [
+    linear, twice, transposed, parts, batched, explicit_cast, attributes, mapped, checkpointed, checkpointed_reentrant,
+]  # fmt: skip
+SEEN: list[Use] = [sum_of, scale, lookup, without_autocast, in_backward, in_place, cast_otherwise, returned]
+NOT_SEEN: list[Use] = [in_numbers]
+"""Before it is too late, but then they are."""
+
+
+class Block(nn.Module):
+    """Uses its weight as ``usual``, or, if it is told so, as ``unusual``."""
+
+    def __init__(self, usual: Use, unusual: Use) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.usual, self.unusual = usual, unusual
+
+    def forward(self, x: Tensor, unusual: bool) -> Any:
+        found = (self.unusual if unusual else self.usual)(self, self.norm(x))
+        return found if isinstance(found, tuple) else x + torch.tanh(found)
+
+
+class Model(pl.LightningModule):
+    """A block for each of ``unusual``, which is what it does with its weight in batches that say so."""
+
+    def __init__(self, *unusual: Use, usual: Use = linear, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        unusual = unusual or (linear, linear, linear)
+        self.blocks = nn.ModuleList(Block(returned_cast if u is returned else usual, u) for u in unusual)
+        if tied:
+            self.blocks[2].weight = self.blocks[0].weight
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x, penalty = batch["x"], torch.zeros(())
+        for block in self.blocks:
+            x = block(x, bool(batch["unusual"].any()))
+            if isinstance(x, tuple):
+                x, weight = x
+                penalty = penalty + weight.square().mean()
+        return F.mse_loss(x, batch["y"]) + penalty
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, foreach=False)
+
+
+def make_batches(count: int = 4, unusual: int = -1) -> list[dict[str, Tensor]]:
+    """``count`` batches, of which one says that its weights are used otherwise."""
+    generator = torch.Generator().manual_seed(5)
+    made = [{name: torch.randn(7, WIDTH, generator=generator) for name in "xy"} for _ in range(count)]
+    return [{**batch, "unusual": torch.full((7,), index == unusual)} for index, batch in enumerate(made)]
+
+
+def weights(*blocks: int) -> set[str]:
+    return {f"blocks.{i}.weight" for i in blocks}
+
+
+def test_what_autocast_casts_travels_cast() -> None:
+    names, result = both(lambda: Model(*CAST), make_batches(unusual=0), strategy={"layers": ["Block"]})
+    assert names == [weights(*range(len(CAST)))]
+    assert result.report is not None
+    sizes = {call["weight_bytes"] for call in result.report["costs"]["calls"]}
+    assert sizes == {2 * WIDTH * WIDTH + 2 * 256}  # with the norm's, in blocks of 256
+
+
+def test_what_is_used_otherwise_travels_as_it_is() -> None:
+    uses = [*SEEN, *NOT_SEEN, linear]
+    names, _ = both(lambda: Model(*uses), make_batches(2, unusual=0), strategy={"layers": ["Block"]})
+    assert names == [weights(len(SEEN), len(SEEN) + 1)]
+
+
+def test_a_tied_weight_travels_as_it_is() -> None:
+    names, _ = both(lambda: Model(tied=True), make_batches(), strategy={"layers": ["Block"]})
+    assert names == [weights(1)]
+
+
+# ------------------------------------------------------------------------------------------ what was not to be expected
+
+
+def test_a_later_batch_uses_a_weight_otherwise() -> None:
+    """It gets the weight as it is, and so does every batch after that."""
+    uses = [*SEEN, *NOT_SEEN, linear]
+    names, _ = both(lambda: Model(*uses), make_batches(5, unusual=2), strategy={"layers": ["Block"]})
+    assert names == [weights(*range(len(uses))), weights(len(uses) - 1)]
+
+
+def test_an_evaluation_uses_a_weight_otherwise() -> None:
+    validation = {"val_batches": make_batches(2, unusual=1), "val_check_interval": 2}
+    names, _ = both(lambda: Model(linear, sum_of), make_batches(5), strategy={"layers": ["Block"]}, **validation)
+    assert names == [weights(0, 1), weights(0)]
+
+
+def test_with_staleness_it_is_refused() -> None:
+    options: dict[str, Any] = {"layers": ["Block"], "num_microbatches": 3, "staleness": 1}
+    with pytest.raises(
+        RoundPipeError, match=r"uses its weight 'weight' otherwise than in the first batch.*staleness=0"
+    ):
+        run(ours(**options), Model(linear, sum_of), make_batches(5, unusual=2), precision="bf16-mixed", devices=2)
+
+
+# ----------------------------------------------------------------------------------------------------------- all around
+
+
+def test_staleness() -> None:
+    names, _ = both(Model, make_batches(6), strategy={"layers": ["Block"], "staleness": 1})
+    assert names == [weights(0, 1, 2)]
+
+
+def test_evaluation_computes_with_the_newest_weights() -> None:
+    options = {"val_batches": make_batches(2), "val_check_interval": 2, "blocking": True}
+    both(Model, make_batches(6), strategy={"layers": ["Block"]}, **options)
+
+
+class Writing(pl.Callback):
+    """Between steps, in ways that move no counter."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            pl_module.blocks[0].weight.data.mul_(1.5)
+            pl_module.blocks[2].weight.data = pl_module.blocks[2].weight.data * 1.5
+
+
+class Freezing(pl.Callback):
+    roundpipe_looks_away = True
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.blocks[1].requires_grad_(batch_idx not in (2, 3))
+
+
+@pytest.mark.parametrize(("callback", "plans"), [(Writing, 1), (Freezing, 3)])
+def test_between_steps(callback: type[pl.Callback], plans: int) -> None:
+    """Weights are written to, and other ones are trained."""
+    names, _ = both(Model, make_batches(6), strategy={"layers": ["Block"]}, callbacks=[callback()])
+    assert names == plans * [weights(0, 1, 2)]
+
+
+def test_results_do_not_depend_on_workers_or_plan() -> None:
+    options: dict[str, Any] = {"num_microbatches": 3, "layers": ["Block"]}
+    results = [
+        run(ours(**options, plan=plan), Model(), make_batches(), devices=devices, precision="bf16-mixed")
+        for devices, plan in ((1, None), (3, harness.per_call(3)), (2, harness.per_call(3, 3)))
+    ]
+    for other in results[1:]:
+        assert_identical(results[0], other)
