@@ -17,15 +17,20 @@ from lightning_roundpipe.runtime.evaluation_step import EvaluationStep
 
 SIZES = (8, 8, 8, 7, 1, 8)
 Ran = list[tuple[bool, set[int]]]
+HEARD: list[Tensor] = []
+"""What a hook was told."""
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, overwrites: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(16, 16)
+        self.linear, self.overwrites = nn.Linear(16, 16), overwrites
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
+        out = x + torch.tanh(self.linear(x))
+        if self.overwrites:
+            x.zero_()
+        return out
 
 
 class Net(nn.Module):
@@ -35,18 +40,29 @@ class Net(nn.Module):
         super().__init__()
         self.kind, self.kept, self.owner = kind, None, [None]
         self.stem, self.blocks, self.head = nn.Linear(6, 16), nn.ModuleList(Block() for _ in range(3)), nn.Linear(16, 5)
+        self.blocks[0].overwrites = kind == "overwrites"
+        self.register_buffer("seen", torch.zeros(()))
         self.norm = nn.BatchNorm1d(16, track_running_stats=False)
 
     def forward(self, x: Tensor) -> Any:
-        h = self.stem(x)
+        h = first = self.stem(x)
         for block in self.blocks[::-1] if self.kind == "turns" and len(x) < 8 and bool(x.sum() < 0) else self.blocks:
-            h = block(h)
+            if self.kind == "adds":
+                h += block(h)
+                h.view(-1)[::2].mul_(0.5)
+            else:
+                h = block(h)
         if self.kind == "drops":
             h = F.dropout(h, 0.5)
         elif self.kind == "norms":
             h = self.norm(h)
         elif self.kind == "keeps":
             self.kept = h
+        elif self.kind == "counts":
+            self.seen += 1
+            h = h * self.seen
+        elif self.kind == "overwrites":
+            h = h + first
         elif self.kind == "logs":
             self.owner[0].log("mean", h.mean())
         elif self.kind == "pairs":
@@ -59,16 +75,16 @@ class Net(nn.Module):
 class Module(pl.LightningModule):
     def __init__(self, kind: str = "") -> None:
         super().__init__()
-        self.model, self.kind, self.heard = Net(kind), kind, []
+        self.model, self.kind = Net(kind), kind
 
     def outputs(self, batch: Tensor) -> Tensor:
         self.model.owner[0] = self
-        if self.kind == "hooked" and not self.heard:
-            self.model.blocks[0].register_forward_hook(lambda m, a, out: self.heard.append(out.mean()))
+        if self.kind == "hooked" and not HEARD:
+            self.model.blocks[0].register_forward_hook(lambda m, a, out: HEARD.append(out.mean()))
         out = self.model(batch)
         out = out["out"] if isinstance(out, dict) else out
         if self.kind in ("keeps", "hooked"):
-            return out + (self.model.kept if self.kind == "keeps" else self.heard[-1]).mean()
+            return out + (self.model.kept if self.kind == "keeps" else HEARD[-1]).mean()
         return out
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -113,8 +129,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
     yield found
 
 
-def predicted(module: Module, strategy: Any, devices: int = 2, data: Any = None) -> Any:
-    trainer = trainer_of(strategy, devices=devices)
+def predicted(module: Module, strategy: Any, devices: int = 2, data: Any = None, **options: Any) -> Any:
+    trainer = trainer_of(strategy, devices=devices, **options)
     torch.manual_seed(1)
     with quiet():
         return trainer.predict(copy.deepcopy(module), loader(batches() if data is None else data))
@@ -147,18 +163,34 @@ def test_one_microbatch_or_worker_is_not_cut(ran: Ran) -> None:
     assert not ran
 
 
-@pytest.mark.parametrize("kind", ["drops", "norms", "keeps", "logs", "hooked", "pairs", "means"])
+@pytest.mark.parametrize(
+    "kind", ["drops", "norms", "keeps", "counts", "overwrites", "logs", "hooked", "pairs", "means"]
+)
 def test_what_would_show_is_made_whole(kind: str, ran: Ran) -> None:
     module, data, found = made(kind), batches((8, 8, 8, 7)), []
     for strategy, devices in (("auto", 1), (cut(), 2)):
+        HEARD.clear()
         if kind == "logs":
             with quiet():
                 trainer = trainer_of(strategy, devices=devices)
                 found.append([trainer.validate(copy.deepcopy(module), loader(data), verbose=False)])
         else:
             found.append(predicted(module, strategy, devices, data))
+        assert len(HEARD) == (len(data) if kind == "hooked" else 0)
     assert_tensors_same(*found)
     assert len(ran) == (kind == "norms")  # which shows in no other way than by its values
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_code_between_layers_writes_in_place(inference_mode: bool, ran: Ran) -> None:
+    """To what goes into the next layer, on another worker. In inference mode tensors have no version that says so."""
+    module, data = made("adds"), batches((8, 8, 8))
+    expected, found = (
+        predicted(module, strategy, devices, data, inference_mode=inference_mode)
+        for strategy, devices in (("auto", 1), (cut(), 3))
+    )
+    assert_tensors_same(expected, found)
+    assert [astray for astray, _ in ran] == [False, False]
 
 
 def test_another_order_is_made_whole(ran: Ran) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device, Event, Hold
 from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.runtime.events import Recorder
+from lightning_roundpipe.runtime.writes import version_of
 
 
 class HostCopy:
@@ -86,7 +87,7 @@ class Boundaries:
     def __init__(self, microbatch: int, recorder: Recorder) -> None:
         self._microbatch = microbatch
         self._recorder = recorder
-        self._saved: dict[int, tuple[weakref.ref[Tensor], int, HostCopy]] = {}
+        self._saved: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], HostCopy]] = {}
         self._sent: dict[int, tuple[Tensor, HostCopy]] = {}
         self._here: dict[Device, dict[int, _Here]] = {}
         self._device: Device | None = None
@@ -100,7 +101,7 @@ class Boundaries:
     def save(self, tensor: Tensor, device: Device | None) -> HostCopy:
         """The host copy of ``tensor`` as it is now [1]. ``device`` is where it lives, None for the host."""
         known = self._saved.get(id(tensor))
-        version = 0 if tensor.is_inference() else tensor._version
+        version = version_of(tensor)
         if known is not None and known[0]() is tensor and known[1] == version:
             return known[2]
         copy = self._download(tensor.detach(), device)

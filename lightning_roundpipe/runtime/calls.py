@@ -91,6 +91,7 @@ class Runner:
         inputs = _tensors(leaves)
         with device.hold(inputs, INPUTS):
             gauge = Gauge(device, inputs) if call.measure else None
+            before = self._before(call, leaves)
             foretold = self._foretold(slot, call, leaves, boundaries)
             ran = foretold or self._run(slot, call, leaves, "forward")
             refuse_hidden(ran.output.leaves, call.layer.name)
@@ -98,6 +99,9 @@ class Runner:
             activation = gauge.read() if gauge is not None else 0
         if call.walk and ran.inlet is not None:
             refuse_foreign_graph(ran.tensors(), ran.inlet, replica.parameters, call.layer.name)
+        if before is not None:
+            written = (i for i, t in before.items() if not torch.equal(bits(leaves[i]), bits(t)))
+            call.layer.overwrites[len(leaves)] = frozenset(written)
         mutated = self._mutated(call, ran.given)
         differs = call.probe and self._differs_without_grad(slot, call, leaves, ran)
         if call.probe and self._formats.low is not None and not self._formats.default_matters:
@@ -113,6 +117,12 @@ class Runner:
             result.drop_graph()
         worker.retire(leaves, ran.tensors())
         return result
+
+    def _before(self, call: Call, leaves: list[Any]) -> dict[int, Tensor] | None:
+        """The inputs as they are now, if it is not known which of them the layer writes to, and no version will say."""
+        if not call.ambient.inference or len(leaves) in call.layer.overwrites:
+            return None
+        return {i: t.clone() for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.layout is torch.strided}
 
     def _foretold(self, slot: Slot, call: Call, leaves: list[Any], boundaries: Boundaries) -> _Ran | None:
         """Run the layer without grad, as its precedent allows; None if it did anything else, which is then undone."""
@@ -258,7 +268,7 @@ class Runner:
     def _mutated(self, call: Call, given: dict[int, Tensor]) -> dict[int, Tensor]:
         """Inputs that the layer has written to. The aliases that it was given started at version 0."""
         if call.ambient.inference:
-            return {}
+            return {i: given[i] for i in call.layer.overwrites.get(len(call.leaves), ()) if i in given}
         found = {i: t for i, t in given.items() if not t.is_inference() and t._version > 0}
         if call.may_mutate is not None and (new := set(found) - call.may_mutate):
             raise RoundPipeError(

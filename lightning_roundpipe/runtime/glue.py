@@ -26,6 +26,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
+from lightning_roundpipe.runtime.writes import touched_by
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _VALUES = {DATA, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
@@ -131,6 +132,8 @@ class GlueMode(TorchFunctionMode):
                 if func in _VALUES:
                     return func(self._read(args[0]), *args[1:])
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
+            touched_by(args, kwargs)
         if self._train and name in ("register_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
         if self._kept is not None and self._kept.inherited and name not in _OF_THE_SHAPE:

@@ -20,6 +20,7 @@ from lightning_roundpipe.runtime.precedent import Precedent
 from lightning_roundpipe.runtime.sides import Key, put, refuse_new_gradients
 from lightning_roundpipe.runtime.tape import Entry, boundary
 from lightning_roundpipe.runtime.trace import TracedCall
+from lightning_roundpipe.runtime.writes import touched
 
 
 def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, *, taped: bool) -> None:
@@ -85,6 +86,7 @@ def hand_back(
         for position in sorted(forward.mutated):
             # Glue sees, and differentiates through, what the layer wrote into its inputs.
             call.originals[position].copy_(next(rest))
+            touched(call.originals[position])
     outputs_shared, inputs_shared = forward.overlapping
     shared = [returned[i] for i in outputs_shared] + [call.originals[i] for i in inputs_shared]
     watched.add(shared, call.layer.name)

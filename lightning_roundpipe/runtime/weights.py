@@ -68,6 +68,8 @@ class HostLayer:
         self.caches_parametrizations = False
         self.rewritten: set[int] = set()
         """Positions of masters whose copies the forward writes to without changing them, as far as it has been seen."""
+        self.overwrites: dict[int, frozenset[int]] = {}
+        """Inputs that the forward writes to in inference mode, as it was first seen, by how many it was given."""
         self._seen_states: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
         self.uses = Uses(module, self.masters)
