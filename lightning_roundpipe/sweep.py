@@ -16,7 +16,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -70,7 +70,7 @@ def present(rows: list[dict[str, Any]], folder: Path) -> None:
 
     write_table(rows, folder / "sweep.csv")
     console = Console()
-    console.print(draw_table(rows))
+    console.print(draw_table(rows, console.width))
     if draw_sweep(rows, varied_settings(rows), folder / "sweep.png"):
         console.print(f"The picture of it: {folder / 'sweep.png'}", soft_wrap=True, highlight=False)
 
@@ -106,19 +106,43 @@ def write_table(rows: list[dict[str, Any]], path: Path) -> None:
         writer.writerows(rows)
 
 
-def draw_table(rows: list[dict[str, Any]]) -> Table:
-    """The rows for the screen: overrides only where runs differ, and errors instead of numbers."""
+def draw_table(rows: list[dict[str, Any]], width: int) -> RenderableType:
+    """The rows for a screen of ``width`` columns: overrides only where runs differ, and errors instead of numbers.
+
+    Settings have a column each, or, where those are too wide, one line each.
+    """
     varied = varied_settings(rows)
+    names = {key: key.rpartition(".")[2] for key in varied}
+    apart = _table(rows, [names[key].replace("_", "\n") for key in varied], _settings_apart(rows, varied))
+    if Console(width=10 * width).measure(apart).minimum > width:
+        together = [
+            ["\n".join(f"{names[key].replace('_', ' ')} {row.get(key, 'default')}" for key in varied)] for row in rows
+        ]
+        apart = _table(rows, ["settings"], together)
+    failed = [Text(f"run {row['run']} failed: {row['error']}") for row in rows if row["error"]]
+    return Group(apart, *failed)
+
+
+def _settings_apart(rows: list[dict[str, Any]], varied: list[str]) -> list[list[str]]:
+    return [[str(row.get(key, "")) for key in varied] for row in rows]
+
+
+def _table(rows: list[dict[str, Any]], headings: list[str], settings: list[list[str]]) -> Table:
+    """The runs with their ``settings``, a text for each of the ``headings``."""
+    together = headings == ["settings"]
     table = Table(title=f"Sweep: {len(rows)} runs", title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
-    settings = [key.rpartition(".")[2].replace("_", " ") for key in varied]
-    for heading in ("run", *settings, *(heading for _, heading, _ in COLUMNS)):
-        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
-    for row in rows:
+    if together:  # every column counts
+        table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    table.add_column("run", justify="right", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="left" if together else "right", no_wrap=not together, overflow="fold")
+    for _, heading, _ in COLUMNS:
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for row, texts in zip(rows, settings, strict=True):
         missing = ["failed" if row["error"] else "–", *["–"] * (len(COLUMNS) - 1)]
         shown = zip(COLUMNS, missing, strict=True)
         values = [instead if row[key] is None else show(row[key]) for (key, _, show), instead in shown]
-        table.add_row(row["run"], *(str(row.get(key, "")) for key in varied), *values)
-    table.caption = Text("\n".join(f"run {row['run']} failed: {row['error']}" for row in rows if row["error"]))
+        table.add_row(row["run"], *map(Text, texts), *values)
     return table
 
 

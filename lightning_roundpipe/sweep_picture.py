@@ -7,8 +7,9 @@ below: that a point is missing does not say why.
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ _CUTS = {"strategy.num_microbatches", "strategy.microbatch_size"}
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
-_WIDTH, _PANEL, _NOTE = 7.0, 2.2, 0.2
+_WIDTH, _PANEL, _NOTE, _LABEL = 7.0, 2.2, 0.14, 0.22
 _DPI = 130
-_LONGEST_NOTE, _MOST_NOTES = 105, 6
+_LEGEND = 84
+"""Characters of the legend's font that fit beside each other."""
+_NOTE_WIDTH, _NOTE_LINES, _MOST_NOTES = 112, 2, 6
 
 Row = dict[str, Any]
 
@@ -57,7 +60,10 @@ def figure_of(rows: Sequence[Row], varied: Sequence[str]) -> Figure | None:
     values = sorted({_place(row.get(along, "default")) for row in finished}, key=_order)
     panels = [panel for panel in _PANELS if any(row[panel[0]] is not None for row in finished)]
     notes = _notes([row for row in rows if row["error"]], varied)
-    figure = Figure(figsize=(_WIDTH, _PANEL * len(panels) + 0.4 + _NOTE * (len(notes) + 1)), layout="constrained")
+    legend = -(-len(lines) // _columns(lines)) * _LABEL if len(lines) > 1 else 0
+    note_lines = sum(note.count("\n") + 1 for note in notes)
+    height = _PANEL * len(panels) + 0.4 + legend + _NOTE * (note_lines + 1)
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for number, (key, heading) in enumerate(panels):
         _panel(axes[number], key, heading, lines, along, values)
@@ -66,11 +72,17 @@ def figure_of(rows: Sequence[Row], varied: Sequence[str]) -> Figure | None:
     axes[-1].set_xlabel(along if along == _MICROBATCHES else _short(along))
     if len(lines) > 1:
         figure.legend(
-            *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=min(len(lines), 3), frameon=False
+            *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=_columns(lines), frameon=False
         )
     if notes:
         figure.supxlabel("\n".join(notes), fontsize=7.5, color="#B22222", x=0.02, ha="left")
     return figure
+
+
+def _columns(labels: Iterable[str]) -> int:
+    """Of the legend: as many as fit beside each other."""
+    each = max(map(len, labels)) + 6  # line and marker take the place of so many characters
+    return min(len(list(labels)), max(_LEGEND // each, 1), 3)
 
 
 def _along(finished: Sequence[Row], varied: Sequence[str]) -> str:
@@ -93,13 +105,14 @@ def _panel(axes: Axes, key: str, heading: str, lines: dict[str, list[Row]], alon
     factor, unit = (1, "s") if key.endswith("_s") else (1, "GiB") if largest >= 1 else (1024, "MiB")
     if unit == "s" and largest < 1:
         factor, unit = 1000, "ms"
+    line = "" if any(isinstance(value, str) for value in values) else "-"  # nothing lies between two models
     for number, (label, rows) in enumerate(lines.items()):
         points = [
             (values.index(_place(row.get(along, "default"))), row[key] * factor) for row in rows if row[key] is not None
         ]
         colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
         if points:
-            axes.plot(*zip(*sorted(points), strict=True), marker + "-", color=colour, label=label, markersize=5)
+            axes.plot(*zip(*sorted(points), strict=True), marker + line, color=colour, label=label, markersize=5)
     axes.set_title(f"{heading} ({unit})", loc="left", fontsize=9)
     axes.set_ylim(0, 1.12 * largest * factor or 1)
     axes.grid(axis="y", color="#E5E5E5")
@@ -112,7 +125,7 @@ def _notes(failed: Sequence[Row], varied: Sequence[str]) -> list[str]:
     for row in failed:
         settings = ", ".join(f"{_short(key)} {row[key]}" for key in varied if row.get(key) is not None)
         note = f"run {row['run']} ({settings}) failed: {row['error']}"
-        notes.append(note if len(note) <= _LONGEST_NOTE else note[: _LONGEST_NOTE - 1] + "…")
+        notes.append(textwrap.fill(note, _NOTE_WIDTH, max_lines=_NOTE_LINES, placeholder=" …", subsequent_indent="   "))
     return [*notes[:_MOST_NOTES], *([f"and {len(notes) - _MOST_NOTES} more"] if len(notes) > _MOST_NOTES else [])]
 
 

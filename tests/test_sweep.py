@@ -94,6 +94,58 @@ def test_everything_is_left_and_shown(
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+def names(*settings: str) -> list[tuple[str, dict[str, Any]]]:
+    """Runs of two models whose names differ at their ends, one of which failed."""
+    rest = " ".join(settings)
+    reason = "DoesNotFit: memory_budget: " + "workers may use less than that, and more is needed. " * 4 + "Raise it."
+    return [
+        (f"model=tiny_qwen3_235b_a22b {rest}", finished(0.5, 0.25, 2)),
+        (f"model=tiny_qwen3_235b_a22c {rest} lora.r=16", finished(2.5, 1.25, 4)),
+        (f"model=tiny_gpt_oss_20b {rest} strategy.num_microbatches=16", {"error": reason}),
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_nothing_of_a_table_is_left_out(
+    width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On narrow screens settings are below each other."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    present(sweep(tmp_path, *names("partition.round_microbatches=4")), tmp_path)
+    said = capsys.readouterr().out
+    table, reasons = said[: said.index("run 2 failed")], said[said.index("run 2 failed") :]
+    assert "…" not in table
+    assert max(map(len, table.splitlines())) <= width
+    for text in ("tiny_qwen3_235b_a22b", "tiny_qwen3_235b_a22c", "2.500 s", "1.25 GiB", "1.5000", "failed"):
+        assert text in table, text
+    assert ("num microbatches 16" in table) == (width == 80)
+    assert "Raise it." in reasons
+    assert not any(line.startswith(" ") for line in reasons.splitlines()[:3])
+
+
+def test_a_pictures_words_stay_within_it(tmp_path: Path) -> None:
+    made = sweep(tmp_path, *names("lora.r=4"))
+    for row in made:
+        row["partition.round_microbatches"] = row["run"]  # a line each
+    figure = figure_of(made, [*varied_settings(made), "partition.round_microbatches"])
+    assert figure is not None
+    figure.canvas.draw()
+    for artist in (*figure.legends, *figure.texts):
+        box = artist.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width
+    (note,) = (text.get_text() for text in figure.texts if "failed" in text.get_text())
+    assert "workers may use less" in note  # the reason, too
+
+
+def test_nothing_lies_between_two_models(tmp_path: Path) -> None:
+    made = sweep(
+        tmp_path, ("model=tiny_llama", finished(0.5, 0.25, 4)), ("model=tiny_gpt_oss_20b", finished(0.25, 0.5, 4))
+    )
+    figure = figure_of(made, varied_settings(made))
+    assert figure is not None
+    assert {line.get_linestyle() for line in figure.axes[0].get_lines()} == {"None"}
+
+
 def test_a_sweep_of_failures_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     present(sweep(tmp_path, ("lora.r=0", {"error": "ValueError: no"})), tmp_path)
     assert "run 0 failed: ValueError: no" in capsys.readouterr().out
