@@ -12,10 +12,11 @@ from torch import Tensor
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.arguments import CallSpec, Flat
 from lightning_roundpipe.runtime.boundary import HostCopy
+from lightning_roundpipe.runtime.choices import Choices
 from lightning_roundpipe.runtime.context import Ambient
+from lightning_roundpipe.runtime.inlet import Inlet
 from lightning_roundpipe.runtime.precedent import Manner, Precedent
 from lightning_roundpipe.runtime.sides import Sides
-from lightning_roundpipe.runtime.tape import Inlet
 from lightning_roundpipe.runtime.weights import HostLayer
 
 
@@ -81,6 +82,7 @@ class Forward:
         mutated: inputs that the layer wrote to, by position.
         foretold: whether the call ran without grad and did what its precedent had done.
         overlapping: which tensors of the output share memory with others or with inputs, and positions of such inputs.
+        choices: to be chosen again when it is recomputed; ``chosen``: what is on its way to the host of them.
     """
 
     output: Flat
@@ -92,6 +94,8 @@ class Forward:
     differs_without_grad: bool = False
     overlapping: tuple[list[int], list[int]] = ([], [])
     foretold: bool = False
+    choices: Choices | None = None
+    chosen: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """Of the output, and then the mutated inputs."""

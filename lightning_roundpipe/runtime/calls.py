@@ -18,10 +18,12 @@ from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.runtime.arguments import Flat, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.call import Call, Forward
+from lightning_roundpipe.runtime.choices import Recording, Replay
 from lightning_roundpipe.runtime.collector import collecting
 from lightning_roundpipe.runtime.events import Where
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.gauge import INPUTS, Gauge
+from lightning_roundpipe.runtime.inlet import Inlet
 from lightning_roundpipe.runtime.interception import Inside, calling
 from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
 from lightning_roundpipe.runtime.notes import Place, noted
@@ -33,7 +35,7 @@ from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sides import Doors, Sides, again, refuse_new_gradients
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.surroundings import parametrizing
-from lightning_roundpipe.runtime.tape import Entry, Inlet
+from lightning_roundpipe.runtime.tape import Entry
 from lightning_roundpipe.runtime.trace import TracedCall
 from lightning_roundpipe.runtime.uses import Watching
 from lightning_roundpipe.runtime.weights import HostLayer
@@ -51,6 +53,7 @@ class _Ran:
     output: Flat
     sides: Sides
     given: dict[int, Tensor]
+    recording: Recording | None = None
 
     def tensors(self) -> list[Tensor]:
         return [t for flat in (self.output, *self.sides.values()) for t in flat.tensors()]
@@ -113,6 +116,10 @@ class Runner:
         shared = overlapping(ran.output.tensors(), ran.given)
         result = Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs, shared)
         result.foretold = foretold is not None
+        if ran.recording is not None and ran.recording.made:
+            call.layer.seen_to_choose()
+            result.chosen, result.choices = ran.recording.saved(lambda packed: boundaries.save(packed, device))
+            device.follow(_tensors([result.chosen]), OUTPUTS)
         if call.graph and not (call.kept or call.learning):
             result.drop_graph()
         worker.retire(leaves, ran.tensors())
@@ -151,7 +158,7 @@ class Runner:
                     leaf.data.copy_(before)
                 self._worker.retire(before)
 
-    def _run(self, slot: Slot, call: Call, leaves: list[Any], kind: str) -> _Ran:
+    def _run(self, slot: Slot, call: Call, leaves: list[Any], kind: str, replay: Replay | None = None) -> _Ran:
         """The layer's own code, in everything that was around it when glue called it."""
         name = call.layer.name
         replica = self._worker.replica(call.layer)
@@ -175,17 +182,23 @@ class Runner:
             replica.set(carried)
             doors = Doors(replica, (args, kwargs))
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
-            watching = self._watching(call.layer)
-            with self._computing(slot, kind, where, call.microbatch), saved, calling(Inside(name)), watching:
+            recording = self._recording(call, leaves) if kind == "forward" else None
+            choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
+            with self._computing(slot, kind, where, call.microbatch), saved, calling(Inside(name)), watching, choosing:
                 output = call.context.run(collecting, replica.module.forward, *args, **kwargs)
         written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if written:
             self._refuse_written(call.layer, written)
         refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], name)
-        ran = _Ran(inlet, Flat.of(output, given), doors.sides(given, name), given)
+        ran = _Ran(inlet, Flat.of(output, given), doors.sides(given, name), given, recording)
         if carried:
             replica.drop_written()
         return ran
+
+    def _recording(self, call: Call, leaves: list[Any]) -> Recording | None:
+        """To write down what the call chooses, if it is recomputed and may choose at all."""
+        may = call.recomputed and call.layer.may_choose(call.state, anew=call.measure)
+        return Recording(self._device.torch_device, _tensors(leaves)) if may else None
 
     def _refuse_written(self, layer: HostLayer, positions: list[int]) -> None:
         """What a layer writes to its own parameters would be lost, unless they are what they were.
@@ -350,18 +363,25 @@ class Runner:
         if not ahead:
             slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         buffers.load(entry.buffers)
+        chosen = entry.choices if entry.layer.chooses else None
+        there = functools.partial(bring, device)
+        replay = Replay(device.torch_device, _tensors(leaves), chosen, there) if chosen else None
         call = Call(
             entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.trainable,
             entry.ambient, entry.state, entry.seed, entry.context, graph=True,
         )  # fmt: skip
         with device.hold(_tensors(leaves), INPUTS):
-            # A layer that writes to its inputs must not write to what other calls share.
-            private = [t.clone() if i in entry.mutates and isinstance(t, Tensor) else t for i, t in enumerate(leaves)]
             place = Place(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device)
             with noted(lambda: place), worker.replica(entry.layer).loose.unmoved(entry.layer.name):
-                ran = self._run(slot, call, private, "recompute")
+                ran = self._run(slot, call, _private(entry, leaves), "recompute", replay)
+                if replay is not None and not replay.ended():
+                    entry.layer.chooses = None
+                    worker.replica(entry.layer).drop_written()
+                    buffers.load(entry.buffers)
+                    ran = self._run(slot, call, _private(entry, leaves), "recompute")
         buffers.discard()
         assert ran.inlet is not None
+        ran.inlet.within = replay if replay is not None and replay.agrees else ran.inlet.within
         refuse_new_gradients(ran.sides, entry.sides, entry.layer.name)
         outputs = ran.output.tensors() + [ran.given[i] for i in sorted(entry.mutates)]
         for key, count in entry.sides.items():
@@ -369,6 +389,11 @@ class Runner:
         device.follow(outputs, OUTPUTS)
         worker.retire(leaves)
         return ran.inlet, outputs
+
+
+def _private(entry: Entry, leaves: list[Any]) -> list[Any]:
+    """A layer that writes to its inputs must not write to what other calls share."""
+    return [leaf.clone() if i in entry.mutates and isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
 
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:

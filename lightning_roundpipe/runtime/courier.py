@@ -123,7 +123,8 @@ class Courier:
 
 
 def _saved(entry: Entry) -> list[HostCopy]:
-    return [leaf for leaf in entry.leaves if isinstance(leaf, HostCopy)]
+    chosen = entry.choices.packed if entry.choices is not None else None
+    return [copy for copy in (*entry.leaves, chosen) if isinstance(copy, HostCopy)]
 
 
 def _starts_from(entry: Entry) -> list[HostCopy]:

@@ -37,6 +37,7 @@ def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, 
         given = [*forward.tensors(), *(t for flat in forward.sides.values() for t in flat.tensors())]
         traced.crossed = crossing.see(_strided(call.originals), _strided(given))
         traced.boundary_bytes = traced.crossed.input_bytes - sum(size for _, size in traced.crossed.shared)
+        traced.boundary_bytes += forward.chosen.nbytes if forward.chosen is not None else 0
     traced.precedent = foretold
     if foretold is None and traced.taped and not (forward.sides or forward.mutated):
         known = call.precedent.alike if call.precedent else None
@@ -78,7 +79,7 @@ def hand_back(
         _refuse_other_number(call, len(outputs), len(flags))
         entry.mutates = frozenset(forward.mutated)
         entry.sides = {key: len(side) for key, side in through.items()}
-        entry.buffers = forward.buffers
+        entry.buffers, entry.choices = forward.buffers, forward.choices
         aliases = boundary(entry, outputs, flags)
     rest = iter(aliases)
     returned = [next(rest) for _ in forward.output.tensors()]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.tape import Inlet
+from lightning_roundpipe.runtime.inlet import Inlet
 
 
 def refuse_foreign_graph(outputs: list[Tensor], inlet: Inlet, parameters: list[nn.Parameter], layer: str) -> None:

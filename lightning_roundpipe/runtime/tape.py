@@ -13,8 +13,8 @@ thread, and with it the step. So each call is a node of our own between two piec
 * `Sink` remembers where the inputs came from without keeping them: calling backward on it pushes the input gradients
   into the glue in front. Where an input is directly another call's output, the gradient is handed to that entry
   instead, and no graph is walked.
-* `Inlet` does on the worker what `Boundary` does in the glue: the layer's inputs are non-leaf aliases, so a layer may
-  write into its input as it may in plain training.
+* `inlet.Inlet` does on the worker what `Boundary` does in the glue: the layer's inputs are non-leaf aliases, so a layer
+  may write into its input as it may in plain training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from lightning_roundpipe.config import RoundPipeError
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Device
     from lightning_roundpipe.model.attributes import StateDiff
+    from lightning_roundpipe.runtime.choices import Choices
     from lightning_roundpipe.runtime.context import Ambient
+    from lightning_roundpipe.runtime.inlet import Inlet
     from lightning_roundpipe.runtime.sides import Key
     from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -152,6 +154,7 @@ class Entry(Joint):
         trainable: per parameter of the layer, whether it required grad at the call.
         sides: how many tensors left by which side door; they are the last outputs.
         found: per output, whether its recomputation found that it requires grad.
+        choices: what its forward chose, to be chosen again.
     """
 
     call: int
@@ -173,6 +176,7 @@ class Entry(Joint):
     trainable: list[bool] = field(default_factory=list)
     sides: dict[Key, int] = field(default_factory=dict)
     found: tuple[bool, ...] = ()
+    choices: Choices | None = None
 
     @property
     def what(self) -> str:
@@ -349,52 +353,3 @@ class Sink:
                 torch.autograd.backward(self._root, retain_graph=True)
         finally:
             self.grads = ()
-
-
-class Inlet:
-    """A layer's inputs on the worker, as non-leaf aliases whose gradients end up in ``grads`` (one per tensor).
-
-    A context in which gradients may arrive.
-    """
-
-    def __init__(self, layer: str) -> None:
-        self.grads: list[Tensor | None] = []
-        self._layer = layer
-        self._expected = False
-
-    def __enter__(self) -> None:
-        self._expected = True
-
-    def __exit__(self, *_: object) -> None:
-        self._expected = False
-
-    def arrive(self, grads: list[Tensor | None]) -> None:
-        """Take the inputs' gradients."""
-        if not self._expected:
-            raise RoundPipeError(
-                f"a gradient entered layer {self._layer!r} past its outputs: a tensor computed inside was kept by a "
-                "hook, a list or an object that the strategy does not see. Return it from the layer."
-            )
-        self.grads = grads
-
-    def open(self, tensors: list[Tensor], flags: list[bool]) -> list[Tensor]:
-        self.grads = [None] * len(tensors)
-        if not any(flags):
-            return [t.data for t in tensors]
-        anchor = torch.empty((), requires_grad=True)
-        return list(_InletFunction.apply(anchor, self, tensors, flags))  # type: ignore[no-untyped-call]
-
-
-class _InletFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, inlet: Inlet, tensors: list[Tensor], flags: list[bool]) -> tuple[Tensor, ...]:
-        ctx.inlet = inlet
-        ctx.set_materialize_grads(False)
-        aliases = tuple(t.data for t in tensors)
-        ctx.mark_non_differentiable(*(a for a, flag in zip(aliases, flags, strict=True) if not flag))
-        return aliases
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        ctx.inlet.arrive(list(grads))
-        return None, None, None, None

@@ -70,7 +70,11 @@ class HostLayer:
         """Positions of masters whose copies the forward writes to without changing them, as far as it has been seen."""
         self.overwrites: dict[int, frozenset[int]] = {}
         """Inputs that the forward writes to in inference mode, as it was first seen, by how many it was given."""
+        self.chooses: bool | None = False
+        """Whether its forward makes choices that its recomputation has to make again, as far as it has been seen. None:
+        its recomputation makes others."""
         self._seen_states: list[StateDiff | None] = []
+        self._chosen_in: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
         self.uses = Uses(module, self.masters)
         self.rounded: frozenset[int] = frozenset()
@@ -127,6 +131,19 @@ class HostLayer:
             return False
         self._seen_states = [*self._seen_states[-15:], state]
         return True
+
+    def may_choose(self, state: StateDiff | None, *, anew: bool) -> bool:
+        """Whether it chooses; or may, as it has not run with these attributes before, or is looked at ``anew``."""
+        if self.chooses is None:
+            return False
+        new = not any(known is state for known in self._chosen_in)
+        if new:
+            self._chosen_in = [*self._chosen_in[-15:], state]
+        return new or anew or self.chooses
+
+    def seen_to_choose(self) -> None:
+        if self.chooses is not None:
+            self.chooses = True
 
     def adopt(self) -> None:
         """Before a step: bring what user code put in place of a master's values into the flat buffers.

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.context import Ambient
-from lightning_roundpipe.runtime.tape import Entry, Inlet, Sink, boundary, driven_backward, source_of
+from lightning_roundpipe.runtime.inlet import Inlet
+from lightning_roundpipe.runtime.tape import Entry, Sink, boundary, driven_backward, source_of
 
 
 class Named:
