@@ -123,18 +123,7 @@ class RoundPipePrecision(Precision):
         return module
 
     def prepare(self, module: LightningModule, *, fitting: bool) -> LightningModule:
-        """Convert the module; what is trained gets a format to be trained in, whatever the user built it in.
-
-        Raises:
-            MisconfigurationException: under manual optimization, whose steps within training_step would find the
-                working copies instead of the masters.
-        """
-        if self.low is not None and fitting and not module.automatic_optimization:
-            raise MisconfigurationException(
-                f"precision={self.precision!r} does not go with automatic_optimization=False (manual optimization): "
-                "training_step sees low-precision copies of the weights, and optimizers that it steps must not. Set "
-                f"precision={self.precision.replace('true', 'mixed')!r}, or let Lightning optimize."
-            )
+        """Convert the module; what is trained gets a format to be trained in, whatever the user built it in."""
         self.convert_module(module)
         for parameter in Formats(self.low).too_narrow(module.parameters()) if fitting else ():
             widen(parameter)
@@ -184,6 +173,18 @@ class RoundPipePrecision(Precision):
             scale = self._scales.last if module.automatic_optimization else self.scaler.get_scale()
             tensor = tensor * torch.tensor(scale, dtype=torch.float32, device=tensor.device)
         return super().pre_backward(tensor, module)
+
+    @override
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """As in the base class; a loss in 16-true that ``manual_backward`` is given is scaled where it is computed."""
+        if self.scaler is None or self._half is None or model.automatic_optimization:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+        self._scales.manual = float(self.scaler.get_scale())
+        try:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+        finally:
+            self._scales.manual = 1.0
 
     @override
     def optimizer_step(  # type: ignore[override]

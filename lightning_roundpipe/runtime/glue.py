@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -155,8 +155,7 @@ class GlueMode(TorchFunctionMode):
         """``.data`` of a master that is seen in another format is the master's own, for who writes there means it."""
         if func != DATA or not self._formats.differ(master):
             return False
-        if self._train:
-            _refuse_write("reads .data of", master)
+        self.refuse_write("reads .data of", master)
         return True
 
     def _writes(self, name: str, args: tuple[Any, ...]) -> bool:
@@ -166,9 +165,17 @@ class GlueMode(TorchFunctionMode):
             return False
         if not (_IN_PLACE.fullmatch(name)):
             return False
-        if self._train:
-            _refuse_write("writes to", target)
+        self.refuse_write("writes to", target)
         return True
+
+    def refuse_write(self, does: str, master: nn.Parameter) -> None:
+        """In training: user code ``does`` something to a master of which it sees a copy."""
+        if self._train:
+            raise RoundPipeError(
+                f"training_step {does} a parameter of shape {tuple(master.shape)}, of which it sees a low-precision "
+                "copy: what is written there would be lost. Read it with .detach(), and write to parameters between "
+                "steps, for example in on_train_batch_start."
+            )
 
     def _with_proxies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Looks at top-level arguments and at one level of lists: parameters stand nowhere else in torch functions."""
@@ -246,14 +253,6 @@ class GlueMode(TorchFunctionMode):
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
         self.counts.append(float(count))
-
-
-def _refuse_write(does: str, master: nn.Parameter) -> NoReturn:
-    raise RoundPipeError(
-        f"training_step {does} a parameter of shape {tuple(master.shape)}, of which it sees a low-precision copy: what "
-        "is written there would be lost. Read it with .detach(), and write to parameters between steps, for example in "
-        "on_train_batch_start."
-    )
 
 
 def _hooked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

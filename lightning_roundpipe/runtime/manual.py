@@ -7,6 +7,8 @@ It runs on the calling thread, on the whole batch, as one microbatch without a p
                     ── gradients come down and are added to .grad; nothing is on its way when it returns ── [3]
     optimizer.step(), p.clamp_(), ... write to masters; the next call uploads what they are then ── [4]
 
+What user code sees of masters in low precision is `manual_glue`'s affair.
+
 A call is recomputed for its backward, so its weights must be what they were. Plain training keeps what it needs of them
 and complains if that was written to; here it is an error if any weight of the layer was.
 
@@ -17,7 +19,6 @@ from the caller's own generators, as in plain training; layers that draw have se
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +31,15 @@ from lightning_roundpipe.runtime.belongings import Spot
 from lightning_roundpipe.runtime.call import Call
 from lightning_roundpipe.runtime.crew import WatchedControl
 from lightning_roundpipe.runtime.foresight import Guess
-from lightning_roundpipe.runtime.glue import DATA, GlueMode
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.manual_glue import ManualGlue
+from lightning_roundpipe.runtime.microbatch import seed_of
 from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.segments import Segments
+from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.step import Step
 from lightning_roundpipe.runtime.sums import GradientBuffers, GradientLayout, HostGradients
 from lightning_roundpipe.runtime.surroundings import Surroundings
@@ -63,6 +66,10 @@ class ManualStep(Step):
         self.control: WatchedControl = WatchedControl(engine.crew)
         self._buffers = buffers
         self._trainable: dict[int, tuple[bool, ...]] = {}
+        low = engine.formats.low is not None
+        self._copied = {layer: layer.written() for layer in engine.layers} if low else {}
+        """What working copies were made of."""
+        self._loose: set[int] = set()
 
     def run(self, function: Callable[[], Any]) -> Any:
         """``function()``, the user's training_step."""
@@ -105,6 +112,19 @@ class ManualStep(Step):
         known = self._sums[key]
         return known if known.layout.nbytes else None
 
+    def loosen(self, master: nn.Parameter) -> None:
+        """From now on ``master`` may be written to without being counted."""
+        self._loose.add(id(master))
+
+    def _prepare(self, slot: Slot) -> None:
+        """What is uploaded is what masters are now."""
+        for layer in slot.layers if self._copied else ():
+            now = layer.written()
+            if self._copied[layer] != now or any(id(master) in self._loose for master in layer.masters):
+                layer.unit.refresh()
+                self._copied[layer] = now
+        super()._prepare(slot)
+
     def _make_room(self, nbytes: int) -> None:
         """What was frozen before may be trained now."""
         for worker in self.engine.workers:
@@ -136,7 +156,7 @@ class ManualRun(MicrobatchRun):
         super().__init__(step, 0, None, slots)
         self._manual = step
         self.segments = self._pieces = _Pieces(step)
-        self.mode = _Glue(self._differentiate, self._touched, step.engine)
+        self.mode: ManualGlue = ManualGlue(self._differentiate, self._touched, step.engine)
         self._foresight = self._guess = Guess(
             slots, step.sums_of, step.engine.order, ahead=bool(step.engine.options.prefetch)
         )
@@ -148,7 +168,7 @@ class ManualRun(MicrobatchRun):
     def train(self, function: Callable[[], Any]) -> Any:
         """``function()`` with its layer calls on the workers."""
         try:
-            with calling(self), self.mode:
+            with calling(self), self.mode.watching_optimizers(), self.mode:
                 self._enter_glue()
                 self._surroundings = Surroundings()
                 with self._noted(), allowed():
@@ -188,6 +208,7 @@ class ManualRun(MicrobatchRun):
     def _touched(self, master: nn.Parameter) -> None:
         """User code reads ``master.data``, through which it may write without being counted."""
         self._guess.stay_behind()
+        self._manual.loosen(master)
         if self._phase == "forward":
             self._slots.finish(self.index)
         held = [entry for entry in self.tape if any(master is mine for mine in entry.layer.masters)]
@@ -220,6 +241,9 @@ class ManualRun(MicrobatchRun):
             )
         with allowed(False), torch._C.DisableTorchFunction():
             self._phase = "backward"
+            if (scale := self.engine.formats.scales.manual) != 1.0:
+                seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)
+                gradient = torch.full_like(loss, seed) if gradient is None else gradient * seed
             with self._noted(), driven_backward:
                 torch.autograd.backward(loss, gradient, retain_graph=True)
             self._leave_glue()
@@ -287,31 +311,3 @@ class _Pieces(Segments):
         host = GlobalRandomState([])
         self._before.restore()
         host.restore()
-
-
-class _Glue(GlueMode):
-    """Masters are read as they are, and nothing is weighed; ``backward`` is ours."""
-
-    def __init__(
-        self, differentiate: Callable[..., None], touched: Callable[[nn.Parameter], None], engine: Engine
-    ) -> None:
-        super().__init__((), lambda master: master, train=True, accelerator=engine.accelerator)
-        self._all = engine.unit_of
-        self._differentiate = weakref.WeakMethod(differentiate)  # of the run, which holds this
-        self._touched = weakref.WeakMethod(touched)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.backward:
-            differentiate = self._differentiate()
-            assert differentiate is not None
-            return differentiate(*args, **(kwargs or {}))
-        if func == DATA and isinstance(args[0], nn.Parameter) and id(args[0]) in self._all:
-            touched = self._touched()
-            assert touched is not None
-            touched(args[0])
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _count(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pass

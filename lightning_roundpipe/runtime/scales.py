@@ -26,6 +26,7 @@ class Scales(Versioned):
         last: the factor of the last step that had a loss.
         batches: how many batches the running step's loss is divided by. What overflows is to be what overflows in plain
             training, where that comes first.
+        manual: what a loss is multiplied by that training_step differentiates by itself; 1 if that has been done.
     """
 
     def __init__(self, scale: LossScale | None = None, *, outer: bool = False) -> None:
@@ -33,6 +34,7 @@ class Scales(Versioned):
         self.scale = scale
         self.last = scale.now() if scale is not None else 1.0
         self.batches = 1
+        self.manual = 1.0
         self._outer = outer
         self._known: dict[int, float] = {}
 

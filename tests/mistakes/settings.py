@@ -409,12 +409,6 @@ def _launched(**variables: str) -> Any:
     return way
 
 
-def _manual_in_bf16(user: User) -> None:
-    module = zoo.make_module("mlp")
-    module.automatic_optimization = False
-    user.fit(module, trainer={"precision": "bf16-true"})
-
-
 def _lbfgs_in_fp16(user: User) -> None:
     module = zoo.make_module("mlp")
     module.make_optimizer = torch.optim.LBFGS
@@ -443,13 +437,6 @@ TRAINER = [
         "precision='…' does not scale losses",
         "leave out scaler=, or set 16-mixed",
         (lambda user: RoundPipePrecision("bf16-true", GradScaler("cpu")),),
-    ),
-    Mistake(
-        SECTION,
-        "manual optimization in low precision",
-        "precision='…' does not go with automatic_optimization=False",
-        "Set precision='…', or let Lightning optimize",
-        (_manual_in_bf16,),
     ),
     Mistake(
         SECTION,
