@@ -113,6 +113,7 @@ class Options:
     prefetch: int = 1
     watchdog_timeout: float = 600.0
     microbatch_scope: str = "step"
+    stage_seconds: float | None = None
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
@@ -133,6 +134,7 @@ class Options:
         self._check_budget()
         if not (_is_number(self.watchdog_timeout) and self.watchdog_timeout > 0):
             raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be a number of more than 0 seconds.")
+        self._check_seconds()
         pin = ("on" if self.pin_memory else "off") if isinstance(self.pin_memory, bool) else self.pin_memory
         if pin not in ("auto", "on", "off"):
             raise ValueError(f"pin_memory={self.pin_memory!r} must be 'auto', 'on' or 'off'.")
@@ -150,6 +152,18 @@ class Options:
             raise ValueError(
                 f"layers={layers!r} must be a list of module classes, class names or qualified module names, "
                 "such as ['Block', 'model.head']; None finds them."
+            )
+
+    def _check_seconds(self) -> None:
+        seconds = self.stage_seconds
+        if seconds is None:
+            return
+        if not (_is_number(seconds) and seconds > 0):
+            raise ValueError(f"stage_seconds={seconds!r} must be a number of more than 0 seconds.")
+        if self.plan is not None:
+            raise ValueError(
+                f"stage_seconds={seconds!r} says how long stages may be, and plan= says where each ends: set only one "
+                "of them."
             )
 
     def _check_budget(self) -> None:

@@ -76,6 +76,8 @@ class RoundPipeStrategy(OneProcess):
         watchdog_timeout: seconds without any progress after which a step fails with the stacks of all threads.
         microbatch_scope: ``"step"``: every part runs the whole ``training_step``. ``"model"``: it runs once, on the
             whole batch, and each call of the model in it is cut: for losses that need all samples at once.
+        stage_seconds: the longest that a stage may take for one microbatch, by the times of the first batch. Default:
+            what makes the step fastest.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -99,6 +101,7 @@ class RoundPipeStrategy(OneProcess):
         prefetch: int = 1,
         watchdog_timeout: float = 600,
         microbatch_scope: str = "step",
+        stage_seconds: float | None = None,
         emulation: Emulation | Mapping[str, Any] | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -120,6 +123,7 @@ class RoundPipeStrategy(OneProcess):
             prefetch=prefetch,
             watchdog_timeout=watchdog_timeout,
             microbatch_scope=microbatch_scope,
+            stage_seconds=stage_seconds,
             emulation=Emulation.of(emulation),
         )
         if plan is not None:

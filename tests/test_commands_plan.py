@@ -199,3 +199,10 @@ def test_a_plan_of_ones_own_is_judged(call: Any) -> None:
     assert code == 2
     assert "bytes of each worker, and memory=100: make its stages smaller" in err
     assert "plan" in call("plan=forward 0; fused 1; backward 0; round 6")[2]
+
+
+def test_stages_of_a_given_length(call: Any) -> None:
+    """Layers take 10 ms, and backward 32.5 with their recomputation."""
+    found = json.loads(call("stage_seconds=0.066")[1])
+    assert max(found["forward"]) == 6 and max(found["backward"]) == 2
+    assert "stage_seconds=0.03 is shorter than one layer takes" in call("stage_seconds=0.03")[2]

@@ -172,6 +172,17 @@ def test_a_plan_that_is_none(command: Any, arguments: tuple[str, ...], message: 
     assert message in err
 
 
+def test_stages_of_a_given_length(command: Any) -> None:
+    options = (*TINY_4090[:3], "format=json", "microbatches=8", "microbatch_size=2", "workers=2")
+    long, short = (json.loads(command(*options, f"stage_seconds={seconds}")[1]) for seconds in (10, 0.0006))
+    assert max(stage["ms"] for stage in short["stages"]) <= 0.6
+    assert len(short["stages"]) > len(long["stages"])
+    code, _, err = command(*options, "stage_seconds=1e-9")
+    assert code == 2 and "stage_seconds=1e-09 is shorter than one layer takes" in err
+    assert "more than 0 seconds" in command(*options, "stage_seconds=0")[2]
+    assert "search_seconds= is about finding a plan, and stage_seconds=" in command(*TINY_4090, "stage_seconds=1")[2]
+
+
 def test_what_does_not_fit_is_an_answer_with_a_remedy(command: Any) -> None:
     options = (*TINY_4090, "memory=300KB", "microbatch_size=2")
     code, out, _ = command(*options, "format=json")

@@ -54,6 +54,8 @@ NEEDED = {
     "folder": "model.folder=/models/x",
     "hub": "model.name=some/model",
     "by_hand": "partition.plan=forward none fused 0-8 backward none round 4",
+    "by_memory": "partition.memory_budget=20GiB",
+    "by_seconds": "partition.stage_seconds=0.5",
     "texts": "data.path=/texts",
     "completions": "data.path=/chats",
 }
@@ -112,6 +114,14 @@ def test_every_choice_composes(group: str, choice: str) -> None:
     cfg = composed(f"{group}={choice}", *([NEEDED[choice]] if choice in NEEDED else []), "~experiment")
     for target in targets(OmegaConf.to_container(cfg)):
         assert callable(get_object(target)), target
+
+
+@pytest.mark.parametrize("choice", ["by_hand", "by_memory", "by_seconds"])
+def test_what_a_partition_goes_by_must_be_said(choice: str) -> None:
+    setting = NEEDED[choice].partition("=")[0]
+    cfg = composed(f"partition={choice}", "~experiment")
+    assert OmegaConf.is_missing(cfg.partition, setting.partition(".")[2])
+    assert set(cfg.partition) == set(composed("partition=auto").partition)
 
 
 def test_every_option_of_the_strategy_is_configured() -> None:

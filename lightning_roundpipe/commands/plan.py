@@ -48,6 +48,9 @@ class PlanOptions:
     )
     partitioner: Partitioner = option("search, or the paper's algorithm", default="search")
     plan: str | None = option("a plan to judge instead, as plan='forward 0-3; fused 4-7; ...'", default=None)
+    stage_seconds: float | None = option(
+        "the longest that a stage may take for a microbatch, instead of searching", default=None
+    )
     search_seconds: float = option("how long to search at most", default=SEARCH_SECONDS, at_least=0)
     format: Literal["table", "json"] = option("how to print it", default="table")
     picture: Path | None = option("a picture to draw the steps into, beside those of the paper's plan", default=None)
@@ -62,7 +65,7 @@ def plan(options: PlanOptions) -> RenderableType:
     """The answer to the command line; writes the picture and the trace if they are asked for."""
     if (options.costs is None) == (options.model is None):
         raise ValueError("Give either costs=FILE.json, or model=NAME with hardware=NAME; --help explains both.")
-    if options.plan is not None:
+    if options.plan is not None or options.stage_seconds is not None:
         _refuse_search(options)
     if options.costs is None:
         return _plan_model(options)
@@ -74,7 +77,7 @@ def plan(options: PlanOptions) -> RenderableType:
     given = {name: getattr(options, name) for name in names}
     question = read_question(options.costs, options.case, options.memory, given)
     if options.plan is None:
-        found = answer(question, options.search_seconds, options.partitioner)
+        found = answer(question, options.search_seconds, options.partitioner, options.stage_seconds)
     else:
         found = judge(question, options.plan)
     if options.picture or options.trace:
@@ -85,11 +88,16 @@ def plan(options: PlanOptions) -> RenderableType:
 
 
 def _refuse_search(options: PlanOptions) -> None:
-    """What is about finding a plan, where there is one."""
-    usual = {"min_round": None, "max_fused": None, "partitioner": "search", "search_seconds": SEARCH_SECONDS}
+    """What is about finding a plan, where its stages are given."""
+    usual = {"partitioner": "search", "search_seconds": SEARCH_SECONDS}
+    given = "stage_seconds="
+    if options.plan is not None:
+        usual, given = usual | {"min_round": None, "max_fused": None, "stage_seconds": None}, "plan="
     for name, default in usual.items():
         if getattr(options, name) != default:
-            raise ValueError(f"{name}= is about finding a plan, and plan= gives one: leave one of them out.")
+            raise ValueError(f"{name}= is about finding a plan, and {given} gives its stages: leave one of them out.")
+    if options.stage_seconds is not None and options.stage_seconds <= 0:
+        raise ValueError(f"stage_seconds={options.stage_seconds:g} must be a number of more than 0 seconds.")
 
 
 def _plan_model(options: PlanOptions) -> RenderableType:
@@ -124,6 +132,7 @@ def _plan_model(options: PlanOptions) -> RenderableType:
         search_seconds=options.search_seconds,
         search=options.partitioner == "search",
         plan=options.plan,
+        stage_seconds=options.stage_seconds,
     )
     found = look(wish)
     if options.picture or options.trace:

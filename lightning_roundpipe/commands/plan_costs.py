@@ -88,16 +88,21 @@ def read_question(path: Path, case: str | None, memory: int | None, given: dict[
     )
 
 
-def answer(question: Question, search_seconds: float = SEARCH_SECONDS, partitioner: Partitioner = "search") -> Answer:
-    """Makes a plan and simulates it.
+def answer(
+    question: Question,
+    search_seconds: float = SEARCH_SECONDS,
+    partitioner: Partitioner = "search",
+    stage_s: float | None = None,
+) -> Answer:
+    """Makes a plan and simulates it. ``stage_s``: how long its stages may be, instead of searching.
 
     Raises:
         ValueError: no plan keeps to the limits.
     """
     costs, workers, microbatches = question.costs, question.workers, question.microbatches
     host = HostTime(hop_s=question.hop_s)
-    if partitioner == "paper":
-        plan = baseline_within(costs, workers, microbatches, question.limits)
+    if partitioner == "paper" or stage_s is not None:
+        plan = baseline_within(costs, workers, microbatches, question.limits, stage_s)
         plan = ahead_within(plan, costs, question.workers, question.limits.memory)
     else:
         plan = search_partition(costs, workers, microbatches, question.limits, question.staleness, host, search_seconds)

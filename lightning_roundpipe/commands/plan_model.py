@@ -73,6 +73,7 @@ class Wish:
     search_seconds: float = SEARCH_SECONDS
     search: bool = True
     plan: str | None = None
+    stage_seconds: float | None = None
 
 
 class Shape:
@@ -278,9 +279,10 @@ def _make_plan(
     smallest = smallest_within(costs, workers, microbatches, limits.min_round, limits.memory)
     if limits.memory is not None and device_bytes(smallest, costs, workers) > limits.memory:
         return smallest, False
-    if wish.search:
+    if wish.search and wish.stage_seconds is None:
         return search_partition(costs, workers, microbatches, limits, wish.staleness, host, wish.search_seconds), True
-    return ahead_within(baseline_within(costs, workers, microbatches, limits), costs, workers, limits.memory), True
+    baseline = baseline_within(costs, workers, microbatches, limits, wish.stage_seconds)
+    return ahead_within(baseline, costs, workers, limits.memory), True
 
 
 def find_longest(

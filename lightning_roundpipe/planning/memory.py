@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_roundpipe.planning.costs import Costs, StageBytes
-from lightning_roundpipe.planning.partition import greedy_partition
+from lightning_roundpipe.planning.partition import check_calls_are_short, greedy_partition
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.span import Span
 
@@ -219,19 +219,23 @@ def partition_within(
     round_microbatches: int | None,
     budget: int | None,
     min_round: int | None = None,
+    stage_s: float | None = None,
 ) -> Plan:
     """The partitioner's plan for workers that have ``budget`` bytes each; None: no limit.
 
     The partitioner limits stages one by one, but the largest weights, gradients and activations may be those of
     different stages, so the limit is lowered until the whole plan fits. Where nobody says how many microbatches are a
     round, it is all of them, or, if that does not fit, fewer (see `smallest_within`), but ``min_round`` at least: by
-    default one for each worker, as with less some would have nothing to do.
+    default one for each worker, as with less some would have nothing to do. ``stage_s``: seconds that a stage may take
+    for one microbatch.
 
     Raises:
-        ValueError: a cut at every call does not fit either.
+        ValueError: a cut at every call does not fit either, or is too long.
     """
+    if stage_s is not None:
+        check_calls_are_short(costs, stage_s)
     if budget is None:
-        return greedy_partition(costs, workers, microbatches, round_microbatches)
+        return greedy_partition(costs, workers, microbatches, round_microbatches, stage_s=stage_s)
     if round_microbatches is None:
         found = smallest_within(costs, workers, microbatches, min_round or workers, budget)
         round_microbatches = found.round_microbatches
@@ -241,7 +245,7 @@ def partition_within(
     stage_bytes = budget
     while True:
         try:
-            plan = greedy_partition(costs, workers, microbatches, round_microbatches, stage_bytes)
+            plan = greedy_partition(costs, workers, microbatches, round_microbatches, stage_bytes, stage_s=stage_s)
         except ValueError:  # some call does not fit into a stage of that size, though the arenas have room for it
             return smallest
         need = device_bytes(plan, costs, workers)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import get_args
 
-from lightning_roundpipe.planning.costs import Costs, Phase, StageBytes
+from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 
@@ -37,6 +37,7 @@ def greedy_partition(
     round_microbatches: int | None = None,
     stage_bytes: int | None = None,
     slot_overhead_s: float = 0.0,
+    stage_s: float | None = None,
 ) -> Plan:
     """The plan that minimises `pipeline_length` times ``t_max``, plus ``M S slot_overhead_s``; ties: fewer stages.
 
@@ -49,9 +50,11 @@ def greedy_partition(
             forward stage), and the activations of its worst call, or of all its calls in the fused stage, whose graph
             is kept. ``None``: no limit.
         slot_overhead_s: seconds that a slot loses per microbatch whatever it runs. More of it means fewer stages.
+        stage_s: ``t_max`` itself, instead of the best one: seconds that a stage may take for one microbatch.
 
     Raises:
-        ValueError: a call does not fit into ``stage_bytes`` on its own, or a number makes no sense.
+        ValueError: a call does not fit into ``stage_bytes`` on its own, or takes longer than ``stage_s``, or a number
+            makes no sense.
     """
     for name, value in (("workers", workers), ("microbatches", microbatches)):
         if value < 1:
@@ -61,10 +64,12 @@ def greedy_partition(
     if stage_bytes is not None:
         _check_calls_fit(costs, stage_bytes)
     phases = {phase: _PhaseLimits.of(costs, phase, stage_bytes) for phase in get_args(Phase)}
+    if stage_s is not None:
+        check_calls_are_short(costs, stage_s)
     overhead = round(slot_overhead_s * _TICKS_PER_S)
     best: tuple[int, int] | None = None
     cuts: _Cuts = ([], Span(0, len(costs) - 1), [])
-    for t_max in _candidates(phases):
+    for t_max in _candidates(phases) if stage_s is None else [round(stage_s * _TICKS_PER_S)]:
         if best is not None and microbatches * workers * t_max > best[0]:
             break  # candidates ascend: even a single stage would now take longer
         packed = _pack(phases, t_max)
@@ -77,6 +82,27 @@ def greedy_partition(
             best, cuts = (score, stages), packed
     assert best is not None, "the largest candidate holds every call"
     return Plan(tuple(cuts[0]), cuts[1], tuple(cuts[2]), round_microbatches or microbatches)
+
+
+def check_calls_are_short(costs: Costs, stage_s: float) -> None:
+    """Whether stages of ``stage_s`` seconds a microbatch can be: no cut makes one shorter than a call.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    calls = [(call.time_s(phase), phase, call.layer) for call in costs for phase in _phases_of(call, costs)]
+    longest, phase, layer = max(calls)
+    if round(longest * _TICKS_PER_S) > round(stage_s * _TICKS_PER_S):
+        raise ValueError(
+            f"stage_seconds={stage_s:g} is shorter than one layer takes for a microbatch: {layer!r} {longest:.3g} s "
+            f"({phase}). Raise stage_seconds above that, lower microbatch_size, or name smaller modules in "
+            "layers= so that the layer is split."
+        )
+
+
+def _phases_of(call: CallCost, costs: Costs) -> tuple[Phase, ...]:
+    """The last call is always fused, and the others may all be in other stages."""
+    return ("fused",) if call is costs.calls[-1] else ("forward", "backward")
 
 
 def pipeline_length(stages: int, workers: int, microbatches: int) -> int:

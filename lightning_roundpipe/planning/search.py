@@ -106,13 +106,17 @@ def search_partition(
     return best
 
 
-def baseline_within(costs: Costs, workers: int, microbatches: int, limits: Limits) -> Plan:
+def baseline_within(
+    costs: Costs, workers: int, microbatches: int, limits: Limits, stage_s: float | None = None
+) -> Plan:
     """The paper's plan, with what its fused stage holds too much moved to stages of their own.
 
+    ``stage_s``: seconds that a stage may take for one microbatch, instead of the best.
+
     Raises:
-        ValueError: not even a cut at every call fits into memory.
+        ValueError: not even a cut at every call fits into memory, or is so short.
     """
-    plan = partition_within(costs, workers, microbatches, None, limits.memory, limits.min_round)
+    plan = partition_within(costs, workers, microbatches, None, limits.memory, limits.min_round, stage_s)
     if len(plan.fused) > limits.max_fused + 1:
         first = plan.fused.last - limits.max_fused
         rest = Span(plan.fused.first, first - 1)

@@ -63,11 +63,12 @@ def _cut(engine: Engine, trace: Trace, microbatches: int, limit: int | None) -> 
     """The plan of the paper's algorithm, or a better one where a step takes so long that looking for it pays."""
     costs, workers, size = engine.costs, len(engine.workers), engine.options.round_microbatches
     assert costs is not None
-    plan = partition_within(costs, workers, microbatches, size, limit)
+    stage_s = engine.options.stage_seconds
+    plan = partition_within(costs, workers, microbatches, size, limit, stage_s=stage_s)
     if engine.options.microbatch_scope == "step":  # else gradients come when all have their outputs
         plan = ahead_within(plan, costs, workers, limit)
     seconds = run_steps(plan, costs, workers, microbatches).makespan_s
-    if workers == 1 or size is not None or seconds < WORTH_S:
+    if workers == 1 or size is not None or stage_s is not None or seconds < WORTH_S:
         return plan
     engine.hints.say("plan", f"steps of {seconds:.0f} s: looking for the fastest plan, for {SEARCH_SECONDS:.0f} s.")
     limits = Limits.usual(costs, workers, microbatches)

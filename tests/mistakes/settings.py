@@ -225,6 +225,27 @@ PLANS = [
         "set only the plan",
         (options(plan="forward 0-3; fused 4-5; backward 0-3; round 2", round_microbatches=3),),
     ),
+    Mistake(
+        SECTION,
+        "`stage_seconds` is no number, 0 or negative",
+        "stage_seconds=… must be",
+        "a number of more than 0 seconds",
+        tuple(options(stage_seconds=s) for s in (0, -1, "long", True, float("nan"))),
+    ),
+    Mistake(
+        SECTION,
+        "`stage_seconds` and `plan` are both set",
+        "stage_seconds=… says how long stages may be, and plan= says where each ends",
+        "set only one of them",
+        (options(stage_seconds=1.0, plan="forward 0-3; fused 4-5; backward 0-3; round 2"),),
+    ),
+    Mistake(
+        SECTION,
+        "`stage_seconds` is less than a layer takes",
+        "stage_seconds=… is shorter than one layer takes for a microbatch: '…' … s",
+        "Raise stage_seconds above that, lower microbatch_size, or name smaller modules in layers=",
+        (options(stage_seconds=1e-9),),
+    ),
 ]
 
 SECTION = "Memory"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, Span, greedy_partition
+from lightning_roundpipe.planning.memory import device_bytes, partition_within
 from lightning_roundpipe.planning.partition import pipeline_length
 
 
@@ -251,3 +252,22 @@ def test_hundred_unequal_calls_are_planned_quickly() -> None:
     start = time.process_time()
     greedy_partition(costs, 8, 16, stage_bytes=900)
     assert time.process_time() - start < 2.0  # takes about 0.2 s; twice the promise, for slow machines
+
+
+def test_stages_of_a_given_length() -> None:
+    """Layers of 1 s forward and 3 s backward (with recomputation), a head of 1 s and 2 s that is fused."""
+    costs = even(7)
+    plan = greedy_partition(costs, 2, 4, stage_s=6.0)
+    assert str(plan).startswith("forward 0-4; fused 5-6; backward 3-4 1-2 0")
+    assert len(greedy_partition(costs, 2, 4, stage_s=3.0).backward) == 6
+    for phase, spans in (("forward", plan.forward), ("fused", (plan.fused,)), ("backward", plan.backward)):
+        assert all(costs.stage_time_s(span.first, span.last, phase) <= 6 for span in spans)
+    assert partition_within(costs, 2, 4, None, 10**6, stage_s=6.0) == plan
+    small = partition_within(costs, 2, 4, None, 700, stage_s=6.0)  # memory is kept to, too
+    assert device_bytes(small, costs, 2) <= 700 < device_bytes(plan, costs, 2)
+    for attempt in (
+        lambda: greedy_partition(costs, 2, 4, stage_s=2.9),
+        lambda: partition_within(costs, 2, 4, None, 700, stage_s=2.9),
+    ):
+        with pytest.raises(ValueError, match=r"stage_seconds=2.9 is shorter .* 'layers.\d' 3 s \(fused\)"):
+            attempt()
