@@ -132,6 +132,22 @@ def test_small_gradients_survive_fp16() -> None:
     assert torch.isfinite(bias).all()
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sums_over_chunks_are_in_fp32(autocast: bool) -> None:
+    """In bf16 what a chunk adds to a sum of hundreds is lost: 256 + 1 is 256."""
+    model = Model(shifted) if autocast else Model(shifted).bfloat16()
+    make_lean(model)
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.zero_()
+    hidden = torch.ones(1, 2001, FEATURES, dtype=model.head.weight.dtype)
+    with lean_logits(model, 1), torch.autocast("cpu", enabled=autocast):
+        model(hidden, torch.zeros(1, 2000, dtype=torch.long)).backward()
+    for gradient in (model.head.weight.grad, model.head.bias.grad):
+        assert gradient is not None
+        assert torch.allclose(gradient[0].float(), torch.tensor(1 / CLASSES - 1), rtol=0.01)
+
+
 def test_without_targets_gradients_are_zero() -> None:
     model = Model(shifted)
     make_lean(model)
