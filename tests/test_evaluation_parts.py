@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from harness import assert_tensors_same, loader, ours, quiet, roundpipe_threads, trainer_of
 from torch import Tensor, nn
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.evaluation_step import EvaluationStep
 
 SIZES = (8, 8, 8, 7, 1, 8)
@@ -50,6 +51,9 @@ class Net(nn.Module):
             if self.kind == "adds":
                 h += block(h)
                 h.view(-1)[::2].mul_(0.5)
+            elif self.kind == "views":
+                h = block(h)
+                h += 1
             else:
                 h = block(h)
         if self.kind == "drops":
@@ -219,3 +223,12 @@ def _refuse_nan(x: Tensor) -> Tensor:
     if bool(x.isnan().any()):
         raise KeyError("nan")
     return x * 2
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_writing_to_what_shares_memory_is_refused(inference_mode: bool) -> None:
+    """A layer's output is a view of its input: on another worker the one would not follow the other."""
+    module = made("views")
+    module.model.blocks[1].forward = lambda x: x[:, :]  # type: ignore[method-assign]
+    with pytest.raises(RoundPipeError, match=r"'model\.blocks\.1' returned tensors that share memory"):
+        predicted(module, cut(), inference_mode=inference_mode)

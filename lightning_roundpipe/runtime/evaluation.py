@@ -65,6 +65,7 @@ class Evaluation:
         self.surroundings = Surroundings()
         self._mode = EvaluationGlue(engine, self._stay_behind)
         self._within = False
+        self._watched = Watched()
         self.looked_at: list[tuple[HostLayer, Forward]] | None = None
         """Takes down the calls, while somebody looks at what a model does."""
 
@@ -79,6 +80,7 @@ class Evaluation:
                 if not self._engine.parting.expected:
                     self._foresee()
                 output = function(*args, **kwargs)
+                self._watched.check()
             if (left := self._drop_foreseen()) is not None:  # nobody reads weights any more
                 left.run(left.device.weights_up.synchronize, self._control)
         except BaseException as error:
@@ -179,7 +181,7 @@ class Evaluation:
             if self._calls % OFTEN == 0:
                 self._boundaries.forget_dead()
             worker.post(lambda: worker.close_slot(slot), self._control)
-            return hand_back(call, None, TracedCall(layer, 0), forward, args, kwargs, Watched())[0]
+            return hand_back(call, None, TracedCall(layer, 0), forward, args, kwargs, self._watched)[0]
 
     # -- uploading ahead ----------------------------------------------------------------------------------------------
 

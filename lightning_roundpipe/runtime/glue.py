@@ -12,7 +12,6 @@ Every torch function that glue calls passes through `GlueMode`. It does three th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -26,14 +25,11 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
-from lightning_roundpipe.runtime.writes import touched_by
+from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _VALUES = {DATA, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
 """Attributes of a tensor that share its memory."""
-_IN_PLACE = re.compile(
-    r"[a-z].*[^_]_|__(setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__"
-)
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 
@@ -133,7 +129,7 @@ class GlueMode(TorchFunctionMode):
                     return func(self._read(args[0]), *args[1:])
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
-            touched_by(args, kwargs)
+            touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
         if self._kept is not None and self._kept.inherited and name not in _OF_THE_SHAPE:
@@ -163,7 +159,7 @@ class GlueMode(TorchFunctionMode):
         target = args[0] if args else None
         if not isinstance(target, nn.Parameter) or not self._is_master(target) or not self._formats.differ(target):
             return False
-        if not (_IN_PLACE.fullmatch(name)):
+        if not (IN_PLACE.fullmatch(name)):
             return False
         self.refuse_write("writes to", target)
         return True
