@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from lightning_roundpipe import strategy
 from lightning_roundpipe.devices import behalf
-from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.devices.cuda import CudaDevice, share_out
 
 GPU_CLOCK_AHEAD = 1234.5
 """Seconds by which the fake GPU's clock differs from the host's."""
@@ -26,6 +27,8 @@ class FakeEvent:
         self.timed = enable_timing
         self.stream: FakeStream | None = None
         self.at = 0.0
+        self.point: Counter[str] = Counter()
+        """What comes before it, if somebody follows; see `happens_before`."""
 
     def record(self, stream: FakeStream) -> None:
         self.stream, self.at = stream, time.perf_counter() + GPU_CLOCK_AHEAD
@@ -48,6 +51,7 @@ class FakeStream:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.device = torch.device("cuda", 0)
+        self.name = ""
         self.busy = False
         self.waited: list[FakeEvent] = []
 
@@ -73,6 +77,25 @@ def nothing(*args: object) -> Iterator[None]:
     yield
 
 
+def on_stream(stream: FakeStream) -> AbstractContextManager[None]:
+    """Entered by a thread whose current stream becomes ``stream``; see `happens_before`."""
+    return nullcontext()
+
+
+_current = threading.local()
+
+
+@contextmanager
+def current_stream(stream: FakeStream | None) -> Iterator[None]:
+    """What ``torch.cuda.stream`` is."""
+    before, _current.stream = getattr(_current, "stream", None), stream
+    try:
+        with on_stream(stream) if stream is not None else nullcontext():
+            yield
+    finally:
+        _current.stream = before
+
+
 def no_record_stream(*args: object) -> None:
     raise AssertionError("when memory comes back would be up to the allocator")
 
@@ -93,12 +116,12 @@ class AutogradThread:
         if caller is self._own or not caller.name.startswith("roundpipe-"):  # the main thread's loss is on the host
             return self._real(*args, **kwargs)
         raised: list[BaseException] = []
-        whom, grad = behalf.behalf(), torch.is_grad_enabled()
+        whom, grad, stream = behalf.behalf(), torch.is_grad_enabled(), getattr(_current, "stream", None)
 
         def run() -> None:
             torch._C._stash_obj_in_tls(behalf._KEY, whom)
             try:
-                with torch.set_grad_enabled(grad):
+                with torch.set_grad_enabled(grad), current_stream(stream):
                     self._real(*args, **kwargs)
             except BaseException as error:
                 raised.append(error)
@@ -116,7 +139,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     fakes: dict[str, Any] = {
         "Event": FakeEvent,
         "Stream": FakeStream,
-        "stream": nothing,
+        "stream": current_stream,
         "device": nothing,
         "default_generators": {0: GPU_GENERATOR, None: GPU_GENERATOR},
         "mem_get_info": lambda device: (600, 1000),
@@ -136,17 +159,23 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     RANGES.clear()
 
 
-def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False) -> list[CudaDevice]:
+def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False, shared: bool = False) -> list[CudaDevice]:
     """Let Trainers have fake GPUs for devices; those that were made last are in what is returned.
 
     Args:
         patch: undoes it.
         limited: whether the memory that the fake tells of is a limit.
+        shared: whether all workers share one GPU. If not, each has its own; tensors do not show which, though on real
+            ones glue could not compute with tensors of two.
     """
     made: list[CudaDevice] = []
 
     def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
-        made[:] = [CudaDevice(i, torch.device("cpu"), "off", len(torch_devices)) for i in range(len(torch_devices))]
+        count = len(torch_devices)
+        if shared:
+            made[:] = share_out([torch.device("cpu")] * count, "off")  # type: ignore[assignment]
+        else:
+            made[:] = [CudaDevice(i, torch.device("cpu"), "off", count) for i in range(count)]
         return made
 
     play_cuda(patch)

@@ -70,8 +70,7 @@ class Ordering:
 
     def __enter__(self) -> Ordering:
         self._patch = pytest.MonkeyPatch()
-        _follow_streams(self, self._patch)
-        _follow_operations(self, self._patch)
+        self.follow(self._patch)
         self._main = following(self, HOST)
         self._main.__enter__()
         return self
@@ -81,6 +80,11 @@ class Ordering:
         self._patch.undo()
         self._pages.clear()
         self._known.clear()
+
+    def follow(self, patch: pytest.MonkeyPatch) -> None:
+        """Be told of everything that streams and threads do."""
+        _follow_streams(self, patch)
+        _follow_operations(self, patch)
 
     # -- clocks
 
@@ -113,6 +117,18 @@ class Ordering:
                     if (span := self._span(tensor)) is not None:
                         self._one(Access(*span, stream, clock[stream], writing, what), clock)
 
+    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """The calling thread has asked for a torch operation."""
+        stream, name = getattr(_local, "stream", HOST), func._schema.name
+        if stream is None or func.is_view or name.startswith(("aten::empty", "aten::new_empty")):
+            return
+        reads, writes = _touched(func._schema, args, kwargs, result)
+        if not any(map(self.was_computed, [*reads, *writes])):
+            stream = HOST  # a batch, labels, a generator's state: where there are GPUs it would not be on one
+        self.access(stream, reads, writes, name)
+        if name in SYNCHRONIZES:
+            self.join(HOST, self.point(stream))
+
     def was_computed(self, tensor: Tensor) -> bool:
         """Whether a stream has written ``tensor``; on a GPU it would be there, and a look at it would wait."""
         with self._lock:
@@ -126,14 +142,17 @@ class Ordering:
     def _span(self, tensor: Tensor) -> tuple[int, int] | None:
         if tensor.layout is not torch.strided or not tensor.numel():
             return None
-        storage = tensor.untyped_storage()
+        self._keep(tensor.untyped_storage())
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+    def _keep(self, storage: Any) -> None:
+        """See to it that its address does not mean two things."""
         if (key := storage._cdata) not in self._known:
             self._known.add(key)
             start = storage.data_ptr()
             # Safe in a destructor, which may run while the lock is held.
             weakref.finalize(storage, self._dead.append, (key, start, start + storage.nbytes())).atexit = False
-        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
     def _bury(self) -> None:
         """Forget accesses to storages that have died, whose addresses others get."""
@@ -226,16 +245,8 @@ class _Operations(TorchDispatchMode):
         self._ordering = ordering
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        stream, name = getattr(_local, "stream", HOST), func._schema.name
-        if stream is not None and not func.is_view and not name.startswith(("aten::empty", "aten::new_empty")):
-            reads, writes = _touched(func._schema, args, kwargs, result)
-            if not any(map(self._ordering.was_computed, [*reads, *writes])):
-                stream = HOST  # a batch, labels, a generator's state: where there are GPUs it would not be on one
-            self._ordering.access(stream, reads, writes, name)
-            if name in SYNCHRONIZES:
-                self._ordering.join(HOST, self._ordering.point(stream))
+        result = func(*args, **(kwargs or {}))
+        self._ordering.operation(func, args, kwargs or {}, result)
         return result
 
 

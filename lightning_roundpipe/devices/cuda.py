@@ -34,9 +34,18 @@ class CudaDevice(Device):
         torch_device: the GPU, with its number.
         pin_memory: ``"auto"``, ``"on"`` or ``"off"``; see ``pinned.host_buffer``.
         sharers: how many workers there are on this GPU.
+        first: the first of them, unless this is it. They compute in one stream: code between layers takes tensors from
+            one worker to the next, and what frees them knows of no other stream that may be reading them.
     """
 
-    def __init__(self, index: int, torch_device: torch.device, pin_memory: str, sharers: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        torch_device: torch.device,
+        pin_memory: str,
+        sharers: int,
+        first: CudaDevice | None = None,
+    ) -> None:
         self.index, self.torch_device = index, torch_device
         self.generator = torch.cuda.default_generators[torch_device.index]
         self.generator_lock = _generator_locks.setdefault(torch_device.index, GeneratorLock())
@@ -45,14 +54,14 @@ class CudaDevice(Device):
         self._arenas: dict[int, tuple[Tensor, str]] = {}
         self._closed = False
         self._clock = Clock(torch_device)
-        self.compute = self._stream("compute")
+        self.compute: CudaStream = self._stream("compute", first.compute if first is not None else None)
         self.weights_up = FedStream(self._stream("weights_up"), self._switch)
         self.activations_up = self._stream("activations_up")
         self.activations_down = self._stream("activations_down")
         self.gradients_down = FedStream(self._stream("gradients_down"), self._switch)
 
-    def _stream(self, name: str) -> CudaStream:
-        return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, self._clock, self._switch)
+    def _stream(self, name: str, of: CudaStream | None = None) -> CudaStream:
+        return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, self._clock, self._switch, of)
 
     # -- memory
 
@@ -91,7 +100,6 @@ class CudaDevice(Device):
         return new
 
     def let_go(self, tensors: Iterable[Tensor]) -> None:
-        assert isinstance(self.compute, CudaStream)
         self.compute.keep(*tensors)
 
     @contextmanager
@@ -200,7 +208,15 @@ def make_cuda(torch_devices: Sequence[torch.device], pin_memory: str) -> list[De
                 "and CUDA_VISIBLE_DEVICES, or set accelerator='cpu' to run on emulated devices."
             )
     torch.cuda.init()  # type: ignore[no-untyped-call]  # or there are no default generators yet
-    return [
-        CudaDevice(index, torch.device("cuda", number), pin_memory, numbers.count(number))
-        for index, number in enumerate(numbers)
-    ]
+    return share_out([torch.device("cuda", number) for number in numbers], pin_memory)
+
+
+def share_out(torch_devices: list[torch.device], pin_memory: str) -> list[Device]:
+    """See `make_cuda`."""
+    first: dict[torch.device, CudaDevice] = {}
+    made: list[Device] = []
+    for index, gpu in enumerate(torch_devices):
+        device = CudaDevice(index, gpu, pin_memory, torch_devices.count(gpu), first.get(gpu))
+        first.setdefault(gpu, device)
+        made.append(device)
+    return made

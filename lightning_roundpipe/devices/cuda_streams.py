@@ -102,11 +102,26 @@ class CudaEvent(GpuEvent):
 
 
 class CudaStream(Stream):
-    """A CUDA stream, and the memory that it is not done with."""
+    """A CUDA stream, and the memory that it is not done with.
 
-    def __init__(self, name: str, torch_device: torch.device, clock: Clock, switch: AbortSwitch) -> None:
+    Args:
+        name: for errors and profilers.
+        torch_device: the GPU.
+        clock: of the GPU.
+        switch: of the worker.
+        of: another worker's, that this is the same as.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        torch_device: torch.device,
+        clock: Clock,
+        switch: AbortSwitch,
+        of: CudaStream | None = None,
+    ) -> None:
         self.name = name
-        self.stream = _new_stream(torch_device)
+        self.stream: torch.cuda.Stream = _new_stream(torch_device) if of is None else of.stream
         self._clock, self._switch = clock, switch
         self._lock = threading.Lock()
         self._flying: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()

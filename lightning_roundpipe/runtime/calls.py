@@ -27,7 +27,7 @@ from lightning_roundpipe.runtime.inlet import Inlet
 from lightning_roundpipe.runtime.interception import Inside, calling
 from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
 from lightning_roundpipe.runtime.notes import Place, noted
-from lightning_roundpipe.runtime.overlaps import overlapping
+from lightning_roundpipe.runtime.overlaps import apart_from_lent, overlapping, private
 from lightning_roundpipe.runtime.precedent import attempt
 from lightning_roundpipe.runtime.probes import differs, differs_outside
 from lightning_roundpipe.runtime.process_state import alone
@@ -114,6 +114,8 @@ class Runner:
             for flat in (ran.output, *ran.sides.values()):
                 flat.leaves = self._safe(flat.leaves)
         shared = overlapping(ran.output.tensors(), ran.given)
+        mutated, own = apart_from_lent(leaves, call.leaves, [ran.output, *ran.sides.values()], mutated)
+        device.follow(own, OUTPUTS)
         result = Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs, shared)
         result.foretold = foretold is not None
         if ran.recording is not None and ran.recording.made:
@@ -373,12 +375,12 @@ class Runner:
         with device.hold(_tensors(leaves), INPUTS):
             place = Place(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device)
             with noted(lambda: place), worker.replica(entry.layer).loose.unmoved(entry.layer.name):
-                ran = self._run(slot, call, _private(entry, leaves), "recompute", replay)
+                ran = self._run(slot, call, private(entry, leaves), "recompute", replay)
                 if replay is not None and not replay.ended():
                     entry.layer.chooses = None
                     worker.replica(entry.layer).drop_written()
                     buffers.load(entry.buffers)
-                    ran = self._run(slot, call, _private(entry, leaves), "recompute")
+                    ran = self._run(slot, call, private(entry, leaves), "recompute")
         buffers.discard()
         assert ran.inlet is not None
         ran.inlet.within = replay if replay is not None and replay.agrees else ran.inlet.within
@@ -389,11 +391,6 @@ class Runner:
         device.follow(outputs, OUTPUTS)
         worker.retire(leaves)
         return ran.inlet, outputs
-
-
-def _private(entry: Entry, leaves: list[Any]) -> list[Any]:
-    """A layer that writes to its inputs must not write to what other calls share."""
-    return [leaf.clone() if i in entry.mutates and isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
 
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:

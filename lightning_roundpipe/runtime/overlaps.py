@@ -7,13 +7,19 @@ they are tensors of their own, which may share memory or not, and autograd does 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.boundary import HostCopy
 from lightning_roundpipe.runtime.writes import writes_of
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.arguments import Flat
+    from lightning_roundpipe.runtime.tape import Entry
 
 
 def overlapping(outputs: list[Tensor], given: dict[int, Tensor]) -> tuple[list[int], list[int]]:
@@ -23,6 +29,44 @@ def overlapping(outputs: list[Tensor], given: dict[int, Tensor]) -> tuple[list[i
     known = set(inputs.values())
     shared = [i for i, s in enumerate(storages) if s and (s in known or storages.count(s) > 1)]
     return shared, [i for i, s in inputs.items() if s and s in storages]
+
+
+def private(entry: Entry, leaves: list[Any]) -> list[Any]:
+    """A layer that writes to its inputs must not write to what other calls share."""
+    return [leaf.clone() if i in entry.mutates and isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
+
+
+def apart_from_lent(
+    inputs: list[Any], brought: list[Any], flats: Sequence[Flat], mutated: dict[int, Tensor]
+) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """What a call returns of inputs whose memory is given back after it must not go to glue: it gets memory of its own.
+
+    Args:
+        inputs: leaves that the layer was given.
+        brought: the same as the call has them; those that stand as a `HostCopy` were lent.
+        flats: what the layer returned; changed.
+        mutated: inputs that it wrote to.
+
+    Returns:
+        ``mutated``, and all that has memory of its own now.
+    """
+    lent = {_memory(t) for t, leaf in zip(inputs, brought, strict=True) if isinstance(leaf, HostCopy)} - {0}
+    own: list[Tensor] = []
+
+    def parted(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or _memory(leaf) not in lent:
+            return leaf
+        own.append(leaf.clone())
+        return own[-1]
+
+    for flat in flats:
+        flat.leaves = [parted(leaf) for leaf in flat.leaves]
+    return {i: parted(t) for i, t in mutated.items()}, own
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tensors have in common that share memory; 0 if there is none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 class Watched:

@@ -1,0 +1,163 @@
+"""Whole steps on GPUs that are played: no access, and no memory that is used again, that events do not order."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import fake_cuda
+import harness
+import pytest
+import stress
+import torch
+import zoo
+from fake_cuda import FakeEvent, FakeStream
+from happens_before import HappensBefore, races
+from harness import ours, run
+
+from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream
+
+PLAN = "forward 0 1-3; fused 4-5; backward 2-3 0-1; round 2"
+PLANS = {"llama": (6, PLAN), "vit": (6, PLAN), "gpt2": (7, PLAN.replace("4-5", "4-6"))}
+
+
+def assert_no_races(found: HappensBefore) -> None:
+    assert found.accesses > 500 and found.reused > 50, "nothing was followed"
+    assert found.faults == []
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "options"),
+    [
+        ("llama", False, {"plan": PLAN + "; recompute ahead"}),
+        ("llama", True, {"plan": PLAN, "staleness": 1}),
+        pytest.param("gpt2", False, {"plan": PLANS["gpt2"][1], "staleness": 1}, marks=pytest.mark.slow),
+        pytest.param("llama", True, {"plan": PLAN + "; recompute ahead"}, marks=pytest.mark.slow),
+        pytest.param("vit", False, {"plan": PLAN + "; recompute ahead"}, marks=pytest.mark.slow),
+        pytest.param("t5", False, {}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_a_model_of_hugging_face(name: str, lora: bool, options: dict[str, Any]) -> None:
+    module, batches = zoo.make_module(name, lora), zoo.make_batches(name, 4)
+    with races() as found:
+        run(ours(num_microbatches=4, **options), module, batches, devices=2)
+    assert_no_races(found)
+
+
+CASES = {
+    "planned": stress.Case(PLAN, 2),
+    "ahead": stress.Case("forward 0 1 2 3; fused 4-5; backward 3 2 1 0; round 4; recompute ahead", 3),
+    "overlapping": stress.Case("forward 0-1 2-3; fused 4-5; backward 2-3 0-1; round 2", 2, drops=False),
+    "blocking": stress.Case(harness.per_call(6, 4), 3, blocking=True),
+    "accumulating": stress.Case(harness.single(6), 2, sizes=(8, 7, 8, 8), accumulate=2, drops=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_with_everything(name: str) -> None:
+    """Glue between all layers, with residuals and weights; a layer that writes to its input; one that is used twice.
+
+    The workers share a GPU: residuals of one meet what the next one has computed.
+    """
+    with races(shared=True) as found:
+        stress.train(CASES[name])
+    assert_no_races(found)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_with_evaluation(staleness: int) -> None:
+    """Whole, and in parts, between steps."""
+    module, batches = zoo.make_module("llama"), zoo.make_batches("llama", 3, 4)
+    with races() as found:
+        run(
+            ours(num_microbatches=2, plan=PLAN, staleness=staleness), module, batches, devices=2,
+            val_batches=zoo.make_batches("llama", 4, 4), max_epochs=2,
+        )  # fmt: skip
+    assert_no_races(found)
+
+
+def test_where_only_the_model_is_cut() -> None:
+    used = ours(num_microbatches=2, microbatch_scope="model", layers=["Linear", "ResidualBlock"])
+    with races() as found:
+        run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 4), devices=2)
+    assert_no_races(found)
+
+
+# ------------------------------------------------------------------------------------- what is taken out shows
+
+WAITS = [
+    ("compute", "weights_up"),  # for weights, and for sums so far
+    ("compute", "activations_up"),  # for inputs and gradients
+    ("compute", "activations_down"),  # before glue writes to what is being saved
+    ("compute", "gradients_down"),  # before the arena of gradients is used again
+    ("weights_up", "compute"),  # before the arena of weights is used again
+    ("weights_up", "gradients_down"),  # for sums of an earlier round
+    ("activations_up", "compute"),  # for memory that compute has used before
+    ("activations_up", "activations_down"),  # for what comes from another worker
+    ("activations_down", "compute"),  # for outputs and gradients
+    ("gradients_down", "compute"),  # for the gradients of a slot
+]
+"""A stream, and what it waits for: each of these waits is needed by something."""
+
+
+@pytest.mark.parametrize(
+    ("waits", "of"),
+    [pytest.param(*pair, marks=() if i in (2, 6, 8) else pytest.mark.slow) for i, pair in enumerate(WAITS)],
+)
+def test_a_missing_wait_shows(waits: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with races() as found:
+        real = FakeStream.wait_event
+
+        def wait_event(self: FakeStream, event: FakeEvent) -> None:
+            assert event.stream is not None
+            if not (self.name.endswith(f"-{waits}") and event.stream.name.endswith(f"-{of}")):
+                real(self, event)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeStream, "wait_event", wait_event)
+            stress.train(CASES["overlapping"])
+    assert any(f"-{waits} " in fault for fault in found.faults), found.faults
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        (CudaStream, "keep", "given back before"),  # what a copy reads or writes, until it is done
+        pytest.param(CudaDevice, "let_go", "given back before", marks=pytest.mark.slow),  # what compute reads still
+        pytest.param(CudaEvent, "wait", "on host does not wait", marks=pytest.mark.slow),  # the host, for gradients
+    ],
+)
+def test_what_is_not_kept_or_not_waited_for_shows(
+    kind: Any, name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with races() as found, monkeypatch.context() as patch:
+        patch.setattr(kind, name, lambda self, *tensors: None)
+        with contextlib.suppress(RuntimeError):  # times that nobody has waited for
+            stress.train(CASES["overlapping"])
+    assert any(words in fault for fault in found.faults), found.faults
+
+
+def test_memory_of_another_worker_of_the_same_gpu_would_show() -> None:
+    """If workers that share a GPU had a stream each to compute in, which nothing orders between layers."""
+    with races() as found:
+        stress.train(CASES["planned"])
+    assert any(f.startswith("memory of roundpipe-dev") and "compute is over" in f for f in found.faults)
+
+
+def test_the_checker_itself() -> None:
+    """A copy that waits and one that does not; and what it reads is kept until somebody has waited for it."""
+    with races() as found:
+        (device,) = fake_cuda.share_out([torch.device("cpu")], "off")
+        with device.activate():
+            one = torch.empty(1000).zero_()
+        host = device.host_like(one)
+        device.activations_down.wait(device.compute.record())
+        device.activations_down.copy(host, one)
+        del one
+        assert found.faults == []
+        device.activations_up.copy(device.device_like(host, device.activations_up), host)
+        assert len(found.faults) == 1
+        device.close()
+    assert found.faults[0].startswith("aten::copy_ on roundpipe-dev0-activations_up does not wait for aten::copy_ on")
