@@ -126,6 +126,8 @@ BAD = [
     ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2: "content" is no text but a NoneType'),
     ({"messages": [{"content": "a"}]}, 'message 1: "role" is missing'),
     ("[" * 100_000, "nested too deeply|no JSON"),
+    ('{"prompt": "a", "prompt": "b", "completion": "c"}', '"prompt" is there twice'),
+    ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', '"content" is there twice'),
 ]
 
 
@@ -140,7 +142,7 @@ def test_every_bad_record_is_named(tmp_path: Path) -> None:
             module(tmp_path / "data").prepare_data()
     assert not (tmp_path / "cache").exists()
     jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [line for line, _ in BAD])
-    with pytest.raises(ValueError, match=r"14 of 54 records .* line 1: .* line 10: [^;]*; and 4 more\. Correct"):
+    with pytest.raises(ValueError, match=r"16 of 56 records .* line 1: .* line 10: [^;]*; and 6 more\. Correct"):
         module(tmp_path / "data").prepare_data()
 
 
@@ -151,6 +153,46 @@ def test_bad_bytes_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\n{"text": "\xff"}\n')
     with pytest.raises(ValueError, match=r"1 of 2 records .* a\.jsonl line 2: no UTF-8 \(byte 11 of the line\)"):
         module(tmp_path / "a.jsonl").prepare_data()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.jsonl", "", "the file is empty"),
+        ("a.jsonl", "\n  \n", "the file is empty"),
+        ("a.txt", " \n", "the file is empty"),
+        ("a.jsonl", '{"text": "ab"}\n'.encode("utf-16"), "the file is UTF-16; write it as UTF-8"),
+        ("a.txt", "ab\n".encode("utf-16-be"), None),  # without a mark it is UTF-8 with zeros in it
+        ("a.txt", b"\xfe\xff" + "ab\n".encode("utf-16-be"), "the file is UTF-16; write it as UTF-8"),
+        ("a.jsonl", '[\n {"text": "a"},\n {"text": "b"}\n]\n', "the file is one JSON list; JSONL has each record"),
+    ],
+)
+def test_files_of_another_kind_are_one_complaint(
+    name: str, content: str | bytes, reason: str | None, tmp_path: Path
+) -> None:
+    """Beside good ones they are not passed over, and their lines are not complained of one by one."""
+    jsonl(tmp_path / "data" / "good.jsonl", texts())
+    (tmp_path / "data" / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    if reason is None:
+        module(tmp_path / "data").prepare_data()
+        return
+    with pytest.raises(ValueError, match=rf"1 of 41 records cannot be used: {name} line 1: {reason}"):
+        module(tmp_path / "data").prepare_data()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("begin", ["", "\ufeff"])
+def test_marks_and_line_ends_of_other_systems_change_nothing(begin: str, end: str, tmp_path: Path) -> None:
+    lines = [json.dumps(record, ensure_ascii=False) for record in [*texts(), {"text": "grüße"}]]
+    for folder, content in (("here", "\n".join(lines)), ("there", begin + end.join([*lines, ""]))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_bytes(content.encode())
+    found = []
+    for folder in ("here", "there"):
+        data = module(tmp_path / folder)
+        data.setup("fit")
+        found.append([row["input_ids"].tolist() for row in data.train_dataloader()])
+    assert found[0] == found[1]
 
 
 def test_a_record_that_the_template_refuses_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ skipped but empty lines. What cannot be used comes as a ``BadRecord``, so that w
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ SUFFIXES = (".jsonl", ".txt")
 
 LONGEST_LINE = 64 * 2**20
 """Bytes of a line of JSONL. A longer one is no record: most likely the file is one JSON list."""
+
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 PIECE = 2**20
 """Characters from which a text is cut, at the end of a line: tokenizers take time and memory for long texts."""
@@ -79,12 +82,15 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
 
 def read_records(file: Path) -> Iterator[Record | BadRecord]:
     """What is in ``file``: a record for each line of JSONL, the pieces of one text otherwise."""
+    with file.open("rb") as begin:
+        if begin.read(2) in _UTF_16:
+            return iter([BadRecord(1, "the file is UTF-16; write it as UTF-8")])
     return _lines(file) if file.suffix == ".jsonl" else _pieces(file)
 
 
 def _lines(path: Path) -> Iterator[Record | BadRecord]:
     with path.open("rb") as file:
-        number = 0
+        number, empty = 0, True
         while line := file.readline(LONGEST_LINE + 1):
             number += 1
             if len(line) > LONGEST_LINE:
@@ -94,10 +100,17 @@ def _lines(path: Path) -> Iterator[Record | BadRecord]:
                 return
             try:
                 text = _decoded(line, "utf-8-sig" if number == 1 else "utf-8")
+                if empty and text.strip() == "[":  # nothing that follows would be a record
+                    yield BadRecord(number, "the file is one JSON list; JSONL has each record on a line of its own")
+                    return
                 if text.strip():
+                    empty = False
                     yield _record(number, text)
             except _Wrong as wrong:
+                empty = False
                 yield BadRecord(number, str(wrong))
+    if empty:
+        yield BadRecord(1, "the file is empty")
 
 
 def _pieces(path: Path) -> Iterator[Record | BadRecord]:
@@ -145,7 +158,7 @@ def _decoded(line: bytes, encoding: str) -> str:
 
 def _record(number: int, text: str) -> Record:
     try:
-        values = json.loads(text.rstrip())
+        values = json.loads(text.rstrip(), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise _Wrong(f"no JSON ({error.msg}, column {error.colno})") from None
     except RecursionError:
@@ -164,6 +177,16 @@ def _record(number: int, text: str) -> Record:
     return Record(
         number, Completion(_string(values, "prompt", may_be_empty=True), _string(values, "completion")), unread
     )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, none of whose values another one replaces."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise _Wrong(f'"{key}" is there twice')
+        values[key] = value
+    return values
 
 
 def _string(values: Mapping[str, Any], key: str, may_be_empty: bool = False) -> str:

@@ -150,8 +150,6 @@ class _Complaints:
                 f"{self._setting}: {self._bad:,} of {records:,} records cannot be used: {'; '.join(self._named)}{more}"
                 ". Correct or remove them."
             )
-        if not records:
-            raise ValueError(f"{self._setting} has no record: its files are empty. Name files with records.")
 
 
 def _check(setting: str, files: Sequence[Path], names: Sequence[str]) -> None:

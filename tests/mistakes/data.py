@@ -67,14 +67,9 @@ DATA = [
             _reading(QUESTION, {"question": "what?"}),
             _reading(QUESTION, {"messages": [{"role": "user", "content": "what?"}]}),
             _reading(name="a.txt"),
+            _reading(),
+            _reading("", " "),
         ),
-    ),
-    Mistake(
-        SECTION,
-        "files without records",
-        "data.path has no record",
-        "Name files with records",
-        (_reading(), _reading("", " ")),
     ),
     Mistake(
         SECTION,
