@@ -294,6 +294,20 @@ def test_a_tied_weight_travels_as_it_is() -> None:
     assert names == [weights(1)]
 
 
+@pytest.mark.slow
+def test_compiled_functions_stay_compiled() -> None:
+    """Which torch gives up for good if they are called first where operations are watched."""
+    calls: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: (calls.append(1), graph(*args))[1]
+
+    compiled = torch.compile(lambda x: torch.tanh(x) * 2, backend=backend)
+    names, _ = both(lambda: Model(usual=lambda self, x: compiled(F.linear(x, self.weight))), make_batches(2))
+    assert names == [weights(0, 1, 2)]
+    assert calls
+
+
 # ------------------------------------------------------------------------------------------ what was not to be expected
 
 

@@ -22,11 +22,11 @@ class _Saved:
     __slots__ = ("key", "ledger", "tensor", "version")
 
     def __init__(self, tensor: Tensor, key: int, ledger: Ledger) -> None:
+        self.key, self.ledger = key, ledger  # first, as `__del__` comes even if something fails here
         # Detached, because an operation's own output holds its node, and the node would hold it: a cycle that only the
         # garbage collector ends. A detached tensor still shares the version counter.
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.key, self.ledger = key, ledger
 
     def __del__(self) -> None:
         self.ledger.end(self.key, PURPOSE)

@@ -54,6 +54,11 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             places = self._places.setdefault(parameter.untyped_storage()._cdata, [])
             places.append((start, start + parameter.nbytes, position))
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Functions that are compiled stay so; else torch would never compile them again."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
