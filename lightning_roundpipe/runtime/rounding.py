@@ -36,4 +36,4 @@ def send_rounded(engine: Engine) -> bool:
 
 def is_surprised(engine: Engine) -> bool:
     """Whether a weight that travels cast has been used otherwise meanwhile [3]."""
-    return False
+    return any(layer.rounded - layer.uses.only_cast().keys() for layer in engine.layers)
