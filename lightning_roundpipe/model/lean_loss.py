@@ -258,14 +258,20 @@ def _refuse(what: str) -> NoReturn:
     raise NotImplementedError(f"the logits are not held in lean_logits(), so {what} cannot be computed. {_REMEDY}.")
 
 
+ENOUGH = 1024
+"""Tokens of a chunk whose products take many times as long as a GPU takes to read and write the weights' gradient."""
+PIECE = 2**24
+"""Weights whose gradient of a chunk is held, to be added to the sum: 64 MiB."""
+
+
 def chunk_rows(tokens: int, features: int, classes: int, *, trained: bool) -> int:
     """Tokens whose logits are held at a time.
 
     Their logits are no more numbers than the hidden states have, or, if that is too few for fast products, than a
     part of the weights has. Where these are ``trained`` it is a larger part, because all of their gradient is read and
-    written again for each chunk.
+    written again for each chunk; `ENOUGH` tokens make up for that.
     """
-    return max(-(-tokens * features // classes), features // (2 if trained else 8), 1)
+    return max(-(-tokens * features // classes), min(features // 2, ENOUGH) if trained else features // 8, 1)
 
 
 def _computed_in(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -382,6 +388,8 @@ class _Chunks:
             if slope.dtype is weight.dtype:
                 weight.addmm_(slope.t(), chunk)
             else:
-                weight += _product_in_fp32(slope.t(), chunk)
+                classes = max(1, PIECE // weight.shape[1])
+                for part, slopes in zip(torch.split(weight, classes), torch.split(slope, classes, dim=1), strict=True):
+                    part += _product_in_fp32(slopes.t(), chunk)
         if bias is not None:
             bias += slope.sum(0, dtype=bias.dtype)

@@ -327,7 +327,9 @@ def test_the_head_stays_what_it_is() -> None:
 
 def test_chunks() -> None:
     """As many numbers as the hidden states, at least; never fewer rows than products need."""
-    assert chunk_rows(49_000, 4096, 128_256, trained=True) == 2048
+    assert chunk_rows(49_000, 4096, 128_256, trained=True) == 1565
+    assert chunk_rows(8_000, 4096, 128_256, trained=True) == 1024
+    assert chunk_rows(8_000, 1024, 128_256, trained=True) == 512
     assert chunk_rows(49_000, 4096, 128_256, trained=False) == 1565
     assert chunk_rows(8, 64, 100_000, trained=False) == 8
     assert chunk_rows(1, 1, 10, trained=True) == 1
