@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_roundpipe.data import TextFiles
 
-STEPS = 60
+STEPS = 44
 CAPITALS = {
     "France": "Paris",
     "Peru": "Lima",
