@@ -7,6 +7,7 @@ from typing import Any
 
 import fake_cuda
 import harness
+import lightning.pytorch as pl
 import pytest
 import stress
 import torch
@@ -83,6 +84,28 @@ def test_where_only_the_model_is_cut() -> None:
     with races() as found:
         run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 4), devices=2)
     assert_no_races(found)
+
+
+class Waits(pl.Callback):
+    """Which threads waited for the value of a tensor, in all steps but the first, from which the engine learns."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self, found: HappensBefore) -> None:
+        self.found = found
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            assert self.found.waits, "the first batch asks for many"
+            self.found.waits.clear()
+
+
+@pytest.mark.parametrize("name", ["planned", "overlapping"])
+def test_no_operation_of_a_step_makes_the_host_wait(name: str) -> None:
+    """Of ours, or of glue that runs in the stream of the layer before it."""
+    with races() as found:
+        stress.train(CASES[name], callbacks=[Waits(found)])
+    assert [thread for thread, _ in found.waits if thread.startswith("roundpipe-")] == []
 
 
 # ------------------------------------------------------------------------------------- what is taken out shows
