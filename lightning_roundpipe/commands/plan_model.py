@@ -49,6 +49,9 @@ _STEPS = 8
 _LENGTHS = 256
 """Longest sequences are found in units of so many tokens."""
 
+_EXACTLY = 64
+"""Or, where that is less, to one part in so many."""
+
 _MOST_LENGTH = 2**20
 _ADAMW_BYTES = 28
 """Memory traffic of an update: a weight, its gradient and its moments are read, all but the gradient written."""
@@ -290,21 +293,23 @@ def find_longest(
 ) -> Longest:
     """For microbatches of one sequence each, cut at every layer, in rounds as small as they have to be."""
 
-    def why_not(units: int) -> str | None:
-        return _why_not(shape.costs(1, units * _LENGTHS), shape, workers, microbatches, memory, min_round)
+    def why_not(tokens: int) -> str | None:
+        return _why_not(shape.costs(1, tokens), shape, workers, microbatches, memory, min_round)
 
-    low, high = 0, max(shape.longest // _LENGTHS, 1)
+    low, high = 0, max(shape.longest // _LENGTHS * _LENGTHS, min(shape.longest, _LENGTHS))
     reason = why_not(high)
     if reason is None:
-        return Longest(high * _LENGTHS, "the model's max_position_embeddings")
-    while high - low > 1:
+        return Longest(high, "the model's max_position_embeddings")
+    while high - low > max(1, min(_LENGTHS, low // _EXACTLY)):
         middle = (low + high) // 2
+        if high - low > _LENGTHS:
+            middle -= middle % _LENGTHS
         found = why_not(middle)
         if found is None:
             low = middle
         else:
             high, reason = middle, found
-    return Longest(low * _LENGTHS, reason)
+    return Longest(low, reason)
 
 
 def _why_not(

@@ -47,7 +47,8 @@ def estimate_costs(
         ValueError: it cannot run without data, or calls no layer.
     """
     with _autocast_knows_meta(), Meter(hardware) as meter:
-        walk = _Walk(meter)
+        walk = _Walk(meter, emulated=hardware.emulated)
+        meter.ignore([*model.parameters(), *model.buffers()])
         try:
             for name, layer in layers.items():
                 walk.intercept(name, layer)
@@ -103,6 +104,8 @@ class _Measured:
     returning: int
     """Bytes of the gradients of its outputs."""
     peak: int
+    forward_peak: int | None
+    """Of a forward that keeps no graph, if it is known."""
 
 
 @dataclass
@@ -116,8 +119,9 @@ class _Called:
 
 
 class _Walk:
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, *, emulated: bool) -> None:
         self.meter = meter
+        self.emulated = emulated
         self.glue = Work()
         self.calls: list[_Called] = []
         self.loss_backward_s = 0.0
@@ -159,6 +163,7 @@ class _Walk:
             activation_bytes=found.inputs + max(found.peak, found.kept + after.peak),
             needs_backward=found.needs_backward,
             kept_bytes=found.inputs + found.kept,
+            forward_bytes=None if found.forward_peak is None else found.inputs + found.forward_peak,
             returning_bytes=found.returning,
             **asdict(call.crossed),
         )
@@ -206,9 +211,12 @@ class _Walk:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
         for hook in hooks:
             hook.remove()
-        peak = max(work.peak, kept + backward.peak)
         returning = sum(root.nbytes for root in roots)
-        return _Measured(work, backward, bool(roots), sum(inputs.values()), kept, returning, peak), outputs
+        peak, forward_peak = max(work.peak, kept + backward.peak), None
+        if self.emulated:
+            peak, forward_peak = kept + returning, sum(leaf.nbytes for leaf in leaves)
+        taken = sum(inputs.values())
+        return _Measured(work, backward, bool(roots), taken, kept, returning, peak, forward_peak), outputs
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What follows in the innermost scope is counted into ``work``."""
         self._scopes[-1] = work
 
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Their memory is there all the time, and counted elsewhere: views of them are not new."""
+        for tensor in tensors:
+            self._known.add(tensor.untyped_storage())
+
     def _hold(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()

@@ -45,6 +45,8 @@ class Hardware:
         memory_efficiency: share of the bandwidths that element-wise operations and the optimizer reach.
         kernel_s: seconds that every operation takes at least.
         hop_s: seconds from one device to another, beside the copies.
+        emulated: whether devices are emulated. Their memory holds what crosses calls and what graphs keep; what is in
+            between an operation and the next is the host's.
     """
 
     title: str
@@ -60,6 +62,7 @@ class Hardware:
     memory_efficiency: float
     kernel_s: float
     hop_s: float
+    emulated: bool = False
 
     def product_s(self, flops: float, nbytes: float, form: Format) -> float:
         """Seconds of one operation on a device, which is held up by its arithmetic or by its memory traffic."""
@@ -93,10 +96,10 @@ def read_hardware(path: Path) -> Hardware:
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"hardware: {path} has an unknown key {key!r}.{hint} It takes {', '.join(names)}.")
     for name in names:
-        if name not in data:
+        if name not in data and name != "emulated":
             raise ValueError(f"hardware: {path} lacks {name!r}; it needs {', '.join(names)}.")
     try:
-        return Hardware(**{name: _read(name, data[name]) for name in names})
+        return Hardware(**{str(name): _read(str(name), value) for name, value in data.items()})
     except ValueError as error:
         raise ValueError(f"hardware: {path}: {error}") from None
 
@@ -104,6 +107,10 @@ def read_hardware(path: Path) -> Hardware:
 def _read(name: str, value: Any) -> Any:
     if name == "title":
         return str(value)
+    if name == "emulated":
+        if not isinstance(value, bool):
+            raise ValueError(f"emulated={value!r} must be true or false.")
+        return value
     if name == "flops":
         formats = get_args(Format)
         if not isinstance(value, Mapping) or set(value) != set(formats):
