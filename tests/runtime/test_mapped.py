@@ -181,5 +181,6 @@ def test_training_adapters_reads_the_base_where_it_is(
         assert len(mapped_weights(frozen, device, Formats())) == (0 if copied else len(frozen))
     assert_identical(*results)
     if precision == "32-true":
-        assert_same(run("auto", adapted(folder / files, dtype=dtype), batches), results[0])
+        # After steps of AdamW, which makes much of little.
+        assert_same(run("auto", adapted(folder / files, dtype=dtype), batches), results[0], rtol=1e-4)
     assert (folder / files / "model.safetensors").read_bytes() == content
