@@ -56,7 +56,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("overlapping", "blocking") else pytest.mark.slow) for n in CASES]
+)
 def test_a_model_with_everything(name: str) -> None:
     """Glue between all layers, with residuals and weights; a layer that writes to its input; one that is used twice.
 
@@ -67,7 +69,7 @@ def test_a_model_with_everything(name: str) -> None:
     assert_no_races(found)
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_with_evaluation(staleness: int) -> None:
     """Whole, and in parts, between steps."""
     module, batches = zoo.make_module("llama"), zoo.make_batches("llama", 3, 4)
@@ -100,7 +102,7 @@ class Waits(pl.Callback):
             self.found.waits.clear()
 
 
-@pytest.mark.parametrize("name", ["planned", "overlapping"])
+@pytest.mark.parametrize("name", [pytest.param("planned", marks=pytest.mark.slow), "overlapping"])
 def test_no_operation_of_a_step_makes_the_host_wait(name: str) -> None:
     """Of ours, or of glue that runs in the stream of the layer before it."""
     with races() as found:
