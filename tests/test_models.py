@@ -164,7 +164,8 @@ def check(summary: dict[str, Any]) -> None:
 def test_the_papers_rows_train_their_tiny_twins(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    check(summary_of(monkeypatch, capfd, f"experiment=paper_{name}", f"model=tiny_{name}", *SMALL, *SHORT))
+    rate = ["optimizer.lr=0.5"] if name == "qwen3_235b_a22b" else []  # whose loss, in bf16, does not show small steps
+    check(summary_of(monkeypatch, capfd, f"experiment=paper_{name}", f"model=tiny_{name}", *SMALL, *SHORT, *rate))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import pinned
 from lightning_roundpipe.devices.abort import AbortSwitch
+from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Hold, Stream
 from lightning_roundpipe.devices.cuda_feed import FedStream
 from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream
@@ -94,7 +95,7 @@ class CudaDevice(Device):
         nbytes = t.numel() * t.element_size()
         owner = filled_on if lent else self.compute
         with owner.running(), self._explaining(nbytes, "activations"), torch.inference_mode(False):
-            new = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=self.torch_device)
+            new = empty_alike(t, self.torch_device)
         if owner is not filled_on:  # what `owner` did with this memory before may still be running
             filled_on.wait(owner.record())
         return new

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import generators, permit, wire
 from lightning_roundpipe.devices.abort import AbortSwitch
+from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import POISON, Device, Hold, Stream
 from lightning_roundpipe.devices.emulated_link import Delays, Link
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
@@ -103,12 +104,11 @@ class EmulatedDevice(Device):
 
     def host_like(self, t: Tensor) -> Tensor:
         with torch.inference_mode(False):
-            return self._poison(torch.empty_strided(t.size(), t.stride(), dtype=t.dtype))
+            return self._poison(empty_alike(t, self.torch_device))
 
     def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
         with torch.inference_mode(False):
-            like = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=self.torch_device)
-            return self._poison(like)
+            return self._poison(empty_alike(t, self.torch_device))
 
     def let_go(self, tensors: Iterable[Tensor]) -> None:
         pass  # `compute` has done what was asked of it

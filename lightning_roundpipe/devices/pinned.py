@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_roundpipe.devices.alike import apart, reach
 from lightning_roundpipe.devices.pages import Pages
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU, not only for the current one
@@ -89,10 +90,10 @@ def host_like(t: Tensor, pin_memory: str) -> Tensor:
     Raises:
         RegistrationError: as in `host_buffer`.
     """
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    flat = _bytes_from(_pages.take, (last + 1) * t.element_size() if t.numel() else 0, pin_memory)
+    before = apart(t) if t.numel() else 0
+    flat = _bytes_from(_pages.take, (before + reach(t)) * t.element_size(), pin_memory)
     with torch.inference_mode(False):
-        return flat.view(t.dtype).as_strided(t.shape, t.stride())
+        return flat.view(t.dtype).as_strided(t.shape, t.stride(), before)
 
 
 def give_back() -> None:

@@ -344,7 +344,8 @@ class Worker:
         while self._in_flight and self._in_flight[0][0].done():
             self._in_flight.popleft()
         while len(self._in_flight) > IN_FLIGHT:
-            self._in_flight[0][0].wait()  # before its tensors go, and not after
+            # Before its tensors go, and not after.
+            self._in_flight[0][0].wait()
             self._in_flight.popleft()
 
     def release(self) -> None:

@@ -76,7 +76,7 @@ def test_where_only_the_model_is_cut(gpus: list[CudaDevice]) -> None:
 def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the worker's GPU has, of which two workers that share it have half each."""
     fake_cuda.trainers_on_gpus(monkeypatch, limited=True)
-    free, planned = 600_000, []
+    free, planned = 500_000, []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
     for budget in (0.5, None):
         used = ours(num_microbatches=2, memory_budget=budget, layers=["Linear", "ResidualBlock"])
