@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ class CudaDevice(Device):
         self._switch = AbortSwitch(f"Device {index}")
         self._arenas: dict[int, tuple[Tensor, str]] = {}
         self._closed = False
+        self.others: list[CudaStream] = []
+        """What other GPUs compute in."""
         self._clock = Clock(torch_device)
         self.compute: CudaStream = self._stream("compute", first.compute if first is not None else None)
         self.weights_up = FedStream(self._stream("weights_up"), self._switch)
@@ -163,7 +165,11 @@ class CudaDevice(Device):
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        with torch.cuda.device(self.torch_device), self.compute.running():
+        with ExitStack() as around:
+            for other in self.others:  # to whose tensors glue may turn, and be it to copy them here
+                around.enter_context(other.running())
+            around.enter_context(torch.cuda.device(self.torch_device))
+            around.enter_context(self.compute.running())
             yield
 
     # -- ending
@@ -215,9 +221,11 @@ def make_cuda(torch_devices: Sequence[torch.device], pin_memory: str) -> list[De
 def share_out(torch_devices: list[torch.device], pin_memory: str) -> list[Device]:
     """See `make_cuda`."""
     first: dict[torch.device, CudaDevice] = {}
-    made: list[Device] = []
+    made: list[CudaDevice] = []
     for index, gpu in enumerate(torch_devices):
         device = CudaDevice(index, gpu, pin_memory, torch_devices.count(gpu), first.get(gpu))
         first.setdefault(gpu, device)
         made.append(device)
-    return made
+    for device in made:
+        device.others = [other.compute for gpu, other in first.items() if gpu != device.torch_device]
+    return [*made]

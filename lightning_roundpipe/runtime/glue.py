@@ -207,25 +207,29 @@ class GlueMode(TorchFunctionMode):
     def _on_one_device(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move host tensors to the accelerator tensor they meet. An in-place target stays where it is."""
-        target: torch.device | None = None
+        """Move host tensors, and those of other GPUs, to where they meet. An in-place target stays where it is."""
+        there: list[torch.device] = []
         host = False
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, Tensor):
-                if leaf.device.type == self._accelerator:
-                    target = leaf.device
+                if (home := _home(leaf)).type == self._accelerator:
+                    there.append(home)
                 elif leaf.dim():
                     host = True
-        if target is None or not host or name in ("to", "copy_", "set_"):
+        several = any(home != there[0] for home in there[1:])
+        if not there or not (host or several) or name in ("to", "copy_", "set_"):
             return args, kwargs
-        where = target
+        keep_first = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+        where = there[0] if keep_first or not several else _newest(there)
 
         def follow(tensor: Tensor) -> Tensor:
-            if tensor.device.type == self._accelerator or not tensor.dim():
+            home = _home(tensor)
+            if home == where or (home.type != self._accelerator and not tensor.dim()):
                 return tensor
-            return self.proxies.on(tensor, where) if tensor.is_leaf and tensor.requires_grad else tensor.to(where)
+            if tensor.is_leaf and tensor.requires_grad and home.type != self._accelerator:
+                return self.proxies.on(tensor, where)
+            return _carry(tensor, where)
 
-        keep_first = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
         moved = tuple(a if keep_first and i == 0 else tree_map_only(Tensor, follow, a) for i, a in enumerate(args))
         return moved, tree_map_only(Tensor, follow, kwargs)
 
@@ -249,6 +253,21 @@ class GlueMode(TorchFunctionMode):
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
         self.counts.append(float(count))
+
+
+def _home(tensor: Tensor) -> torch.device:
+    return tensor.device
+
+
+def _newest(there: list[torch.device]) -> torch.device:
+    """Of several GPUs, the one that the microbatch is on now, whose tensor need not travel; else any."""
+    now = torch.device(there[0].type, torch.accelerator.current_device_index())
+    return now if now in there else there[-1]
+
+
+def _carry(tensor: Tensor, where: torch.device) -> Tensor:
+    """A differentiable copy. Between GPUs it is torch's, in the order of both compute streams (`Device.activate`)."""
+    return tensor.to(where)
 
 
 def _hooked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime import glue
 from lightning_roundpipe.runtime.glue import GlueMode, check_counts
 
 
@@ -99,6 +100,26 @@ class TestHostTensorsFollow:
             out = there * weight + weight
         assert out.device.type == "meta" and out.requires_grad
         assert len(glue.proxies._moved) == 1
+
+    def test_and_tensors_of_other_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They go to the GPU that the microbatch is on, as they would have been there without the strategy."""
+        skip, newest, scale = (torch.ones(2, 3, device="meta") for _ in range(3))
+        homes = {id(skip): torch.device("meta", 0), id(newest): torch.device("meta", 1)}
+        carried: list[tuple[bool, torch.device]] = []
+        monkeypatch.setattr(glue, "_home", lambda t: homes.get(id(t), torch.device("meta", 2)))
+        monkeypatch.setattr(glue, "_carry", lambda t, where: (carried.append((t is skip, where)), t)[1])
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+        with mode(accelerator="meta"):
+            torch.add(skip, newest)
+            torch.cat([newest, skip])
+            newest.add_(skip)
+            assert carried == [(True, torch.device("meta", 1))] * 3
+            skip.mul_(newest)  # what is written to stays
+            assert carried[3:] == [(False, torch.device("meta", 0))]
+            torch.stack([skip, scale])  # neither is where the microbatch is
+            assert carried[4:] == [(True, torch.device("meta", 2))]
+            torch.add(newest, newest)
+        assert len(carried) == 5
 
     def test_but_not_what_is_written_to(self) -> None:
         host = torch.zeros(3)
