@@ -120,4 +120,4 @@ def test_the_search_finds_the_pages_plans() -> None:
     pages = large_models()
     for row, text in zip(pages.ROWS, pages.plans(pages.between(pages.PAGE.read_text())), strict=True):
         there, found = (look_at(shape(row.name), replace(row.wish, plan=plan)) for plan in (text, None))
-        assert found.tokens_per_s == pytest.approx(there.tokens_per_s, rel=0.03), row.name
+        assert found.tokens_per_s == pytest.approx(there.tokens_per_s, rel=0.06), row.name
