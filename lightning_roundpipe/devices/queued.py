@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 
 import torch
 
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Stream
-from lightning_roundpipe.devices.errors import StreamAborted, raise_kept
+from lightning_roundpipe.devices.errors import raise_kept
 
 
 class QueuedStream(Stream):
@@ -76,7 +77,8 @@ class QueuedStream(Stream):
         if self._error is None:
             try:
                 work()
-            except StreamAborted as error:  # events keep it, and its frames hold what was to be copied
-                self._error = error.with_traceback(None)
             except BaseException as error:  # whatever it is, it must reach a waiter and not end this thread
+                # Events keep it, and its frames, this one too, hold what was to be copied.
+                traceback.clear_frames(error.__traceback__)
+                del work
                 self._error = error
