@@ -49,13 +49,17 @@ class Shrink(pl.Callback):
 
 def run_out(trainer: pl.Trainer, error: type[BaseException]) -> BaseException | None:
     """Train until there is no more room, and look at what is left."""
-    module, caught = copy.deepcopy(MODULE), None
+    module = copy.deepcopy(MODULE)
+    caught: BaseException | None = None
     with faulty.devices_made() as made, faulty.no_collector():
         try:
             with harness.quiet():
                 trainer.fit(module, harness.loader(BATCHES))
         except error as raised:
-            caught = raised.with_traceback(None)
+            caught = raised
+        link = caught
+        while link is not None:  # frames of what it came from hold their tensors for as long as somebody holds it
+            link = link.with_traceback(None).__cause__ or link.__context__
         faulty.assert_nothing_left(module, made)
     return caught
 
