@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 export PIP_PROGRESS_BAR := off
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-gpu lint types bench wheel clean
+.PHONY: help install train test test-slow test-gpu lint types bench bench-gpu wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -57,9 +57,13 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, on the package
 	@$(BIN)/mypy
 
+# Not bench_gpu.py, which wants a GPU and hours: that is bench-gpu's.
 bench: $(STAMP) ## the figures of docs/benchmarks.md, in three quarters of an hour on an idle machine
-	@for file in benchmarks/bench_*.py; do test -f "$$file" || { echo "no benchmarks/bench_*.py"; exit 1; }; \
+	@for file in $(filter-out benchmarks/bench_gpu.py,$(wildcard benchmarks/bench_*.py)); do \
 	echo "== $$file"; TQDM_DISABLE=1 $(BIN)/python "$$file" || exit 1; done
+
+bench-gpu: $(STAMP) ## on a GPU: speed and memory beside other systems; ARGS="--rows ours,plain" and others choose
+	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
 wheel: $(STAMP) ## dist/*.whl
 	@rm -rf build dist

@@ -1,0 +1,195 @@
+"""The systems that `bench_gpu.py` compares, each as its own documentation says to use it.
+
+What is called here runs in a process of its own, one for each `Job`. Everything that may be missing is imported late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from gpu_task import Job, Task, batches, build
+
+from lightning_roundpipe.callbacks.host_memory import forget_peak, peak_bytes
+
+TOLD = ("torch", "lightning", "transformers", "peft")
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """A row of the tables.
+
+    Attributes:
+        title: in them.
+        run: measures a job: seconds of the timed steps, the loss of each step, and what else there is to keep.
+        whole: it is fastest with the whole batch at once, where that fits: every microbatch costs it transfers.
+        needs: what has to be installed: a module, and what pip calls it.
+        cuda: it runs on nothing else.
+    """
+
+    title: str
+    run: Callable[[Job], dict[str, Any]]
+    whole: bool = False
+    needs: tuple[str, str] | None = None
+    cuda: bool = False
+
+    def missing(self, device: str) -> str | None:
+        """Why it cannot run here at all; None: it can."""
+        if self.needs is not None and find_spec(self.needs[0]) is None:
+            return f"not installed: pip install {self.needs[1]}"
+        if self.cuda and device != "cuda":
+            return "needs a CUDA device"
+        return None
+
+
+class Clock(pl.Callback):
+    """The time of the steps after a warm-up, from the end of a batch to the end of a batch, and every step's loss.
+
+    The two ends are at the same place of a step, so systems that go on with a step while the next one begins are timed
+    with as much before the first end as after the last one. Reading the loss waits for the device, where it has to.
+
+    Args:
+        warmup, steps: optimizer steps.
+        each: batches of one of them.
+    """
+
+    roundpipe_looks_away = True
+
+    def __init__(self, warmup: int, steps: int, each: int) -> None:
+        self._ends, self._each, self._batches = (warmup, warmup + steps), each, 0
+        self._marks: list[float] = []
+        self._losses: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batch_ended(outputs["loss"])
+
+    def batch_ended(self, loss: torch.Tensor) -> None:
+        self._losses.append(loss.detach())
+        self._batches += 1
+        if self._batches in [end * self._each for end in self._ends]:
+            float(loss)
+            self._marks.append(time.perf_counter())
+
+    def found(self) -> dict[str, Any]:
+        losses = [float(loss) for loss in self._losses]  # each divided by the number of batches, as Lightning does it
+        steps = [losses[start : start + self._each] for start in range(0, len(losses), self._each)]
+        first, last = self._marks
+        return {"seconds": last - first, "losses": [sum(step) for step in steps]}
+
+
+class HostMemory:
+    """The most host memory that was taken while this was entered, in two ways.
+
+    By the process, as the system counts it; and by how much the machine's free memory fell, because memory that a
+    driver pins need not be counted as the process's.
+    """
+
+    def __enter__(self) -> HostMemory:
+        forget_peak()
+        self._before = self._least = _available()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.05):
+            self._least = min(self._least, _available())
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def found(self) -> dict[str, Any]:
+        return {"host_bytes": peak_bytes(), "host_fell_bytes": max(0, self._before - self._least)}
+
+
+def _available() -> int:
+    """Bytes; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), 0)
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """What a row shows of a job. Whatever goes wrong is raised."""
+    system = SYSTEMS[job.row]
+    if job.device == "cpu" and job.cap is not None and not job.row.startswith("ours"):
+        raise ValueError("without a GPU only emulated devices keep to a cap")
+    if job.device == "cuda" and job.cap is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap / total), 0)
+    with HostMemory() as host:
+        found = system.run(job)
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+        found["device_name"] = torch.cuda.get_device_name(0)
+        found["device_bytes"] = torch.cuda.max_memory_allocated(0)
+        found["device_reserved_bytes"] = torch.cuda.max_memory_reserved(0)
+    names = [*TOLD, *([system.needs[0]] if system.needs else [])]
+    versions = {name: metadata.version(name) for name in names}
+    return {"tokens_per_s": job.steps * job.tokens / found["seconds"], **found, **host.found(), "versions": versions}
+
+
+def _trainer(job: Job, strategy: Any, clock: Clock, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        strategy=strategy,
+        **{"accelerator": "gpu" if job.device == "cuda" else "cpu", "devices": 1, **options},
+        precision=job.precision,  # type: ignore[arg-type]
+        max_epochs=1,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def ours(job: Job, staleness: int) -> dict[str, Any]:
+    """One batch a step, which the strategy cuts."""
+    from lightning_roundpipe import RoundPipeStrategy
+
+    emulation = {"memory": job.cap} if job.device == "cpu" and job.cap is not None else None
+    options: dict[str, Any] = {"devices": job.workers}
+    gpus = None
+    if job.device == "cuda" and job.workers > 1:  # Lightning's own devices=[0, 0] wants GPUs to be different ones
+        gpus, options = [torch.device("cuda", 0)] * job.workers, {"accelerator": "auto", "devices": "auto"}
+    strategy = RoundPipeStrategy(
+        num_microbatches=job.microbatches, staleness=staleness, emulation=emulation, parallel_devices=gpus
+    )
+    clock = Clock(job.warmup, job.steps, 1)
+    task = Task(build(job, lean=True, checkpointed=False), lean=True)
+    _trainer(job, strategy, clock, **options).fit(task, batches(job, job.microbatches * job.microbatch_size))
+    report = strategy.report()
+    kept = {"plan": report["plan"], "stall_pct": report["stall_pct"], "bubble_pct": report["bubble_pct"]}
+    return {**clock.found(), **kept, "device_bytes": max(report["peak_device_bytes"])}
+
+
+def plain(job: Job, *, checkpointed: bool) -> dict[str, Any]:
+    """Everything on the device, a microbatch a batch, gradients accumulated."""
+    clock = Clock(job.warmup, job.steps, job.microbatches)
+    task = Task(build(job, lean=True, checkpointed=checkpointed), lean=True)
+    trainer = _trainer(job, "auto", clock, accumulate_grad_batches=job.microbatches)
+    trainer.fit(task, batches(job, job.microbatch_size))
+    return clock.found()
+
+
+SYSTEMS: dict[str, System] = {
+    "ours": System("ours, staleness 0", functools.partial(ours, staleness=0)),
+    "ours_stale": System("ours, staleness 1", functools.partial(ours, staleness=1)),
+    "plain": System("plain Lightning", functools.partial(plain, checkpointed=False)),
+    "plain_checkpointed": System(
+        "plain Lightning, activation checkpointing", functools.partial(plain, checkpointed=True)
+    ),
+}
