@@ -17,7 +17,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from gpu_task import Job, Task, batches, build
+from gpu_task import LEARNING_RATE, Job, Task, batches, build
+from torch import nn
 
 from lightning_roundpipe.callbacks.host_memory import forget_peak, peak_bytes
 
@@ -138,8 +139,15 @@ def measure(job: Job) -> dict[str, Any]:
         found["device_bytes"] = torch.cuda.max_memory_allocated(0)
         found["device_reserved_bytes"] = torch.cuda.max_memory_reserved(0)
     names = [*TOLD, *([system.needs[0]] if system.needs else [])]
-    versions = {name: metadata.version(name) for name in names}
+    versions = {name: _version(name) for name in names}
     return {"tokens_per_s": job.steps * job.tokens / found["seconds"], **found, **host.found(), "versions": versions}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # put somewhere by hand
+        return "unknown"
 
 
 def _trainer(job: Job, strategy: Any, clock: Clock, **options: Any) -> pl.Trainer:
@@ -148,6 +156,7 @@ def _trainer(job: Job, strategy: Any, clock: Clock, **options: Any) -> pl.Traine
         **{"accelerator": "gpu" if job.device == "cuda" else "cpu", "devices": 1, **options},
         precision=job.precision,  # type: ignore[arg-type]
         max_epochs=1,
+        use_distributed_sampler=False,  # the order of tokens is everybody's
         callbacks=[clock],
         logger=False,
         enable_checkpointing=False,
@@ -185,11 +194,113 @@ def plain(job: Job, *, checkpointed: bool) -> dict[str, Any]:
     return clock.found()
 
 
+def roundpipe(job: Job, *, stale: bool) -> dict[str, Any]:
+    """The loop of its documentation, with AdamW of its own: https://itcarrot.github.io/RoundPipe."""
+    from roundpipe import OptimizerCtx, RoundPipeRunConfig, wrap_model_to_roundpipe
+    from roundpipe.optim import Adam
+
+    # Its presets know models by their classes, and have a lean loss of their own.
+    model = wrap_model_to_roundpipe(
+        build(job, lean=False, checkpointed=False),
+        use_sequential_preset=True,
+        model_run_config=RoundPipeRunConfig(num_microbatch=job.microbatches),
+        optim_dtype=torch.float32,
+    )
+    with OptimizerCtx():
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = Adam(trained, lr=LEARNING_RATE, weight_decay=0.01, decoupled_weight_decay=True)
+
+    def loss_of(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        loss = outputs.loss
+        if loss is None:
+            loss = model.loss_function(logits=outputs.logits, labels=labels, vocab_size=model.vocab_size)
+        share: torch.Tensor = loss / job.microbatches
+        return share
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    clock = Clock(job.warmup, job.steps, 1)
+    model.train()
+    for (tokens,) in batches(job, job.microbatches * job.microbatch_size):
+        inputs = {"input_ids": tokens, "labels": tokens}
+        loss = model.forward_backward(input_kwargs=inputs, label=tokens, loss_fn=loss_of)
+        model.step(step, is_async=stale)
+        clock.batch_ended(loss)
+    model.synchronize()
+    return clock.found()
+
+
+def fsdp(job: Job) -> dict[str, Any]:
+    """Lightning's, which on one device shards nothing: each layer's weights come from the host and go again."""
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    model = build(job, lean=True, checkpointed=True)
+    strategy = FSDPStrategy(cpu_offload=True, auto_wrap_policy=_units(model))
+    clock = Clock(job.warmup, job.steps, job.microbatches)
+    trainer = _trainer(job, strategy, clock, accumulate_grad_batches=job.microbatches)
+    trainer.fit(Task(model, lean=True), batches(job, job.microbatch_size))
+    return clock.found()
+
+
+def _units(model: nn.Module) -> Callable[[nn.Module, bool, int], bool]:
+    """What FSDP moves as one: layers that Hugging Face does not split, and adapters.
+
+    A unit in which some weights are frozen would have gradients of all of them, which is why PEFT advises this.
+    """
+    names = model._no_split_modules or []
+    some_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+
+    def is_unit(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if recurse or type(module).__name__ in names:
+            return True
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        return some_frozen and trained and not any(True for _ in module.children())
+
+    return is_unit
+
+
+def deepspeed(job: Job) -> dict[str, Any]:
+    """Lightning's, stage 3, weights and optimizer on the host. It hooks into every module, so the loss is plain."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    strategy = DeepSpeedStrategy(
+        stage=3,
+        offload_optimizer=True,
+        offload_parameters=True,
+        pin_memory=True,
+        logging_batch_size_per_gpu=job.microbatch_size,
+    )
+    task = Task(
+        build(job, lean=False, checkpointed=True),
+        lean=False,
+        optimizer=functools.partial(DeepSpeedCPUAdam, lr=LEARNING_RATE, adamw_mode=True),
+    )
+    clock = Clock(job.warmup, job.steps, job.microbatches)
+    trainer = _trainer(job, strategy, clock, accumulate_grad_batches=job.microbatches)
+    trainer.fit(task, batches(job, job.microbatch_size))
+    return clock.found()
+
+
+_ROUNDPIPE = ("roundpipe", "roundpipe==0.1.1")
+
 SYSTEMS: dict[str, System] = {
     "ours": System("ours, staleness 0", functools.partial(ours, staleness=0)),
     "ours_stale": System("ours, staleness 1", functools.partial(ours, staleness=1)),
+    "roundpipe": System(
+        "roundpipe 0.1.1, as it is", functools.partial(roundpipe, stale=True), needs=_ROUNDPIPE, cuda=True
+    ),
+    "roundpipe_sync": System(
+        "roundpipe 0.1.1, is_async=False", functools.partial(roundpipe, stale=False), needs=_ROUNDPIPE, cuda=True
+    ),
     "plain": System("plain Lightning", functools.partial(plain, checkpointed=False)),
     "plain_checkpointed": System(
         "plain Lightning, activation checkpointing", functools.partial(plain, checkpointed=True)
+    ),
+    "fsdp": System("FSDP, CPU offload", fsdp, whole=True, cuda=True),
+    "deepspeed": System(
+        "DeepSpeed stage 3, offload", deepspeed, whole=True, needs=("deepspeed", "deepspeed"), cuda=True
     ),
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +74,96 @@ class TestRows:
         for batch in range(6):
             clock.batch_ended(torch.tensor(float(batch)))
         assert clock.found() == {"seconds": 6.0, "losses": [1.0, 5.0, 9.0]}
+
+
+class Played(torch.nn.Module):
+    """What the documentation of the paper's library says that a wrapped model does, without a pipeline.
+
+    Args:
+        silent: its outputs have no loss.
+    """
+
+    def __init__(self, model: Any, use_sequential_preset: bool, model_run_config: Any, optim_dtype: Any, silent: bool):
+        super().__init__()
+        assert use_sequential_preset and optim_dtype == torch.float32
+        self.model, self.parts, self.silent = model, model_run_config.num_microbatch, silent
+        self.loss_function, self.vocab_size, self.calls = model.loss_function, model.vocab_size, []
+
+    def forward_backward(self, input_kwargs: Any, label: torch.Tensor, loss_fn: Any) -> torch.Tensor:
+        total = torch.zeros(())
+        for number, labels in enumerate(label.chunk(self.parts)):
+            outputs = self.model(**{name: whole.chunk(self.parts)[number] for name, whole in input_kwargs.items()})
+            outputs.loss = None if self.silent else outputs.loss
+            loss = loss_fn(outputs, labels)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def step(self, step_fn: Any, is_async: bool = True) -> None:
+        self.calls.append(is_async)
+        step_fn()
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+class TestOthers:
+    @pytest.mark.parametrize(("silent", "stale"), [(False, True), (True, False)])
+    def test_roundpipes_loop(self, monkeypatch: pytest.MonkeyPatch, silent: bool, stale: bool) -> None:
+        """Not the library itself, which imports nowhere but on a GPU."""
+        wrapped: list[Played] = []
+
+        def wrap(model: Any, **options: Any) -> Played:
+            wrapped.append(Played(model, silent=silent, **options))
+            return wrapped[0]
+
+        def adam(trained: Any, decoupled_weight_decay: bool, **options: Any) -> Any:
+            assert decoupled_weight_decay
+            return torch.optim.AdamW(trained, **options)
+
+        interface = SimpleNamespace(
+            OptimizerCtx=contextlib.nullcontext, RoundPipeRunConfig=SimpleNamespace, wrap_model_to_roundpipe=wrap
+        )
+        monkeypatch.setitem(sys.modules, "roundpipe", interface)
+        monkeypatch.setitem(sys.modules, "roundpipe.optim", SimpleNamespace(Adam=adam))
+        record = gpu_systems.roundpipe(tiny("roundpipe"), stale=stale)
+        plain = gpu_systems.measure(tiny("plain"))
+        torch.testing.assert_close(record["losses"], plain["losses"], rtol=1e-5, atol=1e-5)
+        assert wrapped[0].calls == [stale] * 4 + ["synchronize"]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("model", ["qwen3_1_7b", "llama3_1_8b"])
+    def test_fsdp(self, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+        """On the CPU, which torch's FSDP takes for a GPU here."""
+        import torch.distributed.fsdp.fully_sharded_data_parallel as sharded
+        from lightning.pytorch import strategies
+
+        class OnCpu(strategies.FSDPStrategy):  # Lightning refuses the class itself without a GPU
+            pass
+
+        find = sharded._init_device_handle
+        monkeypatch.setattr(sharded, "_init_device_handle", lambda *args: find(*args[:3], torch.device("cpu")))
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self.clone())
+        monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda self: None, raising=False)
+        monkeypatch.setattr(strategies, "FSDPStrategy", OnCpu)
+        try:
+            record = gpu_systems.measure(tiny("fsdp", model))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        plain = gpu_systems.measure(tiny("plain", model))
+        torch.testing.assert_close(record["losses"], plain["losses"], rtol=1e-5, atol=1e-5)
+
+    def test_what_cannot_run_here_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        there = {"torch"}
+        monkeypatch.setattr(gpu_systems, "find_spec", lambda name: name in there or None)
+        systems = gpu_systems.SYSTEMS
+        assert systems["roundpipe"].missing("cuda") == "not installed: pip install roundpipe==0.1.1"
+        assert systems["deepspeed"].missing("cuda") == "not installed: pip install deepspeed"
+        there.add("roundpipe")
+        assert systems["roundpipe"].missing("cpu") == systems["fsdp"].missing("cpu") == "needs a CUDA device"
+        assert systems["roundpipe"].missing("cuda") is systems["fsdp"].missing("cuda") is None
+        assert systems["ours"].missing("cpu") is systems["plain"].missing("cpu") is None
 
 
 class TestProcesses:
@@ -206,6 +298,8 @@ class TestOrder:
             job = job_of(options, "qwen3_1_7b", None, "ours", length)
             assert job.tokens == 65536 and job.microbatch_size * length == max(8192, length)
         assert job_of(options, "qwen3_1_7b", None, "ours", 2**17).microbatches == 2
+        whole = job_of(options, "qwen3_1_7b", None, "fsdp", 4096)
+        assert (whole.microbatches, whole.microbatch_size) == (1, 16)
         less = smaller(Job("ours", "qwen3_1_7b", None, 2048, 2, 5, 1, 1))
         assert less is not None and (less.microbatches, less.microbatch_size) == (5, 2)
 
