@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from lightning_roundpipe.optim.independence import unwrapped
 
 _CLASSES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-_DTYPES = (torch.float32, torch.float64)
+DTYPES = (torch.float32, torch.float64)
+"""That the kernels compute in as the ordinary code does."""
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "lr_decay")
 
 
@@ -49,13 +50,25 @@ def is_open(cls: type[Optimizer], group: Mapping[str, Any]) -> bool:
     )
 
 
+def is_direct(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether the kernel may be called without ``step()``: it is the one that ``step()`` takes, or that we take."""
+    cls = type(optimizer)
+    return (
+        cls in (torch.optim.Adam, torch.optim.AdamW)
+        and (is_open(cls, group) or bool(group.get("fused")))
+        and not group.get("differentiable")
+        and all(_is_plain(group[name]) for name in _NUMBERS if name in group)
+        and getattr(optimizer, "grad_scale", None) is getattr(optimizer, "found_inf", None) is None
+    )
+
+
 def fits(parameter: Tensor, gradient: Tensor | None, state: Mapping[str, Any]) -> bool:
     """Whether a fused kernel may walk through a parameter, its gradient and its state side by side.
 
     A gradient has its parameter's dtype, shape and device; torch sees to that. A state may come from any file.
     """
     dtype, shape = parameter.dtype, parameter.shape
-    if dtype not in _DTYPES or not parameter.is_cpu or not parameter.is_contiguous():
+    if dtype not in DTYPES or not parameter.is_cpu or not parameter.is_contiguous():
         return False
     if gradient is not None and not gradient.is_contiguous():
         return False

@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_roundpipe.optim.fused import is_open
+from lightning_roundpipe.optim.fused import is_direct, is_open
 from lightning_roundpipe.optim.independence import unwrapped
 
 OF_PARAMETERS = frozenset({"params", "param_names"})
@@ -30,12 +31,14 @@ class Hyperparameters:
         group_of: by id of the parameter, which group it is in.
         names: by id of the parameter, if it was given with a name.
         fused: for each group, whether we take a fused kernel where the parameter allows it.
+        direct: for each group, whether it may be called without the optimizer's ``step()``.
     """
 
     groups: tuple[Mapping[str, Any], ...]
     group_of: Mapping[int, int]
     names: Mapping[int, str]
     fused: tuple[bool, ...]
+    direct: tuple[bool, ...]
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Hyperparameters:
@@ -52,10 +55,13 @@ class Hyperparameters:
                 for p, name in zip(group["params"], group["param_names"], strict=True)
             },
             tuple(is_open(type(optimizer), group) for group in groups),
+            tuple(is_direct(optimizer, group) for group in groups),
         )
 
 
 def _copied(value: Any) -> Any:
+    if type(value) in (float, int, bool, NoneType):  # nearly all of them
+        return value
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if type(value) in (list, tuple):

@@ -14,9 +14,10 @@ all others, in front of everybody who looks. Instead a second instance is made f
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.optim import direct
 from lightning_roundpipe.optim.fused import fits, fused_for
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.independence import DECLARATION, KNOWN, stepped_by_parameter, unwrapped
@@ -37,7 +39,7 @@ class Shadow:
     """Steps some of an optimizer's parameters.
 
     Which of them is for each call to say, and changes no bit: one call for several layers does what one for each of
-    them would, and costs its half a millisecond of Python only once.
+    them would, and costs its Python only once.
 
     Args:
         optimizer: the user's, one that ``stepped_by_parameter`` has nothing against.
@@ -48,6 +50,19 @@ class Shadow:
         self._optimizer = unwrapped(optimizer)
         self._masters = {id(master): master for master in masters}
         self._aliases: dict[int, nn.Parameter] = {}
+        self._laid_out: tuple[Hyperparameters, dict[int, direct.Row]] | None = None
+
+    @contextlib.contextmanager
+    def prepared(self, hyperparameters: Hyperparameters) -> Iterator[None]:
+        """Within it calls of ``step`` with these ``hyperparameters`` find laid out what each would lay out for itself.
+
+        Masters and the optimizer's state are written to by these calls alone meanwhile.
+        """
+        self._laid_out = hyperparameters, self._lay_out(hyperparameters, hyperparameters.group_of)
+        try:
+            yield
+        finally:
+            self._laid_out = None  # or memory would live on that the user has replaced
 
     def step(self, hyperparameters: Hyperparameters, gradients: Mapping[int, Tensor]) -> None:
         """Step exactly the masters that have a gradient, given by id of the master; ids of others are ignored.
@@ -55,6 +70,13 @@ class Shadow:
         A master without a gradient, or in no group, stays as it is and gets no state. Two steps of one optimizer must
         not run at the same time, and neither must anything that reads its state.
         """
+        if self._laid_out is not None and self._laid_out[0] is hyperparameters:
+            rows = self._laid_out[1]
+        else:
+            rows = self._lay_out(hyperparameters, gradients)
+        mine = list(map(rows.get, gradients))
+        if direct.step(type(self._optimizer), hyperparameters.groups, mine, gradients.values()):
+            return
         known = hyperparameters.group_of
         masters = [self._masters[key] for key in gradients if key in self._masters and key in known]
         if not masters:
@@ -78,12 +100,27 @@ class Shadow:
                 else:
                     everyones[master] = after
 
+    def _lay_out(self, values: Hyperparameters, keys: Iterable[int]) -> dict[int, direct.Row]:
+        """What is needed to step masters by the kernel alone, where that may be."""
+        rows = {}
+        everyones = self._optimizer.state
+        for key in keys:
+            number, master = values.group_of.get(key), self._masters.get(key)
+            if number is None or master is None or not values.direct[number]:
+                continue
+            state = everyones.get(master)
+            if state and (row := direct.row_of(number, values.groups[number], self._alias(master), state)):
+                rows[key] = row
+        return rows
+
     def _alias(self, master: nn.Parameter) -> nn.Parameter:
         """[3], made again when user code has moved the master elsewhere."""
-        alias = self._aliases.get(id(master))
+        key, known = id(master), type(self._optimizer) in KNOWN  # which do not ask what a parameter is beside numbers
+        alias = self._aliases.get(key)
         if alias is None or not alias.is_set_to(master):
-            alias = self._aliases[id(master)] = nn.Parameter(master.data, requires_grad=master.requires_grad)
-        if marks := vars(master):  # which the user's own optimizer may go by
+            requires_grad = master.requires_grad and not known
+            alias = self._aliases[key] = nn.Parameter(master.data, requires_grad=requires_grad)
+        if not known and (marks := vars(master)):  # which the user's own optimizer may go by
             vars(alias).update(marks)
         return alias
 

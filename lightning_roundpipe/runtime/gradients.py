@@ -93,7 +93,8 @@ class StepGradients:
 
     def take(self, unit: Unit) -> dict[int, Tensor]:
         """The gradients of a unit that is there, by the ids of its masters, scaled where they lie. Once."""
-        return self._taken(self._of[unit], self._glue({id(master) for master in unit.masters}))
+        glue = self._glue({id(master) for master in unit.masters}) if self._proxies else []
+        return self._taken(self._of[unit], glue)
 
     def arrive(self) -> None:
         """Wait until all of them are on the host."""
@@ -115,8 +116,10 @@ class StepGradients:
         assert self.scale is not None
         totals: dict[int, Tensor] = {}
         for total in sums:
-            for key, grad in total.take(self.scale).items():
-                totals[key] = totals[key].add_(grad) if key in totals else grad
+            taken = total.take(self.scale)
+            for key in totals.keys() & taken.keys():
+                taken[key] = totals[key].add_(taken[key])
+            totals |= taken
         for master, grad in glue:
             grad = grad * self.scale
             totals[id(master)] = totals[id(master)].add_(grad) if id(master) in totals else grad

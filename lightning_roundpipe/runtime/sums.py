@@ -11,6 +11,7 @@ do rounds, because a later round's device buffer starts from the sum so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,31 @@ class GradientLayout:
 
     def __init__(self, layer: HostLayer, trainable: Sequence[bool] | None = None) -> None:
         self.positions = [i for i, trained in enumerate(trainable or layer.trainable()) if trained]
+        self.keys = [id(layer.masters[position]) for position in self.positions]
         self.segments: list[Segment] = []
         offset = 0
         for position in self.positions:
             self.segments.append(segment_of(layer.masters[position], offset))
             offset += aligned(self.segments[-1].nbytes)
         self.nbytes = offset
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """Host memory for the gradients of a call's layer.
+
+    Attributes:
+        views: the gradients in it, made once: making one takes longer than to step a small parameter.
+        alone: how many hold its memory when there is nobody else.
+    """
+
+    flat: Tensor
+    views: list[Tensor]
+    alone: int
+
+    @property
+    def unused(self) -> bool:
+        return _holders(self.flat) == self.alone
 
 
 class GradientBuffers:
@@ -51,8 +71,7 @@ class GradientBuffers:
         self.layer = layer
         self.layout = layout or GradientLayout(layer)
         self._device = device
-        self._flats: list[tuple[Tensor, int]] = []
-        """Buffers, and how many hold their memory when there is nobody else."""
+        self._buffers: list[_Buffer] = []
         self._last: HostGradients | None = None
 
     def begin(self) -> HostGradients:
@@ -60,17 +79,19 @@ class GradientBuffers:
         before = self._last
         while before is not None and before.unused:
             before = before.before
-        flat = before.flat if before is not None and not before.handed_out else self._unused()
-        self._last = HostGradients(self.layer, self.layout, flat, before)
+        buffer = before.buffer if before is not None and not before.handed_out else self._unused()
+        self._last = HostGradients(self.layer, self.layout, buffer, before)
         return self._last
 
-    def _unused(self) -> Tensor:
-        for flat, alone in self._flats:
-            if _holders(flat) == alone:
-                return flat
+    def _unused(self) -> _Buffer:
+        for buffer in self._buffers:
+            if buffer.unused:
+                return buffer
         flat = self._device.host_buffer(self.layout.nbytes)
-        self._flats = [*self._flats[-1:], (flat, _holders(flat))]
-        return flat
+        views = [segment.view(flat) for segment in self.layout.segments]
+        buffer = _Buffer(flat, views, _holders(flat))
+        self._buffers = [*self._buffers[-1:], buffer]
+        return buffer
 
 
 def _holders(flat: Tensor) -> int:
@@ -86,15 +107,16 @@ class HostGradients:
 
     Args:
         layer: whose gradients.
-        layout: where they lie in ``flat`` (uint8, 1-D).
-        flat: the call's buffer.
+        layout: where they lie in ``buffer``.
+        buffer: the call's.
         before: the last batch's, in the same buffer.
     """
 
-    def __init__(self, layer: HostLayer, layout: GradientLayout, flat: Tensor, before: HostGradients | None) -> None:
+    def __init__(self, layer: HostLayer, layout: GradientLayout, buffer: _Buffer, before: HostGradients | None) -> None:
         self.layer = layer
         self.layout = layout
-        self.flat = flat
+        self.buffer = buffer
+        self.flat = buffer.flat
         self.present = [False] * len(layout.segments)
         self.arrived: Event | None = None
         """The download that must have finished before anybody reads or overwrites the sum."""
@@ -143,13 +165,18 @@ class HostGradients:
             self._there = arrived
 
     def take(self, factor: float) -> dict[int, Tensor]:
-        """The gradients by id of the master, times ``factor``; views into the buffer."""
+        """The gradients by id of the master, times ``factor``; views into the buffer.
+
+        Once they were handed out they are for whoever got them alone; else the next batch finds them in the same ones.
+        """
         self.wait()
-        taken = {}
-        for segment, position, present in zip(self.layout.segments, self.layout.positions, self.present, strict=True):
-            if present:
-                view = segment.view(self.flat)
-                taken[id(self.layer.masters[position])] = view if factor == 1.0 else view.mul_(factor)
+        views = self.buffer.views
+        if self.handed_out:
+            views = [segment.view(self.flat) for segment in self.layout.segments]
+        taken = {key: view for key, view, present in zip(self.layout.keys, views, self.present, strict=True) if present}
+        if factor != 1.0:
+            for view in taken.values():
+                view.mul_(factor)
         return taken
 
     def got(self) -> list[nn.Parameter]:

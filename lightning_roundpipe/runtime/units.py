@@ -69,7 +69,7 @@ class Unit(Versioned):
             for flat in layer.flats:
                 if flat.trained or not trained_only:
                     flat.refresh()
-        for master in self.masters:
+        for master in self.masters if self._copies else ():
             if id(master) in self._copies and (master.requires_grad or not trained_only):
                 self._copies[id(master)].copy_(master.detach())
 

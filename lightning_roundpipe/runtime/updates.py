@@ -326,6 +326,10 @@ class Updates:
         return self._accumulated[unit].with_last(step.batch.take(unit) if step.batch is not None else {})
 
     def _run(self, step: _Step) -> None:
+        with step.shadow.prepared(step.hyperparameters):  # before gradients come
+            self._step(step)
+
+    def _step(self, step: _Step) -> None:
         self._applying = False
         arriving = self._as_they_come(step.batch, lambda unit: self._uploaded(unit, step))
         clip = step.clip if step.clip is not None and step.clip.kind == "norm" else None

@@ -91,10 +91,11 @@ def test_a_new_sum_leaves_the_gradient_in_use_alone(device: Device) -> None:
     module = nn.Linear(2, 2, bias=False)
     buffers = GradientBuffers(HostLayer(0, "layer", module, device, {}), device)
     host = buffers.begin()
-    host.handed_out = True
-    view = host.layout.segments[0].view(host.flat)
+    host.handed_out, host.present = True, [True]
+    [view] = host.take(1.0).values()
     view.fill_(1.0)
     module.weight.grad = view
+    del view
     buffers.begin().flat.fill_(0)
     assert module.weight.grad.unique().tolist() == [1.0]
 
@@ -106,13 +107,18 @@ def test_two_buffers_take_turns(device: Device) -> None:
     seen: list[int] = []
     for _ in range(6):
         host = buffers.begin()
-        host.handed_out = True
+        host.handed_out, host.present = True, [True]
         module.weight.grad = None
-        module.weight.grad = host.layout.segments[0].view(host.flat)
+        [module.weight.grad] = host.take(1.0).values()
         seen.append(host.flat.data_ptr())
     assert seen[0] != seen[1] and seen == seen[:2] * 3
 
 
-def test_what_is_not_handed_out_stays_in_one_buffer(device: Device) -> None:
+def test_what_is_not_handed_out_stays_in_one_buffer_and_in_the_same_tensors(device: Device) -> None:
     buffers = GradientBuffers(HostLayer(0, "layer", nn.Linear(2, 2), device, {}), device)
-    assert len({buffers.begin().flat.data_ptr() for _ in range(4)}) == 1
+    seen = set()
+    for _ in range(4):
+        host = buffers.begin()
+        host.present = [True, True]
+        seen.add((host.flat.data_ptr(), *map(id, host.take(1.0).values())))
+    assert len(seen) == 1
