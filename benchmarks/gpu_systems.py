@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from gpu_memory import HostMemory, capped
 from gpu_task import LEARNING_RATE, Job, Task, batches, build
 from torch import nn
-
-from lightning_roundpipe.callbacks.host_memory import forget_peak, peak_bytes
 
 TOLD = ("torch", "lightning", "transformers", "peft")
 
@@ -87,51 +84,12 @@ class Clock(pl.Callback):
         return {"seconds": last - first, "losses": [sum(step) for step in steps]}
 
 
-class HostMemory:
-    """The most host memory that was taken while this was entered, in two ways.
-
-    By the process, as the system counts it; and by how much the machine's free memory fell, because memory that a
-    driver pins need not be counted as the process's.
-    """
-
-    def __enter__(self) -> HostMemory:
-        forget_peak()
-        self._before = self._least = _available()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.05):
-            self._least = min(self._least, _available())
-
-    def __exit__(self, *_: Any) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def found(self) -> dict[str, Any]:
-        return {"host_bytes": peak_bytes(), "host_fell_bytes": max(0, self._before - self._least)}
-
-
-def _available() -> int:
-    """Bytes; 0 where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), 0)
-
-
 def measure(job: Job) -> dict[str, Any]:
     """What a row shows of a job. Whatever goes wrong is raised."""
     system = SYSTEMS[job.row]
     if job.device == "cpu" and job.cap is not None and not job.row.startswith("ours"):
         raise ValueError("without a GPU only emulated devices keep to a cap")
-    if job.device == "cuda" and job.cap is not None:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap / total), 0)
-    with HostMemory() as host:
+    with capped(job.cap if job.device == "cuda" else None), HostMemory() as host:
         found = system.run(job)
     if job.device == "cuda":
         torch.cuda.synchronize()
@@ -207,8 +165,9 @@ def roundpipe(job: Job, *, stale: bool) -> dict[str, Any]:
         optim_dtype=torch.float32,
     )
     with OptimizerCtx():
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = Adam(trained, lr=LEARNING_RATE, weight_decay=0.01, decoupled_weight_decay=True)
+        all_of_them = list(model.parameters())
+        trained = [parameter for parameter in all_of_them if parameter.requires_grad]
+        optimizer = Adam(trained or all_of_them, lr=LEARNING_RATE, weight_decay=0.01, decoupled_weight_decay=True)
 
     def loss_of(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
         loss = outputs.loss

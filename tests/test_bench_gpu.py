@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))  # its files import each other by their names
 
 import bench_gpu  # noqa: E402
+import gpu_memory  # noqa: E402
 import gpu_rows  # noqa: E402
 import gpu_systems  # noqa: E402
 import gpu_table  # noqa: E402
@@ -29,6 +31,12 @@ from gpu_task import Job  # noqa: E402
 
 GIB = 2**30
 TRY = ["--device", "cpu", "--tiny", "--cap", "none"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """The models are too small for more."""
+    torch.set_num_threads(1)
 
 
 def tiny(row: str, model: str = "qwen3_1_7b", **settings: Any) -> Job:
@@ -66,6 +74,23 @@ class TestRows:
         assert gpu_rows.out_of_memory(caught.value)
         with pytest.raises(ValueError, match="only emulated devices keep to a cap"):
             gpu_systems.measure(tiny("plain", cap=100_000))
+
+    def test_on_a_gpu_the_rest_is_held(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        fractions: list[float] = []
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100))
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, _: fractions.append(part))
+        told = "import sys; print('ready', flush=True); sys.stdin.read(); open(sys.argv[2], 'w').write(sys.argv[1])"
+        real, over = subprocess.Popen, tmp_path / "over"
+        monkeypatch.setattr(subprocess, "Popen", lambda command, **how: real([*command, str(over)], **how))
+        monkeypatch.setattr(gpu_memory, "BALLAST", told)
+        with gpu_memory.capped(24):
+            assert fractions == [0.24] and not over.exists()
+        assert over.read_text() == "24"
+        monkeypatch.setattr(gpu_memory, "BALLAST", "print('no')")
+        with pytest.raises(RuntimeError, match="could not be held"), gpu_memory.capped(24):
+            pass
+        with gpu_memory.capped(None):
+            assert len(fractions) == 2
 
     def test_of_the_seconds_only_those_after_the_warmup_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = iter([10.0, 16.0])
