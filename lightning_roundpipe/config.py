@@ -94,6 +94,32 @@ class Emulation:
         return cls(**given)
 
 
+_COMPILE_SETTINGS = ("backend", "dynamic", "fullgraph", "mode", "options")
+"""Arguments of ``torch.compile`` that say how, not what or whether."""
+
+
+def _compile_settings(value: Any) -> dict[str, Any] | None:
+    """Arguments for ``torch.compile``; None: layers run as they are written."""
+    if value is None or isinstance(value, bool):
+        return {} if value else None
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"compile_layers={value!r} must be True, False or a mapping of arguments for torch.compile, such as "
+            "{'backend': 'inductor', 'dynamic': True}."
+        )
+    given = {key: dict(v) if isinstance(v, Mapping) else v for key, v in value.items()}
+    if unknown := sorted(set(given) - set(_COMPILE_SETTINGS), key=str):
+        raise ValueError(f"compile_layers has no setting {unknown[0]!r}; it has {', '.join(_COMPILE_SETTINGS)}.")
+    if given.get("mode") in ("reduce-overhead", "max-autotune") or (given.get("options") or {}).get(
+        "triton.cudagraphs"
+    ):
+        raise ValueError(
+            f"compile_layers={given!r} asks for CUDA graphs, which keep the addresses of weights, and these lie "
+            "elsewhere in each stage: use mode='max-autotune-no-cudagraphs', or no mode."
+        )
+    return given
+
+
 LossWeight = Callable[[Any], Any]
 
 
@@ -114,6 +140,7 @@ class Options:
     watchdog_timeout: float = 600.0
     microbatch_scope: str = "step"
     stage_seconds: float | None = None
+    compile_layers: bool | Mapping[str, Any] | None = False
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
@@ -135,6 +162,7 @@ class Options:
         if not (_is_number(self.watchdog_timeout) and self.watchdog_timeout > 0):
             raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be a number of more than 0 seconds.")
         self._check_seconds()
+        object.__setattr__(self, "compile_layers", _compile_settings(self.compile_layers))
         pin = ("on" if self.pin_memory else "off") if isinstance(self.pin_memory, bool) else self.pin_memory
         if pin not in ("auto", "on", "off"):
             raise ValueError(f"pin_memory={self.pin_memory!r} must be 'auto', 'on' or 'off'.")

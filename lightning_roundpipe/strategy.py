@@ -78,6 +78,8 @@ class RoundPipeStrategy(OneProcess):
             whole batch, and each call of the model in it is cut: for losses that need all samples at once.
         stage_seconds: the longest that a stage may take for one microbatch, by the times of the first batch. Default:
             what makes the step fastest.
+        compile_layers: whether layers are compiled, by ``torch.compile``; or its arguments, such as
+            ``{"dynamic": True}``.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -102,6 +104,7 @@ class RoundPipeStrategy(OneProcess):
         watchdog_timeout: float = 600,
         microbatch_scope: str = "step",
         stage_seconds: float | None = None,
+        compile_layers: bool | Mapping[str, Any] = False,
         emulation: Emulation | Mapping[str, Any] | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -124,6 +127,7 @@ class RoundPipeStrategy(OneProcess):
             watchdog_timeout=watchdog_timeout,
             microbatch_scope=microbatch_scope,
             stage_seconds=stage_seconds,
+            compile_layers=compile_layers,
             emulation=Emulation.of(emulation),
         )
         if plan is not None:

@@ -29,7 +29,8 @@ class _Saved:
         self.version = tensor._version
 
     def __del__(self) -> None:
-        self.ledger.end(self.key, PURPOSE)
+        if hasattr(self, "ledger"):  # torch.compile, if it gets to see the hooks, makes some without `__init__`
+            self.ledger.end(self.key, PURPOSE)
 
 
 class _Uncounted:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.arguments import CallSpec, Flat
 from lightning_roundpipe.runtime.boundary import HostCopy
-from lightning_roundpipe.runtime.choices import Choices
+from lightning_roundpipe.runtime.choices import Choices, Recording
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.inlet import Inlet
 from lightning_roundpipe.runtime.precedent import Manner, Precedent
@@ -72,6 +72,20 @@ class Call:
     def manner(self) -> Manner | None:
         """What a precedent has to have in common with it."""
         return Manner.of(self.spec, self.originals, self.requires_grad, self.trainable, self.ambient, self.state)
+
+
+@dataclass
+class Ran:
+    """One execution of a layer's code. ``given`` are the tensors that it was given, by position."""
+
+    inlet: Inlet | None
+    output: Flat
+    sides: Sides
+    given: dict[int, Tensor]
+    recording: Recording | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [t for flat in (self.output, *self.sides.values()) for t in flat.tensors()]
 
 
 @dataclass

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.runtime.arguments import Flat, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
-from lightning_roundpipe.runtime.call import Call, Forward
+from lightning_roundpipe.runtime.call import Call, Forward, Ran
 from lightning_roundpipe.runtime.choices import Recording, Replay
 from lightning_roundpipe.runtime.collector import collecting
+from lightning_roundpipe.runtime.compiling import Forwards
 from lightning_roundpipe.runtime.events import Where
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.gauge import INPUTS, Gauge
@@ -32,7 +32,7 @@ from lightning_roundpipe.runtime.precedent import attempt
 from lightning_roundpipe.runtime.probes import differs, differs_outside
 from lightning_roundpipe.runtime.process_state import alone
 from lightning_roundpipe.runtime.rng import Randomness
-from lightning_roundpipe.runtime.sides import Doors, Sides, again, refuse_new_gradients
+from lightning_roundpipe.runtime.sides import Doors, again, refuse_new_gradients
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.surroundings import parametrizing
 from lightning_roundpipe.runtime.tape import Entry
@@ -45,20 +45,6 @@ OUTPUTS, GRADIENTS = "outputs of calls", "gradients between calls"
 """What a device counts them as."""
 
 
-@dataclass
-class _Ran:
-    """One execution of a layer's code. ``given`` are the tensors that it was given, by position."""
-
-    inlet: Inlet | None
-    output: Flat
-    sides: Sides
-    given: dict[int, Tensor]
-    recording: Recording | None = None
-
-    def tensors(self) -> list[Tensor]:
-        return [t for flat in (self.output, *self.sides.values()) for t in flat.tensors()]
-
-
 class Runner:
     """Runs calls on one worker.
 
@@ -67,16 +53,23 @@ class Runner:
         randomness: seeds calls that draw, in training; evaluation draws from the caller's generator.
         formats: that layers are computed in.
         watched: whether it is to be found out what layers do with their weights.
+        forwards: how layers are run.
     """
 
     def __init__(
-        self, worker: Worker, randomness: Callable[[], Randomness], formats: Formats, watched: Callable[[], bool]
+        self,
+        worker: Worker,
+        randomness: Callable[[], Randomness],
+        formats: Formats,
+        watched: Callable[[], bool],
+        forwards: Forwards,
     ) -> None:
         self._worker = worker
         self._device = worker.device
         self._randomness = randomness
         self._formats = formats
         self._watched = watched
+        self._forwards = forwards
 
     def forward(self, slot: Slot, call: Call, boundaries: Boundaries) -> Forward:
         """Run the layer once; see `Call` for how."""
@@ -106,7 +99,7 @@ class Runner:
             written = (i for i, t in before.items() if not torch.equal(bits(leaves[i]), bits(t)))
             call.layer.overwrites[len(leaves)] = frozenset(written)
         mutated = self._mutated(call, ran.given)
-        differs = call.probe and self._differs_without_grad(slot, call, leaves, ran)
+        differs = self._differs_without_grad(slot, call, leaves, ran)
         if call.probe and self._formats.low is not None and not self._formats.default_matters:
             self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
@@ -133,7 +126,7 @@ class Runner:
             return None
         return {i: t.clone() for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.layout is torch.strided}
 
-    def _foretold(self, slot: Slot, call: Call, leaves: list[Any], boundaries: Boundaries) -> _Ran | None:
+    def _foretold(self, slot: Slot, call: Call, leaves: list[Any], boundaries: Boundaries) -> Ran | None:
         """Run the layer without grad, as its precedent allows; None if it did anything else, which is then undone."""
         precedent = call.precedent
         if precedent is None or call.graph:
@@ -160,7 +153,7 @@ class Runner:
                     leaf.data.copy_(before)
                 self._worker.retire(before)
 
-    def _run(self, slot: Slot, call: Call, leaves: list[Any], kind: str, replay: Replay | None = None) -> _Ran:
+    def _run(self, slot: Slot, call: Call, leaves: list[Any], kind: str, replay: Replay | None = None) -> Ran:
         """The layer's own code, in everything that was around it when glue called it."""
         name = call.layer.name
         replica = self._worker.replica(call.layer)
@@ -171,7 +164,8 @@ class Runner:
         inlet = None
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         versions = [p._version for p in replica.parameters]
-        with parametrizing(call.layer), call.ambient.entered(grad=grad), self._seeded(call, kind):
+        alone = self._forwards.alone(self._device)
+        with alone, parametrizing(call.layer), call.ambient.entered(grad=grad), self._seeded(call, kind):
             tensors = [leaves[i] for i in positions]
             if grad:
                 inlet = Inlet(name)
@@ -187,12 +181,12 @@ class Runner:
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
             with self._computing(slot, kind, where, call.microbatch), saved, calling(Inside(name)), watching, choosing:
-                output = call.context.run(collecting, replica.module.forward, *args, **kwargs)
+                output = call.context.run(collecting, self._forwards.of(call.layer, replica), *args, **kwargs)
         written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if written:
             self._refuse_written(call.layer, written)
         refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], name)
-        ran = _Ran(inlet, Flat.of(output, given), doors.sides(given, name), given, recording)
+        ran = Ran(inlet, Flat.of(output, given), doors.sides(given, name), given, recording)
         if carried:
             replica.drop_written()
         return ran
@@ -218,27 +212,28 @@ class Runner:
                 )
             layer.rewritten.add(i)
 
-    def _differs_without_grad(self, slot: Slot, call: Call, leaves: list[Any], first: _Ran) -> bool:
+    def _differs_without_grad(self, slot: Slot, call: Call, leaves: list[Any], first: Ran) -> bool:
         """Whether the layer computes other bits in no-grad mode, where torch may choose another kernel.
 
         Attention is such a case, and so is code that fails without. The forward of such a layer has to run with grad as
         its recomputation does, or the result would depend on which stage it is in. A layer with side effects is not run
-        a second time to find out.
+        a second time to find out. One that is compiled is taken to: it is run again for its time, without its compiler.
         """
-        again = dataclasses.replace(call, graph=False)
+        compiled = self._forwards.compiled
+        if not call.probe or self._writes(call, first):
+            return call.probe or compiled
+        again = dataclasses.replace(call, graph=compiled)
 
-        def without() -> list[Tensor]:
+        def second() -> list[Tensor]:
             gauge = Gauge(self._device, _tensors(leaves))
-            second = self._run(slot, again, leaves, "").tensors()
-            self._device.follow(second, OUTPUTS)
-            call.forward_bytes = gauge.read()
-            return second
+            found = self._run(slot, again, leaves, "forward" if compiled else "").tensors()
+            self._device.follow(found, OUTPUTS)
+            call.forward_bytes = None if compiled else gauge.read()
+            return found
 
-        return self._writes(call, first) or differs(
-            first.tensors(), without, self._worker.replica(call.layer).drop_written
-        )
+        return differs(first.tensors(), second, self._worker.replica(call.layer).drop_written) or compiled
 
-    def _differs_outside(self, slot: Slot, call: Call, leaves: list[Any], first: _Ran) -> bool:
+    def _differs_outside(self, slot: Slot, call: Call, leaves: list[Any], first: Ran) -> bool:
         """Whether it does under torch's default format outside a step, where its recomputation may be."""
         return self._writes(call, first) or differs_outside(
             first.tensors(),
@@ -247,7 +242,7 @@ class Runner:
             self._formats.outside,
         )
 
-    def _writes(self, call: Call, ran: _Ran) -> bool:
+    def _writes(self, call: Call, ran: Ran) -> bool:
         written = any(t._version for t in ran.given.values())
         return bool(ran.sides or written or self._worker.buffers(call.layer).changed(thorough=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import layers_that_fit
 from lightning_roundpipe.runtime.calls import Runner
+from lightning_roundpipe.runtime.compiling import forwards_of
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
 from lightning_roundpipe.runtime.cutting import cut_batch
@@ -61,7 +63,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.module = module
         self.devices = devices
-        self.options = options
+        self.options, forwards = options, forwards_of(options)
         self.formats = formats = formats or Formats()
         with allowed():  # copies all weights, and there is no thread yet
             found = layers_that_fit(module, options, devices, formats)
@@ -116,7 +118,8 @@ class Engine:
         self.hints.of_cuts(found)
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
         self.workers = self.crew.workers
-        self.runners = [Runner(w, lambda: self.randomness, formats, lambda: is_watched(self)) for w in self.workers]
+        watched = functools.partial(is_watched, self)
+        self.runners = [Runner(w, lambda: self.randomness, formats, watched, forwards) for w in self.workers]
         self.queues = [WorkerQueue(w, prefetch=bool(options.prefetch)) for w in self.workers]
         try:
             reserve_for_layers(self)
@@ -373,17 +376,14 @@ class Engine:
     def buffers_of(self, call: TracedCall) -> GradientBuffers:
         """The host memory for the gradients of a call; made when first needed."""
         key = (call.layer.index, call.use)
-        known = self._buffers.get(key)
-        if known is None:
-            known = self._buffers[key] = GradientBuffers(call.layer, self.devices[0])
-        return known
+        if key not in self._buffers:
+            self._buffers[key] = GradientBuffers(call.layer, self.devices[0])
+        return self._buffers[key]
 
     def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:
         """The device that ``tensor`` lives on; None is the host. ``newest`` is where its microbatch ran last."""
         there = [d for d in self.devices if d.torch_device == tensor.device]
-        if not there:
-            return None
-        return newest if newest in there else there[0]
+        return newest if newest in there else next(iter(there), None)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def is_watched(engine: Engine) -> bool:
-    """Whether it is to be found out now what layers do with their weights [1]."""
+    """Whether it is to be found out now what layers do with their weights [1]. Inside compiled ones nothing is seen."""
+    if engine.options.compile_layers is not None:
+        return False
     return engine.formats.mixed and engine.plans and engine.plan is None
 
 

@@ -246,6 +246,38 @@ PLANS = [
         "Raise stage_seconds above that, lower microbatch_size, or name smaller modules in layers=",
         (options(stage_seconds=1e-9),),
     ),
+    Mistake(
+        SECTION,
+        "`compile_layers` is neither yes nor no nor a mapping",
+        "compile_layers=… must be True, False or a mapping of arguments for torch.compile",
+        "such as {'backend': 'inductor', 'dynamic': True}",
+        tuple(options(compile_layers=c) for c in ("inductor", 1, ["inductor"])),
+    ),
+    Mistake(
+        SECTION,
+        "`compile_layers` has a setting that says what is compiled, or none of `torch.compile`",
+        "compile_layers has no setting '…'",
+        "it has backend, dynamic, fullgraph, mode, options",
+        (options(compile_layers={"disable": True}), options(compile_layers={"speed": "high"})),
+    ),
+    Mistake(
+        SECTION,
+        "`compile_layers` asks for CUDA graphs",
+        "compile_layers=… asks for CUDA graphs, which keep the addresses of weights",
+        "use mode='max-autotune-no-cudagraphs', or no mode",
+        (
+            options(compile_layers={"mode": "reduce-overhead"}),
+            options(compile_layers={"mode": "max-autotune"}),
+            options(compile_layers={"options": {"triton.cudagraphs": True}}),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`compile_layers` names a backend or a mode that torch has not got",
+        "compile_layers=… is refused by torch.compile",
+        "Use what torch.compile takes",
+        (options(compile_layers={"backend": "fastest"}), options(compile_layers={"mode": "fastest"})),
+    ),
 ]
 
 SECTION = "Memory"

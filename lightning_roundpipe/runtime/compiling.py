@@ -1,0 +1,123 @@
+"""How a layer's forward is run: as it is written, or compiled by ``torch.compile``.
+
+What is compiled is the copy that a worker runs. Its parameters are inputs of the compiled code, so it is no matter in
+which arena they lie; and as torch keeps what it has compiled beside the code, copies of a layer share it, and so do
+layers of one class whose parameters have the same shapes.
+
+    layer's class and shapes ── a function of its own ── compiled once for each kind of input ── [1]
+    forward, backward ── compiled together, or threads would compile the backward at the same time ── [2]
+    while torch compiles ── it saves and restores generators that other threads draw from ── [3]
+
+A layer computes other bits compiled than as it is written, and others again compiled without grad. So all of its calls
+in training, the first batch's too, are compiled, and with grad: forward, fused stage and recomputation are one code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.devices import Device, generators
+from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.runtime.weights import HostLayer
+
+_TOGETHER = "force_non_lazy_backward_lowering"
+"""The setting of AOTAutograd that [2] is about."""
+
+
+class Forwards:
+    """Layers run as they are written."""
+
+    compiled = False
+
+    def of(self, layer: HostLayer, replica: Replica) -> Callable[..., Any]:
+        """What to call for ``replica``, a copy of ``layer``."""
+        forward: Callable[..., Any] = replica.module.forward
+        return forward
+
+    def alone(self, device: Device) -> contextlib.AbstractContextManager[object]:
+        """Around a call on ``device``, outside of everything that it holds while it computes."""
+        return contextlib.nullcontext()
+
+
+class CompiledForwards(Forwards):
+    """Layers are compiled when they are first called.
+
+    Args:
+        settings: arguments of ``torch.compile``.
+
+    Raises:
+        ValueError: torch refuses the settings.
+    """
+
+    compiled = True
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from torch._dynamo.exc import TorchDynamoException  # takes a second, which only those wait who compile
+        from torch._functorch import config
+
+        if not hasattr(config, _TOGETHER):
+            raise ValueError(
+                f"compile_layers needs a newer torch than {torch.__version__}, which compiles a backward pass when it "
+                "first runs, whatever other threads do. Leave compile_layers out, or upgrade torch."
+            )
+        self._settings = settings
+        self._failures = TorchDynamoException
+        self._config: Any = config
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        try:
+            torch.compile(_own_function("nothing"), **settings)
+        except Exception as error:
+            raise ValueError(
+                f"compile_layers={dict(settings)!r} is refused by torch.compile: {error} Use what torch.compile takes."
+            ) from error
+
+    def of(self, layer: HostLayer, replica: Replica) -> Callable[..., Any]:
+        function = self._function_of(replica)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with self._config.patch({_TOGETHER: True}):  # [2]
+                    return function(replica.module, args, kwargs)
+            except self._failures as error:
+                raise RoundPipeError(
+                    f"layer {layer.name!r} could not be compiled ({type(error).__name__}, see above). Leave "
+                    "compile_layers out, or give it another backend: compile_layers={'backend': 'aot_eager'} needs no "
+                    "compiler for C++ or CUDA."
+                ) from error
+
+        return forward
+
+    def _function_of(self, replica: Replica) -> Callable[..., Any]:
+        """Shared by layers of a class with parameters of the same shapes [1]. Others would push each other out."""
+        kind = type(replica.module)
+        key = (kind, *((p.shape, p.dtype) for p in replica.originals[0].parameters()))
+        if key not in self._functions:
+            named = _own_function(f"{kind.__name__}_{len(self._functions)}")
+            self._functions.setdefault(key, torch.compile(named, **self._settings))
+        return self._functions[key]
+
+    @contextlib.contextmanager
+    def alone(self, device: Device) -> Any:
+        with device.generator_lock, generators.HOST_LOCK:  # [3]
+            yield
+
+
+def _own_function(name: str) -> Callable[..., Any]:
+    """Calls a module. By its code, and the name of that, torch knows what it has compiled for it."""
+
+    def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return module.forward(*args, **kwargs)
+
+    return types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name)
+
+
+def forwards_of(options: Options) -> Forwards:
+    """As ``compile_layers`` says."""
+    settings = options.compile_layers
+    return CompiledForwards(settings) if isinstance(settings, Mapping) else Forwards()

@@ -1,0 +1,225 @@
+"""Layers that the strategy compiles: the numbers of plain training, and few compilations."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import shutil
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from harness import assert_identical, assert_same, halves, ours, per_call, run, single
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import generators
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Module(pl.LightningModule):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.blocks = nn.ModuleList(Block(dropout) for _ in range(5))
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        x = batch["x"]
+        for block in self.blocks:
+            x = block(x)
+        return (x - batch["y"]).square().mean()
+
+    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Counting(pl.Callback):
+    """A backend that counts the graphs it is given, forward and backward, and how many there were after each step."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self) -> None:
+        self.forward = self.backward = 0
+        self.after: list[int] = []
+        self.lazy = False
+        self._compiling = threading.local()
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self._compiling.now = True
+        try:
+            return aot_autograd(fw_compiler=self._forward, bw_compiler=self._backward)(graph, inputs)
+        finally:
+            self._compiling.now = False
+
+    def _forward(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.forward += 1
+        return graph.forward
+
+    def _backward(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.backward += 1
+        self.lazy |= not getattr(self._compiling, "now", False)
+        return graph.forward
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.after.append(self.forward)
+
+
+LAYERS = ["Block"]
+
+
+def batches(count: int, samples: int = 4) -> list[zoo.Batch]:
+    generator = torch.Generator().manual_seed(3)
+    return [{key: torch.randn(samples, 16, generator=generator) for key in "xy"} for _ in range(count)]
+
+
+def compiled(backend: Any, **options: Any) -> Any:
+    return ours(compile_layers={"backend": backend}, layers=LAYERS, num_microbatches=2, **options)
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_layers_that_are_alike_are_compiled_once(devices: int) -> None:
+    """Weights lie in another arena at each stage, and each worker has copies of its own."""
+    given, counting = batches(5), Counting()
+    plain = run("auto", Module(), copy.deepcopy(given))
+    result = run(
+        compiled(counting, plan=halves(5, 2)), Module(), copy.deepcopy(given), devices=devices, callbacks=[counting]
+    )
+    assert_same(plain, result)
+    assert counting.after == [2] * 5 and counting.backward == 2  # the batch itself wants no gradient
+    assert not counting.lazy, "a backward was compiled when it first ran, when other threads may do the same"
+
+
+@pytest.mark.parametrize("plan", [halves, pytest.param(per_call, marks=pytest.mark.slow)])
+def test_recomputation_drops_what_was_dropped(plan: Callable[[int, int], str]) -> None:
+    """And the same in every plan: a stage that recomputes runs the code of one that keeps its graph."""
+    given = batches(3)
+    one = run(compiled("aot_eager", plan=single(5, 2)), Module(0.3), copy.deepcopy(given), devices=1)
+    result = run(compiled("aot_eager", plan=plan(5, 2)), Module(0.3), copy.deepcopy(given), devices=2)
+    assert_identical(one, result)
+
+
+def test_evaluation_runs_compiled_too() -> None:
+    given, counting = batches(2), Counting()
+    plain = run("auto", Module(), copy.deepcopy(given), val_batches=given)
+    strategy = compiled(counting)
+    result = run(strategy, Module(), copy.deepcopy(given), val_batches=given, devices=2, callbacks=[counting])
+    torch.testing.assert_close(result.metrics["val_loss"], plain.metrics["val_loss"])
+    assert counting.forward == 2 + 1  # without gradients it is another code
+
+
+def test_nobody_draws_while_torch_compiles() -> None:
+    """For torch gives generators back their state when it is done, as if nobody had drawn meanwhile."""
+    free: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def look() -> None:
+            free.append(generators.HOST_LOCK.acquire(blocking=False))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return graph.forward
+
+    settings = {"backend": backend, "dynamic": False}
+    strategy = ours(compile_layers=settings, layers=LAYERS, num_microbatches=2)
+    run(strategy, Module(), [*batches(2), *batches(1, samples=6)], devices=2)
+    assert len(free) == 4, "what has other sizes is compiled in a step that has a plan"
+    assert not any(free)
+
+
+class Arenas(pl.Callback):
+    """The memory that workers hold in a step."""
+
+    roundpipe_looks_away = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        workers: list[Any] = trainer.strategy._engine.workers
+        buffers = [arena.buffer for worker in workers for arena in (*worker.weights, *worker.gradients)]
+        self.memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
+
+
+def test_compiled_code_holds_no_memory() -> None:
+    """It was made with the weights of one moment."""
+    arenas = Arenas()
+    counting = Counting()
+    run(compiled(counting), Module(), batches(3), devices=2, callbacks=[arenas])
+    gc.collect()
+    assert arenas.memory and all(memory.expired() for memory in arenas.memory)
+
+
+def test_times_are_without_the_compiler() -> None:
+    """A plan is made from the times of the first batch, and compiling takes longer than anything else in it."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        threading.Event().wait(0.5)
+        return graph.forward
+
+    strategy = ours(compile_layers={"backend": backend}, layers=LAYERS, num_microbatches=1, plan=per_call(5))
+    result = run(strategy, Module(), batches(2))
+    assert result.report is not None
+    assert max(call["forward_s"] for call in result.report["costs"]["calls"]) < 0.5
+
+
+class Broken(Exception):
+    pass
+
+
+def test_what_cannot_be_compiled_names_the_setting() -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise Broken("no compiler")
+
+    with pytest.raises(RoundPipeError, match=r"layer 'blocks.0' could not be compiled .*compile_layers") as caught:
+        run(compiled(backend), Module(), batches(2), devices=2)
+    assert "no compiler" in str(caught.value.__cause__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_language_model_equals_plain_training(lora: bool) -> None:
+    module, given, counting = zoo.make_module("llama", lora), zoo.make_batches("llama", 5), Counting()
+    plain = run("auto", module, copy.deepcopy(given))
+    strategy = ours(compile_layers={"backend": counting, "dynamic": True}, num_microbatches=2)
+    result = run(strategy, module, copy.deepcopy(given), devices=2, callbacks=[counting])
+    assert_same(plain, result, rtol=2e-4, atol=2e-5)  # Adam makes more of rounding with each step
+    assert counting.after[1:] == [counting.after[1]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for CPUs needs one for C++")
+def test_with_torchs_own_compiler() -> None:
+    """It has random numbers of its own making, which are the same whoever asks for them again."""
+    given = batches(3)
+    plain = run("auto", Module(), copy.deepcopy(given))
+    strategy = ours(compile_layers=True, layers=LAYERS, num_microbatches=2, plan=halves(5, 2))
+    assert_same(plain, run(strategy, Module(), copy.deepcopy(given), devices=2))
+    results = [
+        run(
+            ours(compile_layers=True, layers=LAYERS, num_microbatches=2, plan=plan(5, 2)),
+            Module(0.3),
+            copy.deepcopy(given),
+            devices=devices,
+        )
+        for plan, devices in ((single, 1), (per_call, 2), (halves, 4))
+    ]
+    for result in results[1:]:
+        assert_identical(results[0], result)
