@@ -1,13 +1,16 @@
-"""The optimizer's rate: AdamW layer by layer on a background thread, against one fused step of all parameters.
+"""The optimizer's rate: AdamW as the engine steps it, layer by layer, against one fused step of all parameters.
 
-A step through the engine hands the optimizer one layer after another, and each is stepped by itself
-(``lightning_roundpipe.optim``), which should not cost anything: a goal of 1.0. But each layer costs a fixed time in
-Python, most of it torch's own, and the more because everything else has left the caches meanwhile; so there are layers
-of three sizes, and a side where layers that are ready together share a call. What users write is mostly ``AdamW(...)``
-without ``fused``, which is shown too. The sides take turns in changing order and have parameters, gradients and state
-in common: where memory lies alone makes a tenth.
+What the engine runs is measured as it runs it: a step was submitted, its thread waits, and gradients come, here of all
+layers at once. The time goes from there until every layer's update has been published. Layers are stepped one by one,
+and as the engine does it, where small ones that are there together share a call of up to 16 M parameters. That should
+cost nothing over one step of everything: a goal of 1.0. Against it works that each call costs some Python, the more
+because the layer before has driven everything else from the caches; so there are layers of three sizes.
 
-    .venv/bin/python benchmarks/bench_optimizer.py [--repeat 21]
+Two more sides are for comparison: with weights that travel in bf16, which are cast after each update, and what users
+mostly write, ``AdamW(...)`` without ``fused``. The sides take turns in changing order and have parameters, gradients
+and state in common: where memory lies alone makes a tenth.
+
+    .venv/bin/python benchmarks/bench_optimizer.py [--repeat 21] [--only SmolLM2-135M]
 """
 
 from __future__ import annotations
@@ -16,16 +19,24 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
-from lightning_roundpipe.optim import Hyperparameters, Shadow
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.runtime import updates
+from lightning_roundpipe.runtime.arrivals import Arrivals
+from lightning_roundpipe.runtime.formats import Formats
+from lightning_roundpipe.runtime.gradients import StepGradients
+from lightning_roundpipe.runtime.sums import GradientBuffers, HostGradients
+from lightning_roundpipe.runtime.units import units_of
+from lightning_roundpipe.runtime.weights import host_layers
 
 SHAPES = {
     "Qwen3-1.7B": {"hidden": 2048, "inner": 6144, "layers": 2, "vocabulary": 8_000},
@@ -33,74 +44,120 @@ SHAPES = {
     "SmolLM2-135M": {"hidden": 576, "inner": 1536, "layers": 8, "vocabulary": 16_000},
 }
 """Few layers, of about these models' size."""
-TOGETHER = 4
-"""Layers of a call, on the side where they share one."""
+IDLE = 0.01
+"""Seconds before each turn: the optimizer's thread comes to wait for gradients, and torch's threads to rest."""
+REFERENCE = "AdamW(fused=True).step()"
 
 
-def parameters(hidden: int, inner: int, layers: int, vocabulary: int) -> list[list[nn.Parameter]]:
-    """Those of each layer, with gradients: an embedding, decoder blocks, the last norm."""
+def modules(hidden: int, inner: int, layers: int, vocabulary: int) -> dict[str, nn.Module]:
+    """An embedding, decoder blocks, the last norm: their parameters."""
     mlp = [(inner, hidden), (inner, hidden), (hidden, inner)]
     block = [*[(hidden, hidden)] * 4, *mlp, (hidden,), (hidden,)]
-    made = [[nn.Parameter(torch.zeros(s)) for s in layer] for layer in ([(vocabulary, hidden)], *[block] * layers)]
-    made.append([nn.Parameter(torch.zeros(hidden))])
-    for parameter in (p for layer in made for p in layer):
-        parameter.grad = torch.randn(parameter.shape)
-    return made
+    shapes = [[(vocabulary, hidden)], *[block] * layers, [(hidden,)]]
+    return {str(i): nn.ParameterList([torch.zeros(s) for s in layer]) for i, layer in enumerate(shapes)}
 
 
-def sides_of(layers: list[list[nn.Parameter]], thread: ThreadPoolExecutor) -> dict[str, Callable[[], object]]:
-    """A function for each side that makes a step."""
-    everything = [p for layer in layers for p in layer]
-    plain, fused = (AdamW(everything, weight_decay=0.1, fused=choice) for choice in (None, True))
+class Engine:
+    """The engine's part that steps: host layers with gradients, and the thread that updates them."""
+
+    def __init__(self, shape: dict[str, int]) -> None:
+        [self._device] = make_devices("cpu", [torch.device("cpu")], Emulation())
+        self.layers = host_layers(modules(**shape), self._device, Formats(), apart=False, mapped=())
+        self.masters = [master for layer in self.layers for master in layer.masters]
+        self._units = units_of(self.layers, self.masters)
+        self._updates = updates.Updates(self._units)
+        self._buffers = [GradientBuffers(layer, self._device) for layer in self.layers]
+        self._came = lambda: None
+        gradients = {key: g for sums in self._sums() for key, g in sums.take(1.0).items()}
+        for master in self.masters:
+            master.grad = gradients[id(master)].normal_()
+
+    def _sums(self) -> list[HostGradients]:
+        sums = [buffers.begin() for buffers in self._buffers]
+        for each in sums:
+            each.present = [True] * len(each.present)
+        return sums
+
+    def submit(self, optimizer: Optimizer, piece: int, *, cast: bool) -> None:
+        """A step whose gradients are still to come.
+
+        Args:
+            piece: parameters of one call; 0: one layer.
+            cast: whether weights travel in bf16.
+        """
+        updates.PIECE = piece
+        for layer in self.layers:
+            layer.round(dict.fromkeys(range(len(layer.masters)), torch.bfloat16) if cast else {})
+        arrivals = Arrivals(self._units)
+        batch = StepGradients(self._sums(), [], 1.0, arrivals)
+        batch.differentiated(1.0)
+        self._updates.offer(batch)
+        self._updates.submit(optimizer, None)
+        self._came = lambda: arrivals.passed(())
+
+    def finish(self) -> None:
+        """Gradients come, and everything is updated."""
+        self._came()
+        self._updates.settle()
+
+    def close(self) -> None:
+        self._updates.close()
+        self._device.close()
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to step: ``prepare`` is not measured."""
+
+    step: Callable[[], object]
+    prepare: Callable[[], None] = lambda: None
+
+    def seconds(self) -> float:
+        self.prepare()
+        time.sleep(IDLE)
+        start = time.perf_counter()
+        self.step()
+        return time.perf_counter() - start
+
+
+def sides_of(engine: Engine) -> dict[str, Side]:
+    plain, fused = (AdamW(engine.masters, weight_decay=0.1, fused=choice) for choice in (None, True))
     fused.state = plain.state
-    shadow = Shadow(plain, everything)
+    as_it_is = updates.PIECE
 
-    def by(size: int) -> Callable[[], None]:
-        calls = [layers[start : start + size] for start in range(0, len(layers), size)]
-        work = [{id(p): p.grad for layer in call for p in layer if p.grad is not None} for call in calls]
-
-        def step() -> None:
-            hyperparameters = Hyperparameters.of(plain)
-            for task in [thread.submit(shadow.step, hyperparameters, gradients) for gradients in work]:
-                task.result()
-
-        return step
+    def ours(piece: int, *, cast: bool = False) -> Side:
+        return Side(engine.finish, lambda: engine.submit(plain, piece, cast=cast))
 
     return {
-        "layer by layer": by(1),
-        f"{TOGETHER} layers at a time": by(TOGETHER),
-        "AdamW(fused=True).step()": fused.step,
-        "AdamW().step()": plain.step,
+        "the engine, layer by layer": ours(0),
+        "the engine, as it is": ours(as_it_is),
+        "the same, with bf16 copies": ours(as_it_is, cast=True),
+        REFERENCE: Side(fused.step),
+        "AdamW().step()": Side(plain.step),
     }
 
 
-def seconds(step: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
 def measure(name: str, shape: dict[str, int], repeat: int, console: Console) -> Table:
-    layers = parameters(**shape)
-    sizes = [sum(p.numel() for p in layer) for layer in layers]
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        sides = sides_of(layers, thread)
-        taken: dict[str, list[float]] = {side: [] for side in sides}
-        names = list(sides)
-        for turn in track(range(repeat + 2), name, console=console, transient=True):
-            for side in names:
-                took = seconds(sides[side])
-                if turn >= 2:  # the first ones make the state and touch its memory
-                    taken[side].append(took)
-            names = [*names[1:], names[0]]
+    engine = Engine(shape)
+    sides = sides_of(engine)
+    taken: dict[str, list[float]] = {side: [] for side in sides}
+    names = list(sides)
+    for turn in track(range(repeat + 2), name, console=console, transient=True):
+        for side in names:
+            took = sides[side].seconds()
+            if turn >= 2:  # the first ones make the state and touch its memory
+                taken[side].append(took)
+        names = [*names[1:], names[0]]
+    engine.close()
+    sizes = [sum(master.numel() for master in layer.masters) for layer in engine.layers]
     title = f"{name}: {sizes[1] / 1e6:.1f} M parameters a layer, {sum(sizes) / 1e6:.1f} M in all"
     table = Table(title=f"{title}, fp32, {torch.get_num_threads()} threads")
     for column in ("", "s", "parameters/s", "ratio", "quartiles"):
         table.add_column(column, justify="right" if column else "left")
-    fused = taken["AdamW(fused=True).step()"]
     for side, times in taken.items():
         median = statistics.median(times)
-        low, ratio, high = statistics.quantiles([mine / theirs for mine, theirs in zip(times, fused, strict=True)], n=4)
+        ratios = [mine / theirs for mine, theirs in zip(times, taken[REFERENCE], strict=True)]
+        low, ratio, high = statistics.quantiles(ratios, n=4)
         table.add_row(side, f"{median:.3f}", f"{sum(sizes) / median:.2e}", f"{ratio:.3f}", f"{low:.2f} to {high:.2f}")
     return table
 
@@ -108,11 +165,13 @@ def measure(name: str, shape: dict[str, int], repeat: int, console: Console) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=21)
+    parser.add_argument("--only", choices=SHAPES)
     options = parser.parse_args()
     console = Console()
     for name, shape in SHAPES.items():
-        console.print(measure(name, shape, options.repeat, console))
-    console.print("ratio: this side over AdamW(fused=True).step(), median of the turns")
+        if options.only in (None, name):
+            console.print(measure(name, shape, options.repeat, console))
+    console.print(f"ratio: this side over {REFERENCE}, median of the turns")
 
 
 if __name__ == "__main__":

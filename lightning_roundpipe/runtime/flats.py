@@ -105,6 +105,8 @@ class Flat:
         self._casts = self._source_places != self.segments
         self.places = self._source_places
         self._rounded: Tensor | None = None
+        self._source_views: list[Tensor] = []  # made once, because each update refreshes all
+        self._rounded_views: list[Tensor] = []
         copied = self._apart or self._casts
         # Only what uploads read has to be memory that copies quickly.
         pageable = copied or self.in_place
@@ -118,6 +120,7 @@ class Flat:
         else:
             self.views = [_with_own_storage(s, self.buffer) for s in self.segments]
             self.adopt()
+        self._source_views = self.views
         if copied:
             self.set_apart()
 
@@ -126,10 +129,16 @@ class Flat:
         """Whether the optimizer may write to any of the masters."""
         return any(p.requires_grad for p in self.masters)
 
+    @property
+    def copied(self) -> bool:
+        """Whether uploads read copies, which have to be brought up to date."""
+        return self.source is not self.buffer or self._rounded is not None
+
     def set_apart(self) -> None:
         """Make a working copy, unless there is one."""
         if self.source is self.buffer:
             self.source = self._device.host_buffer(self.nbytes)
+            self._source_views = [place.view(self.source) for place in self._source_places]
             self.refresh()
 
     def round(self, formats: Mapping[int, torch.dtype]) -> None:
@@ -138,17 +147,17 @@ class Flat:
         Args:
             formats: what to, by index of the master. None of them: uploads read what they are computed with, as before.
         """
-        self.places, self._rounded = self._source_places, None
+        self.places, self._rounded, self._rounded_views = self._source_places, None, []
         dtypes = [formats.get(i, place.dtype) for i, place in enumerate(self._source_places)]
         self.places, self.nbytes = _in_a_row(self.masters, dtypes)
         if formats:
             self._rounded = self._device.host_buffer(self.nbytes)
+            self._rounded_views = [place.view(self._rounded) for place in self.places]
             self._round()
 
     def _round(self) -> None:
-        if self._rounded is not None:
-            for index, place in enumerate(self.places):
-                place.view(self._rounded).copy_(self.read(index))
+        for rounded, source in zip(self._rounded_views, self._source_views, strict=False):  # if any
+            rounded.copy_(source)
 
     def widen(self) -> None:
         """What has begun to be trained gets a format to be trained in, and memory that may be written to."""
@@ -166,8 +175,8 @@ class Flat:
         elif not self._casts:
             self.source.copy_(self.buffer)
         else:
-            for place, view in zip(self._source_places, self.views, strict=True):
-                place.view(self.source).copy_(view)
+            for source, view in zip(self._source_views, self.views, strict=True):
+                source.copy_(view)
         self._round()
 
     @property

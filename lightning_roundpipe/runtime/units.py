@@ -67,7 +67,7 @@ class Unit(Versioned):
         """Bring the working copies up to date. Nobody reads them now, and nobody writes to the masters."""
         for layer in self.layers:
             for flat in layer.flats:
-                if flat.trained or not trained_only:
+                if flat.copied and (flat.trained or not trained_only):
                     flat.refresh()
         for master in self.masters if self._copies else ():
             if id(master) in self._copies and (master.requires_grad or not trained_only):
