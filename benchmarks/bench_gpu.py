@@ -45,9 +45,9 @@ SIZES_OF = {
     "tokens": "of a step, of at least two microbatches",
     "microbatch": "its tokens, at least a sequence",
     "steps": "that are timed; of longer sequences a third as many",
-    "warmup": "steps before them",
+    "warmup": "steps before them, of longer sequences two at the most",
 }
-SIZES = {"sequence": 2048, "longest": 2**20, "tokens": 65536, "microbatch": 8192, "steps": 6, "warmup": 3}
+SIZES = {"sequence": 2048, "longest": 2**18, "tokens": 65536, "microbatch": 8192, "steps": 6, "warmup": 3}
 TINY = {"sequence": 32, "longest": 0, "tokens": 256, "microbatch": 64, "steps": 3, "warmup": 2}
 
 
@@ -103,9 +103,11 @@ def job_of(
     batch = size * max(2, options.tokens // (size * sequence))
     if microbatch is not None or SYSTEMS[row].whole:
         size = min(batch, max(1, (microbatch or batch * sequence) // sequence))
-    steps = options.steps if sequence == options.sequence else max(1, options.steps // 3)
+    steps, warmup = options.steps, options.warmup
+    if sequence != options.sequence:
+        steps, warmup = max(1, steps // 3), min(2, warmup)
     return Job(
-        row, model, cap, sequence, batch // size, size, steps, options.warmup,
+        row, model, cap, sequence, batch // size, size, steps, warmup,
         options.precision, options.device, options.tiny, options.workers,
     )  # fmt: skip
 

@@ -123,8 +123,8 @@ def _trainer(job: Job, strategy: Any, clock: Clock, **options: Any) -> pl.Traine
     )
 
 
-def ours(job: Job, staleness: int) -> dict[str, Any]:
-    """One batch a step, which the strategy cuts."""
+def ours(job: Job, **settings: Any) -> dict[str, Any]:
+    """One batch a step, which the strategy cuts; ``settings`` are its own."""
     from lightning_roundpipe import RoundPipeStrategy
 
     emulation = {"memory": job.cap} if job.device == "cpu" and job.cap is not None else None
@@ -133,7 +133,7 @@ def ours(job: Job, staleness: int) -> dict[str, Any]:
     if job.device == "cuda" and job.workers > 1:  # Lightning's own devices=[0, 0] wants GPUs to be different ones
         gpus, options = [torch.device("cuda", 0)] * job.workers, {"accelerator": "auto", "devices": "auto"}
     strategy = RoundPipeStrategy(
-        num_microbatches=job.microbatches, staleness=staleness, emulation=emulation, parallel_devices=gpus
+        num_microbatches=job.microbatches, emulation=emulation, parallel_devices=gpus, **settings
     )
     clock = Clock(job.warmup, job.steps, 1)
     task = Task(build(job, lean=True, checkpointed=False), lean=True)
@@ -248,6 +248,9 @@ _ROUNDPIPE = ("roundpipe", "roundpipe==0.1.1")
 SYSTEMS: dict[str, System] = {
     "ours": System("ours, staleness 0", functools.partial(ours, staleness=0)),
     "ours_stale": System("ours, staleness 1", functools.partial(ours, staleness=1)),
+    "ours_compiled": System(
+        "ours, staleness 0, compile_layers", functools.partial(ours, staleness=0, compile_layers=True)
+    ),
     "roundpipe": System(
         "roundpipe 0.1.1, as it is", functools.partial(roundpipe, stale=True), needs=_ROUNDPIPE, cuda=True
     ),
