@@ -172,10 +172,11 @@ class Bench:
 
     def _measure(self, job: Job) -> bool:
         """Measures a job, in smaller microbatches if it does not fit. False: there was no time left for it."""
-        if job.sequence in self._records.of(job.model, job.cap, job.row):
+        known = self._records.of(job.model, job.cap, job.row).get(job.sequence)
+        if known is not None and "missing" not in known:
             return True
         if reason := SYSTEMS[job.row].missing(job.device):
-            self._keep(job, {"reason": reason})
+            self._keep(job, {"reason": reason, "missing": True})
             return True
         while True:
             left = self._end - time.monotonic()

@@ -19,6 +19,7 @@ from gpu_memory import HostMemory, capped
 from gpu_task import LEARNING_RATE, Job, Task, batches, build
 from torch import nn
 
+UNKNOWN = "unknown"
 TOLD = ("torch", "lightning", "transformers", "peft")
 
 
@@ -42,8 +43,12 @@ class System:
 
     def missing(self, device: str) -> str | None:
         """Why it cannot run here at all; None: it can."""
-        if self.needs is not None and find_spec(self.needs[0]) is None:
-            return f"not installed: pip install {self.needs[1]}"
+        if self.needs is not None:
+            module, wanted = self.needs
+            if find_spec(module) is None:
+                return f"not installed: pip install {wanted}"
+            if "==" in wanted and f"{module}=={(there := _version(module))}" != wanted and there != UNKNOWN:
+                return f"{there} is installed: pip install {wanted}"
         if self.cuda and device != "cuda":
             return "needs a CUDA device"
         return None
@@ -105,7 +110,7 @@ def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:  # put somewhere by hand
-        return "unknown"
+        return UNKNOWN
 
 
 def _trainer(job: Job, strategy: Any, clock: Clock, **options: Any) -> pl.Trainer:
@@ -139,7 +144,7 @@ def ours(job: Job, **settings: Any) -> dict[str, Any]:
     task = Task(build(job, lean=True, checkpointed=False), lean=True)
     _trainer(job, strategy, clock, **options).fit(task, batches(job, job.microbatches * job.microbatch_size))
     report = strategy.report()
-    kept = {"plan": report["plan"], "stall_pct": report["stall_pct"], "bubble_pct": report["bubble_pct"]}
+    kept = {key: report[key] for key in ("plan", "stall_pct", "bubble_pct", "planned_device_bytes")}
     return {**clock.found(), **kept, "device_bytes": max(report["peak_device_bytes"])}
 
 

@@ -190,6 +190,9 @@ class TestOthers:
         assert systems["roundpipe"].missing("cuda") == "not installed: pip install roundpipe==0.1.1"
         assert systems["deepspeed"].missing("cuda") == "not installed: pip install deepspeed"
         there.add("roundpipe")
+        monkeypatch.setattr(gpu_systems, "_version", lambda _: "0.2")
+        assert systems["roundpipe"].missing("cuda") == "0.2 is installed: pip install roundpipe==0.1.1"
+        monkeypatch.setattr(gpu_systems, "_version", lambda _: "0.1.1")
         assert systems["roundpipe"].missing("cpu") == systems["fsdp"].missing("cpu") == "needs a CUDA device"
         assert systems["roundpipe"].missing("cuda") is systems["fsdp"].missing("cuda") is None
         assert systems["ours"].missing("cpu") is systems["plain"].missing("cpu") is None
@@ -316,6 +319,12 @@ class TestOrder:
         self.bench(monkeypatch, tmp_path, {"ours": 64})
         jobs, _ = self.bench(monkeypatch, tmp_path, {"ours": 64, "plain": 64})
         assert jobs == [("plain", 4, 2, 32)]
+
+    def test_but_what_was_not_installed_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu_systems.System, "missing", lambda self, device: "not installed")
+            assert self.bench(patch, tmp_path, {"ours": 64})[0] == []
+        assert self.bench(monkeypatch, tmp_path, {"ours": 64})[0] == [("ours", 4, 2, 32)]
 
     def test_nothing_begins_when_the_time_is_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         jobs, records = self.bench(monkeypatch, tmp_path, {"ours": 64}, "--within", "0")
