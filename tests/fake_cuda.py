@@ -151,6 +151,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
+    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1:4")  # KiB: the models that are trained are small
     patch.setattr(torch.autograd, "backward", AutogradThread().backward)
     patch.setattr(torch.cuda.nvtx, "range_push", RANGES.append)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)

@@ -247,6 +247,14 @@ class Device(ABC):
         """Bytes that this worker may use in all, with what it uses already; ``None``: no limit."""
 
     @abstractmethod
+    def library_bytes(self) -> int:
+        """What libraries keep on the device for themselves, as far as that is known before: it is no tensor of ours."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Let libraries take that now, in the calling thread: else it would seem to be the first layer's."""
+
+    @abstractmethod
     def permit(self) -> AbstractContextManager[None]:
         """Held while a layer computes; never while waiting, which an emulated device checks. Not reentrant.
 

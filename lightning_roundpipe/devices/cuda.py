@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import pinned
+from lightning_roundpipe.devices import cuda_libraries, pinned
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Hold, Stream
@@ -155,6 +155,12 @@ class CudaDevice(Device):
         # torch refuses what goes beyond `set_per_process_memory_fraction`; before 2.7 it does not tell.
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.torch_device)
         return min(usable, int(share * total)) // self._sharers
+
+    def library_bytes(self) -> int:
+        return cuda_libraries.library_bytes(self.torch_device)
+
+    def warm_up(self) -> None:
+        cuda_libraries.multiply(self.torch_device)
 
     # -- computing
 

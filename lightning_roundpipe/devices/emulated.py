@@ -143,6 +143,12 @@ class EmulatedDevice(Device):
     def capacity(self) -> int | None:
         return self._ledger.limit
 
+    def library_bytes(self) -> int:
+        return 0
+
+    def warm_up(self) -> None:
+        pass
+
     # -- computing
 
     @contextmanager

@@ -27,6 +27,8 @@ _SHARE = 0.9
 def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
     """What any worker may use, as stages go to all of them: that of the smallest device. None: no limit.
 
+    What libraries keep there for themselves is not in it.
+
     Raises:
         ValueError: if the budget is a fraction of a memory that has no size.
     """
@@ -37,10 +39,15 @@ def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
                 f"memory_budget={budget} is a fraction, and emulated devices have no limit to take it of: give a "
                 "size such as '2GiB', or set emulation.memory."
             )
-        return int(budget * capacity)
-    if budget is not None:
-        return int(budget)
-    return None if capacity is None else int(_SHARE * capacity)
+        budget = int(budget * capacity)
+    elif budget is None:
+        budget = None if capacity is None else int(_SHARE * capacity)
+    return None if budget is None else max(0, int(budget) - library_bytes(devices))
+
+
+def library_bytes(devices: Sequence[Device]) -> int:
+    """What libraries keep of a worker's memory."""
+    return max(device.library_bytes() for device in devices)
 
 
 def capacity_of(devices: Sequence[Device]) -> int | None:
@@ -62,7 +69,9 @@ def layers_that_fit(module: nn.Module, options: Options, devices: Sequence[Devic
     refined = cut_to_fit(found, lambda layer: _size_of(layer, formats), allowed // ARENAS, whole)
     limit, setting = allowed, "memory_budget"
     if options.memory_budget is None:  # the share left for activations is the plan's affair
-        limit, setting = capacity_of(devices) or allowed, "emulation.memory (or use devices with more memory)"
+        capacity = capacity_of(devices)
+        limit = allowed if capacity is None else capacity - library_bytes(devices)
+        setting = "emulation.memory (or use devices with more memory)"
     stuck = refined.stuck
     sizes = {name: _size_of(layer, formats) for name, layer in refined.layers.items()}
     need = ARENAS * arenas_of(sizes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.planning.memory import planned_bytes
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.budget import worker_bytes
+from lightning_roundpipe.runtime.budget import library_bytes, worker_bytes
 from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ def report_of(step: Step) -> Callable[[], dict[str, Any]]:
     seconds = step.seconds
     peaks = [d.peak_bytes() for d in engine.devices]
     limit = worker_bytes(engine.options, engine.devices)
-    planned = planned_bytes(plan, costs, workers, limit) if plan is not None and costs is not None else None
+    planned = None
+    if plan is not None and costs is not None:
+        planned = planned_bytes(plan, costs, workers, limit) + library_bytes(engine.devices)
     # Only rows are kept: the step itself holds every boundary tensor.
     slots = [
         {

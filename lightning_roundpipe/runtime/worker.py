@@ -93,6 +93,7 @@ class Worker:
         self._segments: dict[int, Tensor] = {}
         self._in_flight: deque[tuple[Event, Any]] = deque()
         self.thread = TaskThread(f"roundpipe-worker{self.index}", device.activate)
+        self.thread.submit(device.warm_up)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

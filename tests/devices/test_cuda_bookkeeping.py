@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from fake_cuda import FakeEvent, FakeStream, play_cuda
 from patience import PATIENCE_S, join, until
 
-from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda, cuda_streams
+from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda, cuda_libraries, cuda_streams
 from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_feed import FIRST_GUESS, FedEvent, FedStream
@@ -261,3 +262,24 @@ def test_workers_of_one_gpu_share_its_lock(device: CudaDevice) -> None:
     assert other.generator is device.generator
     assert cuda._generator_locks[0] is device.generator_lock
     other.close()
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("config", "major", "expected"),
+    [
+        ("", 8, 8.125 * MIB),
+        ("", 9, 32 * MIB),
+        (":4096:8", 8, 32 * MIB),
+        (":16:8:4096:1", 9, 4.125 * MIB),
+        ("?", 12, 8.125 * MIB),
+    ],
+)
+def test_what_cublas_keeps(config: str, major: int, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the worker's thread and for autograd's, as torch chooses it."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    properties = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert cuda_libraries.library_bytes(torch.device("cuda", 0)) == 2 * expected

@@ -6,6 +6,7 @@ A fake plays CUDA on the CPU, so numbers are those of plain training.
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import fake_cuda
@@ -85,6 +86,24 @@ def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
         planned.append(result.report["planned_device_bytes"])
     half, most = planned
     assert half <= (free + 200) // 4 < most
+
+
+def test_what_libraries_keep_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes out of the budget, is part of the forecast, and is there before the first layer is measured."""
+    fake_cuda.trainers_on_gpus(monkeypatch)
+    warmed: list[str] = []
+    monkeypatch.setattr(CudaDevice, "warm_up", lambda self: warmed.append(threading.current_thread().name))
+    reports = []
+    for kib in (0, 30):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", f":{kib}:1")
+        plan = "forward 0 1-3; fused 4-5; backward 2-3 0-1; round 2"
+        used = ours(num_microbatches=2, layers=["Linear", "ResidualBlock"], plan=plan)
+        reports.append(run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 2), devices=2, watch=False).report)
+    assert reports[1]["planned_device_bytes"] - reports[0]["planned_device_bytes"] == 2 * 30 * 1024
+    assert sorted(warmed) == sorted(2 * ["roundpipe-worker0", "roundpipe-worker1"])
+    used = ours(num_microbatches=2, layers=["Linear", "ResidualBlock"], memory_budget="70KiB")
+    with pytest.raises(ValueError, match=r"workers may use 10,240 bytes"):
+        run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 2), devices=2, watch=False)
 
 
 class Arms(pl.Callback):
