@@ -47,7 +47,7 @@ def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
 
 def library_bytes(devices: Sequence[Device]) -> int:
     """What libraries keep of a worker's memory."""
-    return max(device.library_bytes() for device in devices)
+    return max((device.library_bytes() for device in devices), default=0)
 
 
 def capacity_of(devices: Sequence[Device]) -> int | None:
