@@ -11,6 +11,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from lightning_roundpipe.devices import teams
+
 Priority = tuple[int, ...]
 
 
@@ -132,6 +134,7 @@ class Control:
             if self.failed:
                 raise Aborted
             self._waiters.add(waiter)
+        teams.disband()
         try:
             waiter.wait()
         finally:

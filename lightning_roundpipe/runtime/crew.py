@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import Device, teams
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.process_state import one_at_a_time
@@ -82,6 +82,7 @@ class Crew:
             TimeoutError: nothing at all happened for the watchdog's time.
             RoundPipeError: a thread has died.
         """
+        teams.disband()
         seen, since = control.moved, time.monotonic()
         with allowed():
             while not (unless_failed and control.failed) and not waiter.wait_for(min(LOOK, self._limit)):

@@ -1,7 +1,4 @@
-"""A thread that runs what it is given, one thing after another, and hands results and exceptions back.
-
-Threads are kept between steps: a new thread would start with a new pool of intra-op threads of torch's own.
-"""
+"""A thread that runs what it is given, one thing after another, and hands results and exceptions back."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
+from lightning_roundpipe.devices import teams
 from lightning_roundpipe.runtime.control import Waiter
 
 T = TypeVar("T")
@@ -83,6 +81,7 @@ class TaskThread:
             while (task := self._tasks.get()) is not None:
                 task.run()
                 del task
+                teams.disband()
 
     def submit(self, function: Callable[[], T]) -> Task[T]:
         task = Task(function)

@@ -1,0 +1,140 @@
+"""Threads that wait have no team of intra-op threads."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import ours, run
+
+from lightning_roundpipe.devices import teams
+from lightning_roundpipe.runtime.control import Control, Waiter
+from lightning_roundpipe.runtime.threads import TaskThread
+
+TEAM = 3
+pytestmark = pytest.mark.skipif(
+    teams._openmp() is None, reason="torch's OpenMP is not GNU's, whose threads are left alone here"
+)
+
+
+@pytest.fixture(autouse=True)
+def intra_op() -> Iterator[None]:
+    teams.disband()  # or this thread's would be resized when it computes next
+    alone, before = not_pythons(), torch.get_num_threads()
+    torch.set_num_threads(TEAM)
+    yield
+    torch.set_num_threads(before)
+    teams.disband()
+    eventually(alone)
+
+
+def not_pythons() -> int:
+    """Threads that Python did not start, the teams' among them."""
+    assert sys.platform == "linux"
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+def compute() -> int:
+    """Something that needs a team; how many threads there are then."""
+    torch.set_num_threads(TEAM)
+    torch.ones(1 << 20).mul_(2)
+    return not_pythons()
+
+
+def eventually(threads: int) -> None:
+    """A thread that has ended is listed until the system has cleared it away."""
+    while not_pythons() > threads:
+        threading.Event().wait(0.001)
+
+
+def test_disbanding_ends_the_callers_team_and_nobody_elses() -> None:
+    alone = not_pythons()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(compute).result() == alone + TEAM - 1
+        assert compute() == alone + 2 * (TEAM - 1)
+        teams.disband()
+        eventually(alone + TEAM - 1)
+        assert not_pythons() == alone + TEAM - 1
+        other.submit(teams.disband).result()
+        eventually(alone)
+    assert compute() == alone + TEAM - 1  # it comes back
+
+
+def test_a_thread_without_a_task_has_no_team() -> None:
+    alone = not_pythons()
+    thread = TaskThread("test")
+    try:
+        task = thread.submit(compute)
+        task.waiter.wait()
+        assert task.result() == alone + TEAM - 1
+        eventually(alone)
+    finally:
+        thread.stop()
+        thread.join()
+
+
+def test_a_thread_that_waits_in_a_step_has_no_team() -> None:
+    alone, control, waiter, computed = not_pythons(), Control(), Waiter(), threading.Event()
+
+    def work() -> None:
+        compute()
+        computed.set()
+        control.wait(waiter)
+
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(work)
+        computed.wait()
+        eventually(alone)
+        waiter.wake()
+        waiting.result()
+
+
+class Large(torch.nn.Module):
+    """Its operation needs a team; ``seen``: how many threads there are in it."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        self.seen.append(not_pythons())
+        return y
+
+
+class Between(pl.LightningModule):
+    """Code between layers and before a step needs one, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Large() for _ in range(3))
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        compute()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch * 1.01)
+        return batch.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_in_a_step_only_the_thread_that_computes_has_a_team(workers: int) -> None:
+    alone = not_pythons()
+    Large.seen.clear()
+    strategy = ours(num_microbatches=1, layers=["Large"], plan="forward 0; fused 1-2; backward 0; round 1")
+    run(strategy, Between(), [torch.ones(1, 1 << 18)] * 3, devices=workers)
+    assert len(Large.seen) >= 3 * 4
+    assert max(Large.seen[-8:]) == alone + TEAM - 1
