@@ -5,14 +5,15 @@ Every torch function that glue calls passes through `GlueMode`. It does three th
 * A master that glue reads itself (a bare ``nn.Parameter``, ``F.linear(h, embed.weight)``) is replaced by this
   microbatch's stand-in, so that microbatches do not add into one ``.grad`` in the order in which threads happen to run,
   and that it is seen in the format that everything is computed in.
-* Host tensors (labels, masks, parameters) follow the device of what they meet.
+* Host tensors (labels, masks, parameters) follow the device of what they meet. They go there through pinned memory, or
+  the host would wait until the device has come that far.
 * Mean-reduced cross entropies are counted: their numbers of targets say how much each microbatch weighs in the loss of
   the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
+from lightning_roundpipe.runtime.bringing import Bringer
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
@@ -92,6 +95,7 @@ class GlueMode(TorchFunctionMode):
         train: whether masters are replaced and losses counted; evaluation only follows devices, and formats.
         accelerator: the device type that host tensors move to; None where host and device are the same.
         kept: is told of what glue computes with that the batch before has left.
+        devices: that host tensors move to.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class GlueMode(TorchFunctionMode):
         train: bool,
         accelerator: str | None,
         kept: Keeps | None = None,
+        devices: Sequence[Device] = (),
     ) -> None:
         super().__init__()
         self.proxies = Proxies(read)
@@ -115,6 +120,7 @@ class GlueMode(TorchFunctionMode):
         self._formats = formats or Formats()
         self._replaces = train or self._formats.low is not None
         self._kept = kept
+        self._bringer = Bringer(accelerator, devices)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -144,6 +150,8 @@ class GlueMode(TorchFunctionMode):
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
                 refuse_layers_between(given["outputs"], given["inputs"])
         if self._accelerator is not None:
+            if name in ("to", "cuda") and (where := self._bringer.asked(name, args, kwargs)) is not None:
+                return self._bringer.bring(args[0], where)
             args, kwargs = self._on_one_device(name, args, kwargs)
         return func(*args, **kwargs)
 
@@ -228,7 +236,7 @@ class GlueMode(TorchFunctionMode):
                 return tensor
             if tensor.is_leaf and tensor.requires_grad and home.type != self._accelerator:
                 return self.proxies.on(tensor, where)
-            return _carry(tensor, where)
+            return self._bringer.bring(tensor, where)
 
         moved = tuple(a if keep_first and i == 0 else tree_map_only(Tensor, follow, a) for i, a in enumerate(args))
         return moved, tree_map_only(Tensor, follow, kwargs)
@@ -248,6 +256,7 @@ class GlueMode(TorchFunctionMode):
             classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
             self.counts.append(logits.numel() / classes)
             return
+        target = self._bringer.on_host(target)
         kept = target != bound.get("ignore_index", -100)
         weight = bound.get("weight")
         # Class weights enter the denominator of a weighted mean, so they enter the count.
@@ -263,11 +272,6 @@ def _newest(there: list[torch.device]) -> torch.device:
     """Of several GPUs, the one that the microbatch is on now, whose tensor need not travel; else any."""
     now = torch.device(there[0].type, torch.accelerator.current_device_index())
     return now if now in there else there[-1]
-
-
-def _carry(tensor: Tensor, where: torch.device) -> Tensor:
-    """A differentiable copy. Between GPUs it is torch's, in the order of both compute streams (`Device.activate`)."""
-    return tensor.to(where)
 
 
 def _hooked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -73,7 +73,7 @@ class MicrobatchRun:
         self._step, self.engine, self._control = step, (engine := step.engine), step.control
         self.mode = GlueMode(
             engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
-            kept=self.kept,
+            kept=self.kept, devices=engine.devices,
         )  # fmt: skip
         self.started = Waiter()
         self.passed = Waiter()

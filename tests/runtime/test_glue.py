@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime import glue
+from lightning_roundpipe.runtime import bringing, glue
 from lightning_roundpipe.runtime.glue import GlueMode, check_counts
 
 
-def mode(*masters: nn.Parameter, accelerator: str | None = None) -> GlueMode:
-    return GlueMode({id(p) for p in masters}, lambda master: master, train=True, accelerator=accelerator)
+def mode(*masters: nn.Parameter, accelerator: str | None = None, devices: Any = ()) -> GlueMode:
+    return GlueMode(
+        {id(p) for p in masters}, lambda master: master, train=True, accelerator=accelerator, devices=devices
+    )
 
 
 def test_gradients_of_masters_go_to_stand_ins() -> None:
@@ -107,7 +113,7 @@ class TestHostTensorsFollow:
         homes = {id(skip): torch.device("meta", 0), id(newest): torch.device("meta", 1)}
         carried: list[tuple[bool, torch.device]] = []
         monkeypatch.setattr(glue, "_home", lambda t: homes.get(id(t), torch.device("meta", 2)))
-        monkeypatch.setattr(glue, "_carry", lambda t, where: (carried.append((t is skip, where)), t)[1])
+        monkeypatch.setattr(bringing, "carry", lambda t, where: (carried.append((t is skip, where)), t)[1])
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
         with mode(accelerator="meta"):
             torch.add(skip, newest)
@@ -126,3 +132,67 @@ class TestHostTensorsFollow:
         with mode(accelerator="meta"), contextlib.suppress(RuntimeError):
             host.add_(torch.ones(3, device="meta"))
         assert host.device.type == "cpu"
+
+
+class Nowhere(SimpleNamespace):
+    """A device from which nothing can be read: whoever asked for a number there would wait for it on a GPU."""
+
+    torch_device = torch.device("meta")
+
+    def __init__(self) -> None:
+        super().__init__(staged=[], kept=[])
+
+    def host_like(self, t: torch.Tensor) -> torch.Tensor:
+        self.staged.append(torch.empty_like(t))
+        return self.staged[-1]
+
+    def let_go(self, tensors: Any) -> None:
+        self.kept += tensors
+
+
+LABELS = torch.tensor([[1, -100], [2, 3]])
+
+WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "labels that are left on the host": lambda x, labels: F.cross_entropy(x, labels.flatten()),
+    "as Hugging Face does": lambda x, labels: F.cross_entropy(x, labels.view(-1).to(x.device)),
+    "by keyword": lambda x, labels: F.cross_entropy(x, labels.view(-1).to(device="meta", non_blocking=True)),
+    "before they are reshaped": lambda x, labels: F.cross_entropy(x, labels.to("meta").view(-1)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nobody_waits_for_labels(way: str) -> None:
+    """They go through pinned memory, and are counted where they come from."""
+    device = Nowhere()
+    glue = mode(accelerator="meta", devices=[device])
+    with glue:
+        WAYS[way](torch.zeros(4, 5, device="meta", requires_grad=True), LABELS)
+    assert glue.counts == [3.0]
+    assert [staged.tolist() for staged in device.staged] == [LABELS.flatten().tolist()] or way.startswith("before")
+    assert len(device.kept) == 1 and device.kept[0] is device.staged[0]
+
+
+def test_labels_that_are_written_to_are_counted_as_they_are() -> None:
+    """On a device from which nothing can be read, so that it shows."""
+    glue = mode(accelerator="meta", devices=[Nowhere()])
+    with glue, pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        labels = LABELS.flatten().to("meta")
+        labels[0] = -100
+        F.cross_entropy(torch.zeros(4, 5, device="meta", requires_grad=True), labels)
+
+
+@pytest.mark.parametrize("asked", [torch.float64, "cpu", torch.zeros(1)])
+def test_what_stays_on_the_host_is_not_staged(asked: Any) -> None:
+    device = Nowhere()
+    with mode(accelerator="meta", devices=[device]):
+        LABELS.to(asked)
+    assert device.staged == []
+
+
+def test_what_has_been_brought_dies_with_its_last_user() -> None:
+    """A mask meets many tensors, and would be on the device as often."""
+    glue = mode(accelerator="meta", devices=[Nowhere()])
+    with glue:
+        for _ in range(3):
+            brought = weakref.ref(LABELS.to("meta"))
+            assert brought() is None

@@ -1,0 +1,87 @@
+"""Host tensors of glue (labels, masks) on their way to a device, without the host waiting for it.
+
+torch's own copy of ordinary host memory returns when it is over, so when the device has come that far: a thread that
+has enqueued a layer would wait for it. From pinned memory nobody waits. And as the host has the numbers, nobody needs
+to ask the device how many targets there are:
+
+    labels.to(device), or labels that meet logits ── copied into pinned memory ── enqueued ── [1]
+    a loss counts its targets ── those on the device came from the host, where they are counted ── [2]
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.base import check_copy
+
+
+class Bringer:
+    """For one microbatch.
+
+    Args:
+        accelerator: the type of the devices; None where they are the host.
+        devices: that host tensors move to.
+    """
+
+    def __init__(self, accelerator: str | None, devices: Sequence[Device]) -> None:
+        self._accelerator = accelerator
+        self._devices = devices
+        self._brought: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
+        """Whole numbers on a device, which are not to live on for this, by id; what they were; and both versions."""
+
+    def asked(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+        """Where ``to`` or ``cuda`` brings a host tensor; None if it does anything else to it."""
+        if len(args) > 2 or kwargs.keys() - {"device", "other", "non_blocking"} or args[0].device.type != "cpu":
+            return None
+        given = args[1] if len(args) > 1 else kwargs.get("device", kwargs.get("other"))
+        if isinstance(given, torch.dtype) or (given is None and name != "cuda"):
+            return None
+        if isinstance(given, Tensor):
+            given = given.device
+        asked = torch.device(self._accelerator or "cpu") if given is None else torch.device(given)
+        homes = {str(device.torch_device): device.torch_device for device in self._devices}
+        if len(homes) > 1 and ":" not in str(asked):
+            asked = torch.device(asked.type, torch.accelerator.current_device_index())
+        alone = next(iter(homes.values())) if len(homes) == 1 else None
+        found = alone if alone is not None and str(asked) == alone.type else homes.get(str(asked))
+        return found if found is not None and found.type == self._accelerator else None
+
+    def bring(self, tensor: Tensor, where: torch.device) -> Tensor:
+        """A differentiable copy; of host memory that needs no gradient, one that nobody waits for [1].
+
+        Between GPUs it is torch's, in the order of both compute streams (`Device.activate`).
+        """
+        device = next((d for d in self._devices if d.torch_device == where), None)
+        plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.requires_grad
+        if device is None or not plain:
+            return carry(tensor, where)
+        staged = device.host_like(tensor)
+        to, of = check_copy(staged, tensor)
+        to.copy_(of)
+        moved = staged.to(where, non_blocking=True)
+        device.let_go([staged])
+        if not (tensor.is_floating_point() or moved.is_inference() or tensor.is_inference()):
+            self._brought[id(moved)] = (weakref.ref(moved), moved._version, tensor, tensor._version)
+        return moved
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """The same numbers, in any order, as they are on the host, if they came from there [2]; else ``tensor``."""
+        for candidate in (tensor, tensor._base):
+            known = self._brought.get(id(candidate))
+            if candidate is None or known is None or known[0]() is not candidate:
+                continue
+            _, version, host, host_version = known
+            if candidate._version == version and host._version == host_version and host.numel() == tensor.numel():
+                return host
+        return tensor
+
+
+def carry(tensor: Tensor, where: torch.device) -> Tensor:
+    """torch's own copy: differentiable, and the host may wait for it."""
+    return tensor.to(where)
