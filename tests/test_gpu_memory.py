@@ -1,0 +1,87 @@
+"""What a worker holds, and what is pinned, is what was said beforehand: on a GPU, and the same on an emulated device.
+
+``make test-gpu`` runs those on a GPU, with a model that is large beside what CUDA's libraries take for themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import mmap
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import halves, ours, run, single
+from stress import all_reports
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.devices.emulated import EmulatedDevice
+from lightning_roundpipe.runtime.flats import aligned
+
+WITHIN = 0.05
+LAYERS = 6
+EMULATED = pytest.param("cpu", id="emulated")
+CUDA = pytest.param("cuda", id="cuda", marks=[pytest.mark.gpu, pytest.mark.timeout(300)])
+SIZES = {"cpu": (128, 64), "cuda": (4096, 8192)}
+"""Width of the layers, and samples of a batch."""
+
+
+class Wide(pl.LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = torch.tanh(layer(batch))
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train(kind: str, steps: int, **options: Any) -> None:
+    width, samples = SIZES[kind]
+    batch = torch.randn(samples, width, generator=torch.Generator().manual_seed(3))
+    where: dict[str, Any] = {"parallel_devices": [torch.device("cuda", 0)]} if kind == "cuda" else {}
+    trainer: dict[str, Any] = {"accelerator": "auto", "devices": "auto"} if kind == "cuda" else {}
+    used = ours(num_microbatches=4, layers=["Linear"], **where, **options)
+    run(used, Wide(width), [copy.copy(batch)] * steps, watch=False, **trainer)
+
+
+@pytest.mark.parametrize("plan", [halves, single])
+@pytest.mark.parametrize("kind", [EMULATED, CUDA])
+def test_the_peak_is_what_was_planned(kind: str, plan: Any) -> None:
+    """Weights, gradients, activations, what waits, and on a GPU cuBLAS's workspaces."""
+    with all_reports() as made:
+        train(kind, 4, plan=plan(LAYERS, 4))
+    reports = [report for make in made if not (report := make())["profiled"]]
+    assert len(reports) == 3
+    if kind == "cuda":  # of the last step, after which nothing has reset it
+        assert torch.cuda.max_memory_allocated(torch.device("cuda", 0)) >= reports[-1]["peak_device_bytes"][0]
+    for report in reports:
+        assert abs(report["peak_device_bytes"][0] / report["planned_device_bytes"] - 1) <= WITHIN
+
+
+@pytest.mark.parametrize("kind", [EMULATED, CUDA])
+def test_no_more_is_pinned_than_is_needed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and gradients of each layer, once, and to the page where they are pinned."""
+    device: Any = CudaDevice if kind == "cuda" else EmulatedDevice
+    real, asked, page = device.host_buffer, [], mmap.PAGESIZE if kind == "cuda" else 1
+
+    def host_buffer(self: Any, nbytes: int) -> Tensor:
+        made: Tensor = real(self, nbytes)
+        asked.append(nbytes)
+        assert made.untyped_storage().nbytes() == -(-nbytes // page) * page
+        assert made.is_pinned() == (kind == "cuda")
+        return made
+
+    monkeypatch.setattr(device, "host_buffer", host_buffer)
+    train(kind, 2, pin_memory="on" if kind == "cuda" else "auto", plan=halves(LAYERS, 4))
+    width, _ = SIZES[kind]
+    layer = aligned(4 * width * width) + aligned(4 * width)
+    assert asked == [layer] * (2 * LAYERS)
