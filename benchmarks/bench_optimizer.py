@@ -7,8 +7,8 @@ cost nothing over one step of everything: a goal of 1.0. Against it works that e
 because the layer before has driven everything else from the caches; so there are layers of three sizes.
 
 Two more sides are for comparison: with weights that travel in bf16, which are cast after each update, and what users
-mostly write, ``AdamW(...)`` without ``fused``. The sides take turns in changing order and have parameters, gradients
-and state in common: where memory lies alone makes a tenth.
+mostly write, ``AdamW(...)`` without ``fused``. The sides take turns in random order and have parameters, gradients and
+state in common: where memory lies alone makes a tenth.
 
     .venv/bin/python benchmarks/bench_optimizer.py [--repeat 21] [--only SmolLM2-135M]
 """
@@ -16,6 +16,7 @@ and state in common: where memory lies alone makes a tenth.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -141,13 +142,12 @@ def measure(name: str, shape: dict[str, int], repeat: int, console: Console) -> 
     engine = Engine(shape)
     sides = sides_of(engine)
     taken: dict[str, list[float]] = {side: [] for side in sides}
-    names = list(sides)
+    names, order = list(sides), random.Random(0)  # in turn each would always follow the same one
     for turn in track(range(repeat + 2), name, console=console, transient=True):
-        for side in names:
+        for side in order.sample(names, len(names)):
             took = sides[side].seconds()
             if turn >= 2:  # the first ones make the state and touch its memory
                 taken[side].append(took)
-        names = [*names[1:], names[0]]
     engine.close()
     sizes = [sum(master.numel() for master in layer.masters) for layer in engine.layers]
     title = f"{name}: {sizes[1] / 1e6:.1f} M parameters a layer, {sum(sizes) / 1e6:.1f} M in all"

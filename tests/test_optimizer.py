@@ -23,6 +23,7 @@ from harness import Result, loader, ours, run, trainer_of
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer
 
+from lightning_roundpipe.optim import Shadow
 from lightning_roundpipe.runtime import updates as updates_module
 from lightning_roundpipe.runtime.units import Unit
 from lightning_roundpipe.runtime.updates import Updates
@@ -238,6 +239,31 @@ def test_exactly_one_step_late(
     assert_losses_close(expected, result)
     exact = run("auto", module, many(18), accumulate_grad_batches=accumulate, **options)
     assert float((exact.losses[-1] - result.losses[-1]).abs()) > 1e-3, "nothing was late"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_adamw_is_laid_out_once_a_step_and_then_stepped_by_its_kernel(
+    staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[Any] = []
+    lay_out, by_torch = Shadow._lay_out, Shadow._run
+
+    def laid_out(shadow: Shadow, *args: Any) -> Any:
+        rows = lay_out(shadow, *args)
+        happened.append(len(rows))
+        return rows
+
+    def stepped(shadow: Shadow, *args: Any) -> None:
+        happened.append("torch")
+        by_torch(shadow, *args)
+
+    monkeypatch.setattr(Shadow, "_lay_out", laid_out)
+    monkeypatch.setattr(Shadow, "_run", stepped)
+    monkeypatch.setattr(updates_module, "PIECE", 0)
+    module = Trained(OPTIMIZERS["adamw"])
+    run(ours(num_microbatches=2, layers=LAYERS, staleness=staleness), module, many(4), devices=2, watch=False)
+    by_layer = happened.count("torch")
+    assert by_layer > 1 and happened == [0, *["torch"] * by_layer, *[len(list(module.parameters()))] * 3]
 
 
 class GlueWeights(Trained):

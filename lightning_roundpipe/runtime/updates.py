@@ -40,8 +40,8 @@ from lightning_roundpipe.runtime.threads import TaskThread
 from lightning_roundpipe.runtime.units import Unit
 
 PIECE = 16_000_000
-"""Parameters that are stepped together, if so many are there: one call of the optimizer takes half a millisecond of
-Python, and their layers' next forward waits for all of them, which takes some ten."""
+"""Parameters that are stepped together, if so many are there: one call of the optimizer takes a tenth of a millisecond
+of Python with Adam, half a one with others; their layers' next forward waits for all of them, which takes some ten."""
 TORN = "which has changed some layers and not others; go on from a checkpoint."
 LOOK = 0.25
 """Seconds between two looks whether the thread is alive."""
