@@ -10,6 +10,9 @@ Two more sides are for comparison: with weights that travel in bf16, which are c
 mostly write, ``AdamW(...)`` without ``fused``. The sides take turns in random order and have parameters, gradients and
 state in common: where memory lies alone makes a tenth.
 
+Beside other work it needs ``OMP_WAIT_POLICY=passive``, or torch's threads wait for cores that others have and each side
+takes ten times as long.
+
     .venv/bin/python benchmarks/bench_optimizer.py [--repeat 21] [--only SmolLM2-135M]
 """
 
@@ -30,7 +33,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.devices import make_devices, teams
 from lightning_roundpipe.runtime import updates
 from lightning_roundpipe.runtime.arrivals import Arrivals
 from lightning_roundpipe.runtime.formats import Formats
@@ -114,11 +117,17 @@ class Side:
     prepare: Callable[[], None] = lambda: None
 
     def seconds(self) -> float:
+        teams.disband()  # or two would make each other slow; in training, too, who waits for the optimizer has none
         self.prepare()
         time.sleep(IDLE)
         start = time.perf_counter()
         self.step()
         return time.perf_counter() - start
+
+
+def compute() -> None:
+    """Something, so that this thread has a team, as it has in plain training."""
+    torch.zeros(1_000_000).add_(1)
 
 
 def sides_of(engine: Engine) -> dict[str, Side]:
@@ -133,8 +142,8 @@ def sides_of(engine: Engine) -> dict[str, Side]:
         "the engine, layer by layer": ours(0),
         "the engine, as it is": ours(as_it_is),
         "the same, with bf16 copies": ours(as_it_is, cast=True),
-        REFERENCE: Side(fused.step),
-        "AdamW().step()": Side(plain.step),
+        REFERENCE: Side(fused.step, compute),
+        "AdamW().step()": Side(plain.step, compute),
     }
 
 
