@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_roundpipe.devices import Event, StreamAborted, StreamError
+from lightning_roundpipe.devices import Event, StreamAborted, StreamError, teams
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.units import Unit
 
@@ -126,6 +126,8 @@ class Arrivals:
             Dropped: if the step has failed.
         """
         taken: list[Unit] = []
+        if wait:
+            teams.disband()
         while True:
             try:
                 unit = self._there.get(block=wait and not taken)

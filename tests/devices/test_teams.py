@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ import torch
 from harness import ours, run
 
 from lightning_roundpipe.devices import teams
+from lightning_roundpipe.runtime.arrivals import Arrivals, Dropped
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.threads import TaskThread
 
@@ -81,18 +83,33 @@ def test_a_thread_without_a_task_has_no_team() -> None:
 
 
 def test_a_thread_that_waits_in_a_step_has_no_team() -> None:
-    alone, control, waiter, computed = not_pythons(), Control(), Waiter(), threading.Event()
+    control, waiter = Control(), Waiter()
+    while_it_waits(lambda: control.wait(waiter), waiter.wake)
+
+
+def test_a_thread_that_waits_for_gradients_has_no_team() -> None:
+    arrivals = Arrivals([])
+
+    def take() -> None:
+        with contextlib.suppress(Dropped):
+            arrivals.take(wait=True)
+
+    while_it_waits(take, arrivals.fail)
+
+
+def while_it_waits(wait: Callable[[], None], wake: Callable[[], None]) -> None:
+    alone, computed = not_pythons(), threading.Event()
 
     def work() -> None:
         compute()
         computed.set()
-        control.wait(waiter)
+        wait()
 
     with ThreadPoolExecutor(1) as other:
         waiting = other.submit(work)
         computed.wait()
         eventually(alone)
-        waiter.wake()
+        wake()
         waiting.result()
 
 
