@@ -161,7 +161,9 @@ class Bench:
             self._measure(job_of(options, *row, options.sequence))
         for row in rows:
             for length in lengths_after(self._records, row, options.longest):
-                shortest = self._records.of(*row)[options.sequence]["job"]
+                if (first := self._records.of(*row).get(options.sequence)) is None:
+                    break  # there was no time for it, and the folder has other lengths only
+                shortest = first["job"]
                 fits = shortest["microbatch_size"] * shortest["sequence"]
                 if not self._measure(job_of(options, *row, length, fits)):
                     break
@@ -174,6 +176,7 @@ class Bench:
         """Measures a job, in smaller microbatches if it does not fit. False: there was no time left for it."""
         known = self._records.of(job.model, job.cap, job.row).get(job.sequence)
         if known is not None and "missing" not in known:
+            self._refuse_others(job, Job(**known["job"]))
             return True
         if reason := SYSTEMS[job.row].missing(job.device):
             self._keep(job, {"reason": reason, "missing": True})
@@ -193,6 +196,16 @@ class Bench:
                 self._keep(job, found)
                 return True
             job = less
+
+    def _refuse_others(self, job: Job, known: Job) -> None:
+        """What was measured with other settings would be shown as what was asked for now."""
+        for name in ("precision", "device", "tiny", "workers", "steps", "warmup", "tokens"):
+            now, then = getattr(job, name), getattr(known, name)
+            if now != then:
+                raise SystemExit(
+                    f"--out {self._records.folder}: {job.row} of {job.model} at {job.sequence} was measured there with "
+                    f"{name}={then}, and {name}={now} is asked for now. Choose another folder."
+                )
 
     def _keep(self, job: Job, found: Record) -> None:
         self._records.add(job, found)

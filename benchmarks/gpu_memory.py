@@ -51,6 +51,36 @@ def capped(nbytes: int | None) -> Iterator[None]:
             holder.wait()
 
 
+class DeviceMemory:
+    """The most of the first GPU's memory that torch took while this was entered.
+
+    Whoever is measured may begin new peaks in between, as the engine does at each step: what was before counts, too.
+    """
+
+    def __enter__(self) -> DeviceMemory:
+        self._allocated = self._reserved = 0
+        self._reset = torch.cuda.reset_peak_memory_stats
+        torch.cuda.reset_peak_memory_stats = self._begin  # type: ignore[assignment]
+        torch.cuda.reset_peak_memory_stats(0)
+        self._allocated = self._reserved = 0
+        return self
+
+    def _begin(self, device: Any = None) -> None:
+        self._look()
+        self._reset(device)
+
+    def _look(self) -> None:
+        self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(0))
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(0))
+
+    def __exit__(self, *_: Any) -> None:
+        torch.cuda.reset_peak_memory_stats = self._reset
+        self._look()
+
+    def found(self) -> dict[str, Any]:
+        return {"device_bytes": self._allocated, "device_reserved_bytes": self._reserved}
+
+
 class HostMemory:
     """The most host memory that was taken while this was entered, in two ways.
 

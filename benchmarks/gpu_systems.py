@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from gpu_memory import HostMemory, capped
+from gpu_memory import DeviceMemory, HostMemory, capped
 from gpu_task import LEARNING_RATE, Job, Task, batches, build
 from torch import nn
 
@@ -94,13 +94,14 @@ def measure(job: Job) -> dict[str, Any]:
     system = SYSTEMS[job.row]
     if job.device == "cpu" and job.cap is not None and not job.row.startswith("ours"):
         raise ValueError("without a GPU only emulated devices keep to a cap")
-    with capped(job.cap if job.device == "cuda" else None), HostMemory() as host:
-        found = system.run(job)
     if job.device == "cuda":
-        torch.cuda.synchronize()
-        found["device_name"] = torch.cuda.get_device_name(0)
-        found["device_bytes"] = torch.cuda.max_memory_allocated(0)
-        found["device_reserved_bytes"] = torch.cuda.max_memory_reserved(0)
+        with capped(job.cap), HostMemory() as host, DeviceMemory() as device:
+            found = system.run(job)
+            torch.cuda.synchronize()
+        found |= {"device_name": torch.cuda.get_device_name(0), **device.found()}
+    else:
+        with HostMemory() as host:
+            found = system.run(job)
     names = [*TOLD, *([system.needs[0]] if system.needs else [])]
     versions = {name: _version(name) for name in names}
     return {"tokens_per_s": job.steps * job.tokens / found["seconds"], **found, **host.found(), "versions": versions}

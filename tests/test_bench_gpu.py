@@ -381,3 +381,38 @@ class TestTable:
         assert gpu_table.goals(records, "qwen3_1_7b", None, self.ROWS, 32)[2:] == [
             "| ours, staleness 0 | 1.20 | 1.92 (missed) | 0.48 (missed) | 0.50 |"
         ]
+
+
+def test_device_memory_is_that_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the engine begins a new peak with each step."""
+    peak = [0]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: peak.__setitem__(0, 0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: peak[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device=None: 2 * peak[0])
+    own = torch.cuda.reset_peak_memory_stats
+    peak[0] = 99  # of what was before
+    with gpu_memory.DeviceMemory() as memory:
+        for most in (5, 7, 3):
+            torch.cuda.reset_peak_memory_stats(0)
+            peak[0] = most
+    assert memory.found() == {"device_bytes": 7, "device_reserved_bytes": 14}
+    assert torch.cuda.reset_peak_memory_stats is own
+
+
+@pytest.mark.parametrize(("option", "value"), [("--precision", "bf16-true"), ("--steps", "7"), ("--workers", "2")])
+def test_a_folder_of_other_settings_is_refused(tmp_path: Path, option: str, value: str) -> None:
+    given = [*TRY, "--rows", "ours", "--model", "qwen3_1_7b", "--precision", "32-true", "--longest", "0"]
+    options = parse(given)
+    records = Records(tmp_path)
+    records.add(job_of(options, "qwen3_1_7b", None, "ours", options.sequence), found())
+    Bench(options, Records(tmp_path)).run()
+    with pytest.raises(SystemExit, match=f"{option[2:]}=.* Choose another folder"):
+        Bench(parse([*given, option, value]), Records(tmp_path)).run()
+
+
+def test_a_length_that_there_was_no_time_for(tmp_path: Path) -> None:
+    options = parse([*TRY, "--rows", "ours", "--model", "qwen3_1_7b", "--within", "0"])
+    records = Records(tmp_path)
+    records.add(job_of(options, "qwen3_1_7b", None, "ours", 2 * options.sequence), found())
+    Bench(options, records).run()
+    assert list(records.of("qwen3_1_7b", None, "ours")) == [2 * options.sequence]
