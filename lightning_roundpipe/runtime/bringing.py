@@ -36,13 +36,15 @@ class Bringer:
         """Whole numbers on a device, which are not to live on for this, by id; what they were; and both versions."""
 
     def asked(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-        """Where ``to`` or ``cuda`` brings a host tensor; None if it does anything else to it."""
-        if len(args) > 2 or kwargs.keys() - {"device", "other", "non_blocking"} or args[0].device.type != "cpu":
+        """Where ``to`` or ``cuda`` brings a host tensor; None if it does anything else to it, such as to cast it."""
+        if len(args) > 2 or kwargs.keys() - {"device", "tensor", "non_blocking"} or args[0].device.type != "cpu":
             return None
-        given = args[1] if len(args) > 1 else kwargs.get("device", kwargs.get("other"))
+        given = args[1] if len(args) > 1 else kwargs.get("device", kwargs.get("tensor"))
         if isinstance(given, torch.dtype) or (given is None and name != "cuda"):
             return None
         if isinstance(given, Tensor):
+            if given.dtype != args[0].dtype:
+                return None
             given = given.device
         asked = torch.device(self._accelerator or "cpu") if given is None else torch.device(given)
         homes = {str(device.torch_device): device.torch_device for device in self._devices}

@@ -189,6 +189,31 @@ def test_what_stays_on_the_host_is_not_staged(asked: Any) -> None:
     assert device.staged == []
 
 
+HALF = torch.zeros(1, dtype=torch.float16, device="meta")
+MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "like another": lambda x: x.to(HALF),
+    "like another, by keyword": lambda x: x.to(tensor=HALF),
+    "like another, without waiting": lambda x: x.to(HALF, non_blocking=True),
+    "like another, by place": lambda x: x.to(HALF, True),
+    "like another, a copy": lambda x: x.to(HALF, copy=True),
+    "like another, in another order": lambda x: x.to(HALF, memory_format=torch.channels_last),
+    "to a device, and cast": lambda x: x.to("meta", torch.float16),
+    "to a device, and cast, by keyword": lambda x: x.to(device="meta", dtype=torch.float16, non_blocking=True),
+    "to a device, in another order": lambda x: x.to("meta", memory_format=torch.channels_last),
+    "like another of the same format": lambda x: x.to(HALF.float()),
+    "cast": lambda x: x.to(torch.float16),
+}
+
+
+@pytest.mark.parametrize("way", MOVES)
+def test_what_is_brought_is_as_torch_makes_it(way: str) -> None:
+    images = torch.ones(2, 3, 4, 4)
+    expected = MOVES[way](images)
+    with mode(accelerator="meta", devices=[Nowhere()]):
+        result = MOVES[way](images)
+    assert (result.device, result.dtype, result.stride()) == (expected.device, expected.dtype, expected.stride())
+
+
 def test_what_has_been_brought_dies_with_its_last_user() -> None:
     """A mask meets many tensors, and would be on the device as often."""
     glue = mode(accelerator="meta", devices=[Nowhere()])
