@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.base import check_copy
@@ -60,8 +60,7 @@ class Bringer:
         Between GPUs it is torch's, in the order of both compute streams (`Device.activate`).
         """
         device = next((d for d in self._devices if d.torch_device == where), None)
-        plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.requires_grad
-        if device is None or not plain:
+        if device is None or not _is_plain(tensor) or tensor.requires_grad:
             return carry(tensor, where)
         staged = device.host_like(tensor)
         to, of = check_copy(staged, tensor)
@@ -82,6 +81,13 @@ class Bringer:
             if candidate._version == version and host._version == host_version and host.numel() == tensor.numel():
                 return host
         return tensor
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is host memory and nothing else, so that a copy of its numbers is a copy of it."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def carry(tensor: Tensor, where: torch.device) -> Tensor:

@@ -214,6 +214,37 @@ def test_what_is_brought_is_as_torch_makes_it(way: str) -> None:
     assert (result.device, result.dtype, result.stride()) == (expected.device, expected.dtype, expected.stride())
 
 
+class Annotated(torch.Tensor):
+    """A tensor that says more than its numbers."""
+
+
+ODD: dict[str, Callable[[], torch.Tensor]] = {
+    "a subclass": lambda: torch.ones(3).as_subclass(Annotated),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "sparse": lambda: torch.ones(3).to_sparse(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested|quantize_per_tensor):UserWarning")
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_is_more_than_its_numbers_is_carried_by_torch(
+    kind: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried: list[torch.Tensor] = []
+    there = torch.ones(3, device="meta")
+    monkeypatch.setattr(bringing, "carry", lambda t, where: (carried.append(t), there)[1])
+    device, odd = Nowhere(), ODD[kind]()
+    with mode(accelerator="meta", devices=[device]):
+        if asked:
+            odd.to("meta")
+        else:
+            torch.add(there, odd)
+    assert len(carried) == 1 and carried[0] is odd
+    assert device.staged == []
+
+
 def test_what_has_been_brought_dies_with_its_last_user() -> None:
     """A mask meets many tensors, and would be on the device as often."""
     glue = mode(accelerator="meta", devices=[Nowhere()])
