@@ -110,12 +110,20 @@ def _compile_settings(value: Any) -> dict[str, Any] | None:
     given = {key: dict(v) if isinstance(v, Mapping) else v for key, v in value.items()}
     if unknown := sorted(set(given) - set(_COMPILE_SETTINGS), key=str):
         raise ValueError(f"compile_layers has no setting {unknown[0]!r}; it has {', '.join(_COMPILE_SETTINGS)}.")
-    if given.get("mode") in ("reduce-overhead", "max-autotune") or (given.get("options") or {}).get(
-        "triton.cudagraphs"
+    inner = given.get("options")
+    if inner is not None and not isinstance(inner, Mapping):
+        raise ValueError(
+            f"compile_layers['options']={inner!r} must be a mapping of settings of the backend, such as "
+            "{'max_autotune': True}."
+        )
+    if (
+        given.get("backend") == "cudagraphs"
+        or given.get("mode") in ("reduce-overhead", "max-autotune")
+        or (inner or {}).get("triton.cudagraphs")
     ):
         raise ValueError(
             f"compile_layers={given!r} asks for CUDA graphs, which keep the addresses of weights, and these lie "
-            "elsewhere in each stage: use mode='max-autotune-no-cudagraphs', or no mode."
+            "elsewhere in each stage: use mode='max-autotune-no-cudagraphs', or no mode, and no such backend."
         )
     return given
 

@@ -164,8 +164,8 @@ class Runner:
         inlet = None
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         versions = [p._version for p in replica.parameters]
-        alone = self._forwards.alone(self._device)
-        with alone, parametrizing(call.layer), call.ambient.entered(grad=grad), self._seeded(call, kind):
+        undisturbed = self._forwards.alone(self._device)
+        with undisturbed, parametrizing(call.layer), call.ambient.entered(grad=grad), self._seeded(call, kind):
             tensors = [leaves[i] for i in positions]
             if grad:
                 inlet = Inlet(name)

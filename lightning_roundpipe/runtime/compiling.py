@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from lightning_roundpipe.config import Options, RoundPipeError
-from lightning_roundpipe.devices import Device, generators
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.runtime.process_state import holding_generators
 from lightning_roundpipe.runtime.weights import HostLayer
 
 _TOGETHER = "force_non_lazy_backward_lowering"
@@ -102,10 +103,8 @@ class CompiledForwards(Forwards):
             self._functions.setdefault(key, torch.compile(named, **self._settings))
         return self._functions[key]
 
-    @contextlib.contextmanager
-    def alone(self, device: Device) -> Any:
-        with device.generator_lock, generators.HOST_LOCK:  # [3]
-            yield
+    def alone(self, device: Device) -> contextlib.AbstractContextManager[object]:
+        return holding_generators(device)  # [3]
 
 
 def _own_function(name: str) -> Callable[..., Any]:

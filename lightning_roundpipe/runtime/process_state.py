@@ -77,11 +77,12 @@ def alone(layer: str, device: Device) -> contextlib.AbstractContextManager[objec
     Who draws takes the lock first and then its share of the device; the other way round the two would wait for each
     other.
     """
-    return _both(device) if layer in _forked else contextlib.nullcontext()
+    return holding_generators(device) if layer in _forked else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _both(device: Device) -> Iterator[None]:
+def holding_generators(device: Device) -> Iterator[None]:
+    """Nobody else draws on ``device`` or the host. Always in this order, or two who want both wait for each other."""
     with device.generator_lock, generators.HOST_LOCK:
         yield
 

@@ -262,12 +262,20 @@ PLANS = [
     ),
     Mistake(
         SECTION,
+        "`compile_layers` has `options` that are no mapping",
+        "compile_layers['options']=… must be a mapping of settings of the backend",
+        "such as {'max_autotune': True}",
+        (options(compile_layers={"options": "fast"}), options(compile_layers={"options": ["fast"]})),
+    ),
+    Mistake(
+        SECTION,
         "`compile_layers` asks for CUDA graphs",
         "compile_layers=… asks for CUDA graphs, which keep the addresses of weights",
-        "use mode='max-autotune-no-cudagraphs', or no mode",
+        "use mode='max-autotune-no-cudagraphs', or no mode, and no such backend",
         (
             options(compile_layers={"mode": "reduce-overhead"}),
             options(compile_layers={"mode": "max-autotune"}),
+            options(compile_layers={"backend": "cudagraphs"}),
             options(compile_layers={"options": {"triton.cudagraphs": True}}),
         ),
     ),
