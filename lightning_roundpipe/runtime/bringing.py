@@ -78,7 +78,9 @@ class Bringer:
             if candidate is None or known is None or known[0]() is not candidate:
                 continue
             _, version, host, host_version = known
-            if candidate._version == version and host._version == host_version and host.numel() == tensor.numel():
+            if candidate._version != version or host._version != host_version or host.dtype != tensor.dtype:
+                continue
+            if host.numel() == tensor.numel() and _each_once(tensor):
                 return host
         return tensor
 
@@ -88,6 +90,17 @@ def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def _each_once(view: Tensor) -> bool:
+    """Whether a view has each number of its memory once, from the first to the last, be it in another order."""
+    expected = 1
+    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def carry(tensor: Tensor, where: torch.device) -> Tensor:

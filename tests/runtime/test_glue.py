@@ -172,13 +172,35 @@ def test_nobody_waits_for_labels(way: str) -> None:
     assert len(device.kept) == 1 and device.kept[0] is device.staged[0]
 
 
-def test_labels_that_are_written_to_are_counted_as_they_are() -> None:
+def _written(labels: torch.Tensor) -> torch.Tensor:
+    labels[0, 0] = -100
+    return labels
+
+
+OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "written to": _written,
+    "a part, as often": lambda labels: labels[:, :1].expand(2, 2),
+    "a part, overlapping": lambda labels: labels.as_strided((2, 2), (1, 1)),
+    "seen as other numbers": lambda labels: LABELS.to(torch.int8).to("meta").view(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_labels_that_are_others_now_are_counted_as_they_are(way: str) -> None:
     """On a device from which nothing can be read, so that it shows."""
     glue = mode(accelerator="meta", devices=[Nowhere()])
     with glue, pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        labels = LABELS.flatten().to("meta")
-        labels[0] = -100
-        F.cross_entropy(torch.zeros(4, 5, device="meta", requires_grad=True), labels)
+        labels = OTHERS[way](LABELS.to("meta"))
+        F.cross_entropy(torch.zeros(2, 5, 2, device="meta", requires_grad=True), labels)
+
+
+@pytest.mark.parametrize("way", [lambda t: t.T, lambda t: t.unsqueeze(1).squeeze(), lambda t: t.T.unflatten(0, (1, 2))])
+def test_labels_in_another_order_are_counted_on_the_host(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    glue = mode(accelerator="meta", devices=[Nowhere()])
+    with glue:
+        labels = way(LABELS.to("meta"))
+        F.cross_entropy(torch.zeros(len(labels), 5, *labels.shape[1:], device="meta", requires_grad=True), labels)
+    assert glue.counts == [3.0]
 
 
 @pytest.mark.parametrize("asked", [torch.float64, "cpu", torch.zeros(1)])
