@@ -10,12 +10,12 @@ to ask the device how many targets there are:
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.base import check_copy
@@ -32,8 +32,8 @@ class Bringer:
     def __init__(self, accelerator: str | None, devices: Sequence[Device]) -> None:
         self._accelerator = accelerator
         self._devices = devices
-        self._brought: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
-        """Whole numbers on a device, which are not to live on for this, by id; what they were; and both versions."""
+        self._brought: MutableMapping[Tensor, tuple[int, Tensor, int]] = WeakTensorKeyDictionary()
+        """Whole numbers on a device; their version, what they were, and its version. Nothing lives on for this."""
 
     def asked(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
         """Where ``to`` or ``cuda`` brings a host tensor; None if it does anything else to it, such as to cast it."""
@@ -68,19 +68,17 @@ class Bringer:
         moved = staged.to(where, non_blocking=True)
         device.let_go([staged])
         if not (tensor.is_floating_point() or moved.is_inference() or tensor.is_inference()):
-            self._brought[id(moved)] = (weakref.ref(moved), moved._version, tensor, tensor._version)
+            self._brought[moved] = (moved._version, tensor, tensor._version)
         return moved
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """The same numbers, in any order, as they are on the host, if they came from there [2]; else ``tensor``."""
         for candidate in (tensor, tensor._base):
-            known = self._brought.get(id(candidate))
-            if candidate is None or known is None or known[0]() is not candidate:
+            if candidate is None or (known := self._brought.get(candidate)) is None:
                 continue
-            _, version, host, host_version = known
-            if candidate._version != version or host._version != host_version or host.dtype != tensor.dtype:
-                continue
-            if host.numel() == tensor.numel() and _each_once(tensor):
+            version, host, host_version = known
+            same = candidate._version == version and host._version == host_version
+            if same and host.numel() == tensor.numel() and _each_once(tensor):
                 return host
         return tensor
 

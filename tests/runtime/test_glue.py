@@ -181,7 +181,6 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "written to": _written,
     "a part, as often": lambda labels: labels[:, :1].expand(2, 2),
     "a part, overlapping": lambda labels: labels.as_strided((2, 2), (1, 1)),
-    "seen as other numbers": lambda labels: LABELS.to(torch.int8).to("meta").view(torch.uint8),
 }
 
 
@@ -268,9 +267,14 @@ def test_what_is_more_than_its_numbers_is_carried_by_torch(
 
 
 def test_what_has_been_brought_dies_with_its_last_user() -> None:
-    """A mask meets many tensors, and would be on the device as often."""
+    """A mask meets many tensors, and would be on the device as often. On the host, one is made for each layer."""
     glue = mode(accelerator="meta", devices=[Nowhere()])
     with glue:
         for _ in range(3):
-            brought = weakref.ref(LABELS.to("meta"))
-            assert brought() is None
+            host = LABELS.clone()
+            there, source = host.to("meta"), weakref.ref(host)
+            brought = weakref.ref(there)
+            del host
+            assert source() is not None, "nobody could count it"
+            del there
+            assert brought() is None and source() is None
