@@ -27,7 +27,7 @@ from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.events import Where
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.sums import DeviceGradients
-from lightning_roundpipe.runtime.threads import TaskThread
+from lightning_roundpipe.runtime.threads import Task, TaskThread
 from lightning_roundpipe.runtime.weights import HostLayer
 
 T = TypeVar("T")
@@ -93,13 +93,13 @@ class Worker:
         self._segments: dict[int, Tensor] = {}
         self._in_flight: deque[tuple[Event, Any]] = deque()
         self.thread = TaskThread(f"roundpipe-worker{self.index}", device.activate)
-        self.thread.submit(device.warm_up)
+        self._warming: Task[None] | None = self.thread.submit(device.warm_up)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def run(self, function: Callable[[], T], control: Control) -> T:
         """Run ``function`` on the worker's thread and wait for its result; its exceptions are raised here."""
-        task = self.thread.submit(function)
+        task = self.thread.submit(functools.partial(self._warmed, function))
         control.wait(task.waiter)
         return task.result()
 
@@ -110,11 +110,18 @@ class Worker:
             if control.failed:
                 return
             try:
-                function()
+                self._warmed(function)
             except BaseException as error:
                 control.fail(error)
 
         self.thread.submit(guarded)
+
+    def _warmed(self, function: Callable[[], T]) -> T:
+        """On the thread: if the device did not warm up, whoever asks for something first learns why."""
+        warming, self._warming = self._warming, None
+        if warming is not None:
+            warming.result()
+        return function()
 
     def fence(self) -> Waiter:
         """Woken when the thread has done everything asked of it so far."""

@@ -29,6 +29,7 @@ from without import take_out, waits
 from lightning_roundpipe.devices import Device, emulated
 from lightning_roundpipe.devices.emulated_link import Delays
 from lightning_roundpipe.runtime import updates
+from lightning_roundpipe.runtime.control import Control
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.updates import Updates
 from lightning_roundpipe.runtime.worker import Worker
@@ -374,3 +375,25 @@ def test_the_host_does_not_run_far_ahead(device: Device) -> None:
             worker.retire()
     worker.close()
     assert waited == [0, 1, 2]
+
+
+@pytest.mark.parametrize("asked", ["run", "post"])
+def test_a_device_that_does_not_warm_up(device: Device, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    """Nobody waits for that, so the first to ask for something is told, and what it asked for does not happen."""
+
+    def fail() -> None:
+        raise RuntimeError("no room for cuBLAS")
+
+    monkeypatch.setattr(device, "warm_up", fail)
+    worker, control, done = Worker(device), Control(), list[bool]()
+    try:
+        if asked == "run":
+            with pytest.raises(RuntimeError, match="no room for cuBLAS"):
+                worker.run(lambda: done.append(True), control)
+        else:
+            worker.post(lambda: done.append(True), control)
+            worker.fence().wait()
+            assert "no room for cuBLAS" in str(control.error)
+        assert done == []
+    finally:
+        worker.close()
