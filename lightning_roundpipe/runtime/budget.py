@@ -32,6 +32,12 @@ def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
     Raises:
         ValueError: if the budget is a fraction of a memory that has no size.
     """
+    budget = _budget_of(options, devices)
+    return None if budget is None else max(0, budget - library_bytes(devices))
+
+
+def _budget_of(options: Options, devices: Sequence[Device]) -> int | None:
+    """The same with what libraries keep."""
     budget, capacity = options.memory_budget, capacity_of(devices)
     if isinstance(budget, float):
         if capacity is None:
@@ -42,12 +48,22 @@ def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
         budget = int(budget * capacity)
     elif budget is None:
         budget = None if capacity is None else int(_SHARE * capacity)
-    return None if budget is None else max(0, int(budget) - library_bytes(devices))
+    return None if budget is None else int(budget)
 
 
 def library_bytes(devices: Sequence[Device]) -> int:
     """What libraries keep of a worker's memory."""
     return max((device.library_bytes() for device in devices), default=0)
+
+
+def libraries_note(options: Options, devices: Sequence[Device]) -> str:
+    """The end of a message with a limit: why that is less than what was set. Empty where it is not."""
+    kept = library_bytes(devices)
+    if not kept:
+        return ""
+    given = options.memory_budget is not None
+    whole = f"memory_budget, {_budget_of(options, devices):,} bytes," if given else "the device's memory"
+    return f" Of {whole} libraries such as cuBLAS keep {kept:,} bytes."
 
 
 def capacity_of(devices: Sequence[Device]) -> int | None:
@@ -70,7 +86,7 @@ def layers_that_fit(module: nn.Module, options: Options, devices: Sequence[Devic
     limit, setting = allowed, "memory_budget"
     if options.memory_budget is None:  # the share left for activations is the plan's affair
         capacity = capacity_of(devices)
-        limit = allowed if capacity is None else capacity - library_bytes(devices)
+        limit = allowed if capacity is None else max(0, capacity - library_bytes(devices))
         setting = "emulation.memory (or use devices with more memory)"
     stuck = refined.stuck
     sizes = {name: _size_of(layer, formats) for name, layer in refined.layers.items()}
@@ -81,7 +97,7 @@ def layers_that_fit(module: nn.Module, options: Options, devices: Sequence[Devic
     raise ValueError(
         f"layer {stuck.name!r} is too large: workers may use {limit:,} bytes, and a layer at a time needs {need:,} "
         f"({ARENAS} x {weights:,} for weights, {ARENAS} x {gradients:,} for gradients). It cannot be cut: {stuck.why}. "
-        f"Raise {setting}, or {stuck.remedy}."
+        f"Raise {setting}, or {stuck.remedy}.{libraries_note(options, devices)}"
     )
 
 
@@ -102,4 +118,5 @@ def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequenc
             f"plan: it needs {need:,} bytes on each worker (two arenas each for weights and gradients of the largest "
             "stages, activations, and boundary tensors of microbatches that wait), but memory_budget allows "
             f"{limit:,}. Cut it into more stages or smaller rounds, or raise memory_budget."
+            f"{libraries_note(options, devices)}"
         )

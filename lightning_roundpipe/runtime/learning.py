@@ -12,7 +12,7 @@ from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
 from lightning_roundpipe.runtime.belongings import Belongings
-from lightning_roundpipe.runtime.budget import check_plan_fits, worker_bytes
+from lightning_roundpipe.runtime.budget import check_plan_fits, libraries_note, worker_bytes
 from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.rounding import send_rounded
@@ -51,7 +51,7 @@ def plan_from(engine: Engine, step: Step) -> None:
             with allowed():  # it may take its time, and nothing has been changed yet
                 plan = _cut(engine, trace, len(step.sizes), limit)
         except ValueError as error:
-            raise DoesNotFit(str(error)) from None
+            raise DoesNotFit(f"{error}{libraries_note(engine.options, engine.devices)}") from None
     if buffer := trace.torn_buffer(plan):
         _run_in_order(engine, buffer)
         return

@@ -101,9 +101,34 @@ def test_what_libraries_keep_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None
         reports.append(run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 2), devices=2, watch=False).report)
     assert reports[1]["planned_device_bytes"] - reports[0]["planned_device_bytes"] == 2 * 30 * 1024
     assert sorted(warmed) == sorted(2 * ["roundpipe-worker0", "roundpipe-worker1"])
-    used = ours(num_microbatches=2, layers=["Linear", "ResidualBlock"], memory_budget="70KiB")
-    with pytest.raises(ValueError, match=r"workers may use 10,240 bytes"):
-        run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 2), devices=2, watch=False)
+
+
+BY_HAND = {"plan": "forward none; fused 0-5; backward none; round 4", "num_microbatches": 4}
+
+
+@pytest.mark.parametrize(
+    ("kib", "samples", "how", "limit"),
+    [
+        (70, 8, {}, "workers may use 10,240 bytes"),
+        (50, 8, {}, "workers may use 0 bytes"),
+        (140, 256, {}, "workers may use 81,920 bytes"),
+        (150, 8, BY_HAND, "memory_budget allows 92,160"),
+        (None, 8, {}, "workers may use 10,240 bytes"),
+    ],
+)
+def test_a_limit_that_nobody_set_is_explained(
+    kib: int | None, samples: int, how: dict[str, Any], limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What libraries keep was taken off. Another message for each: a layer, a cut, a plan by hand, the GPU itself."""
+    fake_cuda.trainers_on_gpus(monkeypatch, limited=kib is None)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":30:1")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (140 * 1024, 140 * 1024))
+    whole = "the device's memory" if kib is None else f"memory_budget, {kib * 1024:,} bytes,"
+    budget = None if kib is None else kib * 1024
+    used = ours(layers=["Linear", "ResidualBlock"], memory_budget=budget, **{"num_microbatches": 2, **how})
+    with pytest.raises(ValueError, match=limit) as raised:
+        run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 1, samples), devices=2, watch=False)
+    assert str(raised.value).endswith(f" Of {whole} libraries such as cuBLAS keep 61,440 bytes.")
 
 
 class Arms(pl.Callback):
