@@ -79,7 +79,7 @@ class RoundPipeStrategy(OneProcess):
         stage_seconds: the longest that a stage may take for one microbatch, by the times of the first batch. Default:
             what makes the step fastest.
         compile_layers: whether layers are compiled, by ``torch.compile``; or its arguments, such as
-            ``{"dynamic": True}``.
+            ``{"dynamic": False}``.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 

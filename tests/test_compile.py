@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import shutil
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import generators
+from lightning_roundpipe.runtime.compiling import CompiledForwards
 
 
 class Block(nn.Module):
@@ -191,6 +194,52 @@ def test_what_cannot_be_compiled_names_the_setting() -> None:
     with pytest.raises(RoundPipeError, match=r"layer 'blocks.0' could not be compiled .*compile_layers") as caught:
         run(compiled(backend), Module(), batches(2), devices=2)
     assert "no compiler" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_more_variants_than_torch_keeps_are_named(fullgraph: bool) -> None:
+    """Torch would go on with the layer as it is written, whose bits are others, and say so in its log only."""
+    settings = {"backend": "eager", "dynamic": False, "fullgraph": fullgraph}
+    strategy = ours(compile_layers=settings, layers=LAYERS, num_microbatches=1)
+    message = r"layer 'blocks.\d' has more variants .*recompile_limit=2.*compile_layers={'dynamic': True}"
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(RoundPipeError, match=message):
+        run(strategy, Module(), [batches(1, samples)[0] for samples in (2, 3, 4)])
+
+
+def test_devices_and_grad_mode_do_not_use_up_variants() -> None:
+    """One GPU's code does not fit another, and torch counts what it compiled by the Python code that it came from."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        forwards = CompiledForwards({"backend": "eager"})
+        for device, grad in itertools.product(map(torch.device, ("cpu", "meta")), (True, False)):
+            module = nn.Linear(3, 3, device=device)
+            replica: Any = SimpleNamespace(module=module, originals=[module], device=device)
+            layer: Any = SimpleNamespace(name="linear")
+            with torch.set_grad_enabled(grad):
+                assert forwards.of(layer, replica)(torch.ones(2, 3, device=device)).device == device
+
+
+class Rounding(Counting):
+    """Code for sizes that are fixed rounds otherwise than code for any, as torch's own compiler would have it."""
+
+    def _forward(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        factor = 1 if any(isinstance(x, torch.SymInt) for x in inputs) else 1 + 2**-10
+
+        def rounded(*args: Any) -> Any:
+            return [x * factor if torch.is_tensor(x) and x.is_floating_point() else x for x in graph.forward(*args)]
+
+        return rounded
+
+
+@pytest.mark.parametrize("samples", [(16, 13), (64, 61)], ids=["others", "as many as features"])
+def test_sizes_that_came_before_do_not_matter(samples: tuple[int, int]) -> None:
+    """A microbatch of 4 after those of 3 would be recomputed by another code than its forward; so would one of 16."""
+    given = [batches(1, count)[0] for count in (*samples, *samples)]
+    results = []
+    for plan, devices in ((single, 1), (per_call, 2)):
+        torch._dynamo.reset()  # what it has learned about sizes, from one of these runs, another test or an earlier fit
+        settings = {"compile_layers": {"backend": Rounding()}, "num_microbatches": 4, "plan": plan(5, 4)}
+        results.append(run(ours(layers=LAYERS, **settings), Module(), copy.deepcopy(given), devices=devices))
+    assert_identical(*results)
 
 
 @pytest.mark.slow
