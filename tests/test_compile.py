@@ -218,6 +218,24 @@ def test_devices_and_grad_mode_do_not_use_up_variants() -> None:
                 assert forwards.of(layer, replica)(torch.ones(2, 3, device=device)).device == device
 
 
+def test_options_hold_for_each_layer() -> None:
+    """Torch takes this one out of the dict that it is given."""
+    asked: list[int] = []
+
+    def keep(guards: Any) -> list[bool]:
+        asked.append(len(guards))
+        return [True] * len(guards)
+
+    forwards = CompiledForwards({"backend": "eager", "options": {"guard_filter_fn": keep}})
+    for size in (2, 3):
+        module = nn.Linear(size, size)
+        replica: Any = SimpleNamespace(module=module, originals=[module], device=torch.device("cpu"))
+        layer: Any = SimpleNamespace(name="linear")
+        before = len(asked)
+        forwards.of(layer, replica)(torch.ones(5, size))
+        assert len(asked) > before
+
+
 class Rounding(Counting):
     """Code for sizes that are fixed rounds otherwise than code for any, as torch's own compiler would have it."""
 

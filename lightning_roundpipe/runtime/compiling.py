@@ -88,11 +88,16 @@ class CompiledForwards(Forwards):
         self._limits = {**_STRICT, "recompile_limit": self._tracing.recompile_limit}
         self._functions: dict[Any, Callable[..., Any]] = {}
         try:
-            torch.compile(_own_function("nothing"), **self._settings)
+            self._compile(_own_function("nothing"))
         except Exception as error:
             raise ValueError(
                 f"compile_layers={dict(settings)!r} is refused by torch.compile: {error} Use what torch.compile takes."
             ) from error
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        settings: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self._settings.items()}
+        compiled: Callable[..., Any] = torch.compile(function, **settings)  # which takes some of the options out
+        return compiled
 
     def of(self, layer: HostLayer, replica: Replica) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -123,7 +128,7 @@ class CompiledForwards(Forwards):
         key = (kind, shapes, replica.device, torch.is_grad_enabled(), alike)
         if key not in self._functions:
             named = _own_function(f"{kind.__name__}_{len(self._functions)}")
-            self._functions.setdefault(key, torch.compile(named, **self._settings))
+            self._functions.setdefault(key, self._compile(named))
         return self._functions[key]
 
     def alone(self, device: Device) -> contextlib.AbstractContextManager[object]:
