@@ -41,15 +41,20 @@ def resident() -> int:
 
 
 class Growth(pl.Callback):
-    """Resident bytes after each step."""
+    """Resident bytes after each step, and at the end: of the process, and of what emulated devices count."""
 
     roundpipe_looks_away = True
 
     def __init__(self) -> None:
         self.after: list[int] = []
+        self.at_rest = self.on_devices = 0
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.after.append(resident())
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.at_rest = resident()
+        self.on_devices = sum(device.resident_bytes() for device in trainer.strategy._engine.devices)
 
 
 def items(task: Any, report: dict[str, Any], before: int, loaded: int) -> list[tuple[str, int]]:
@@ -151,6 +156,8 @@ def full(options: argparse.Namespace) -> None:
     show(console, f"full fine-tuning, {report['plan']}", design, apart, most)
     own = most - sum(size for _, size in apart) - sum(size for _, size in design[1:])
     console.print(f"bytes a parameter, beside all that: {own / trained:.2f}")
+    rest = growth.at_rest - growth.on_devices - before - 2 * trained - boundaries
+    console.print(f"the same at the end, when nothing runs: {rest / trained:.2f} ({growth.at_rest / MIB:,.0f} MiB)")
     console.print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
 
 

@@ -14,6 +14,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Several processes share the cores, and what they start does: OpenMP's threads must not spin until others have ended.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 THREAD_GRACE_SECONDS = 60.0
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager
+from functools import partial
 
 from torch import Tensor
 
@@ -94,15 +95,13 @@ class FedStream(QueuedStream):
         return event
 
     def wait(self, event: Event) -> None:
-        self._enqueue(lambda: self._attempt(lambda: self.fed.wait(event)))
+        self._enqueue(partial(self._attempt, self.fed.wait, event))
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
-        to, of = check_copy(dst, src)
-        self._enqueue(lambda: self._attempt(lambda: self._feed(to, of)))
+        self._enqueue(partial(self._attempt, self._feed, *check_copy(dst, src)))
 
     def fill(self, buffer: Tensor, byte: int) -> None:
-        flat = check_fill(buffer, byte)
-        self._enqueue(lambda: self._attempt(lambda: self.fed.fill(flat, byte)))
+        self._enqueue(partial(self._attempt, self.fed.fill, check_fill(buffer, byte), byte))
 
     def poison(self, buffer: Tensor) -> None:
         pass  # a GPU runs what the emulation has checked

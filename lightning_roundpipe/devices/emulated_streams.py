@@ -79,30 +79,23 @@ class ThreadStream(QueuedStream):
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, ThreadEvent)
-        self._enqueue(lambda: self._attempt(lambda: event.wait_on_behalf_of(self._switch)))
+        self._enqueue(partial(self._attempt, event.wait_on_behalf_of, self._switch))
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
-        to, of = check_copy(dst, src)
+        self._enqueue(partial(self._attempt, self._transfer, *check_copy(dst, src)))
 
-        def transfer() -> None:
-            if self._delays is not None:
-                self._switch.sleep(self._delays.next())
-            most = self._link.chunk_bytes
-            pieces = [(to, of)] if self._first or most is None else chunks(to, of, most)
-            asked = self._link.arise()
-            for there, here in pieces:
-                nbytes = here.numel() * here.element_size()
-                asked = self._link.carry(nbytes, partial(move, there, here), asked, first=self._first)
-
-        self._enqueue(lambda: self._attempt(transfer))
+    def _transfer(self, to: Tensor, of: Tensor) -> None:
+        if self._delays is not None:
+            self._switch.sleep(self._delays.next())
+        most = self._link.chunk_bytes
+        pieces = [(to, of)] if self._first or most is None else chunks(to, of, most)
+        asked = self._link.arise()
+        for there, here in pieces:
+            nbytes = here.numel() * here.element_size()
+            asked = self._link.carry(nbytes, partial(move, there, here), asked, first=self._first)
 
     def fill(self, buffer: Tensor, byte: int) -> None:
-        flat = check_fill(buffer, byte)
-
-        def overwrite() -> None:
-            flat.fill_(byte)
-
-        self._enqueue(lambda: self._attempt(overwrite))
+        self._enqueue(partial(self._attempt, check_fill(buffer, byte).fill_, byte))
 
     def poison(self, buffer: Tensor) -> None:
         if self._poisons:

@@ -17,6 +17,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -73,12 +74,13 @@ class QueuedStream(Stream):
                 work()
                 del work  # or the last copy's tensors live until the next one
 
-    def _attempt(self, work: Callable[[], None]) -> None:
+    def _attempt(self, work: Callable[..., object], *given: Any) -> None:
+        """What is to be copied is ``given``: a frame that is cleared lets go of arguments, but not of a closure."""
         if self._error is None:
             try:
-                work()
+                work(*given)
             except BaseException as error:  # whatever it is, it must reach a waiter and not end this thread
                 # Events keep it, and its frames, this one too, hold what was to be copied.
                 traceback.clear_frames(error.__traceback__)
-                del work
+                del work, given
                 self._error = error

@@ -4,8 +4,10 @@
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -380,3 +382,29 @@ def test_fill_and_poison(make: MakeDevice) -> None:
     silent.weights_up.poison(untouched)
     silent.weights_up.synchronize()
     assert untouched.eq(0).all()
+
+
+@pytest.mark.parametrize("how", ["aborted", "failed"])
+def test_what_a_failed_copy_leaves_keeps_none_of_its_tensors(
+    make: MakeDevice, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Without a run of the collector, while somebody holds the event or the error."""
+    device = make(latency=PATIENCE_S if how == "aborted" else 0.0)
+    if how == "failed":
+        monkeypatch.setattr(emulated_link.ctypes, "memmove", None)
+    dst, src = torch.zeros(10, dtype=torch.uint8), torch.ones(10, dtype=torch.uint8)
+    kept = [weakref.ref(dst.untyped_storage()), weakref.ref(src.untyped_storage())]
+    gc.disable()
+    try:
+        device.weights_up.copy(dst, src)
+        if how == "aborted":
+            event = device.weights_up.record()
+            device.abort()
+        del dst, src
+        with pytest.raises((StreamAborted, StreamError)) as error:
+            (event if how == "aborted" else device.weights_up.record()).wait()
+        device.abort()
+        device.reset()
+        assert [ref() is None for ref in kept] == [True, True], error
+    finally:
+        gc.enable()
