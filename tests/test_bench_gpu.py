@@ -250,7 +250,7 @@ class TestProcesses:
 class TestCommand:
     def test_without_a_gpu_it_says_so(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         if torch.cuda.is_available():
-            pytest.skip("there is one")
+            pytest.skip("it says so where there is none, and here is one")
         assert bench_gpu.main(["--out", str(tmp_path / "out")]) == bench_gpu.NO_DEVICE == 3
         out, err = capsys.readouterr()
         assert "no CUDA device" in err and "--device cpu --tiny" in err

@@ -104,7 +104,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs) if key is None else self.choose(key, func, args, kwargs)
 
     def choose(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError  # `Recording` and `Replay` do it, each in its way
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What has to agree for a choice to be the same one; None: it is none, or too large to be one."""

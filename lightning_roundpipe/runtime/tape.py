@@ -95,7 +95,7 @@ class Joint:
     @property
     def what(self) -> str:
         """For errors."""
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of joint has a name of its own
 
     def connect(self, tensors: list[Tensor]) -> None:
         """Remember where the gradients of what goes in go."""
