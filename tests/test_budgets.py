@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import ours, run
+from harness import ours, run, single
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
@@ -51,16 +51,25 @@ def test_a_budget_is_bytes_or_a_share_of_the_smallest_device(
 
 
 def test_each_worker_keeps_to_a_share() -> None:
-    """Half of each device's memory: half of the stages' room."""
+    """A plan that wants 60 % of each device's memory: allowed with all of it, and refused with half.
+
+    The plan is given, as one that is found depends on measured times, and on a busy machine may want less than it could
+    have.
+    """
     module, batches = zoo.make_module("mlp"), zoo.make_batches("mlp")
-    peaks = []
-    for budget in (1.0, 0.5):
-        options = {"num_microbatches": 2, "layers": ["Linear", "ResidualBlock"], "emulation": {"memory": "240KB"}}
-        report = run(ours(memory_budget=budget, **options), module, batches, devices=2).report
+    options: dict[str, Any] = {"num_microbatches": 2, "layers": ["Linear", "ResidualBlock"]}
+
+    def reported(**more: Any) -> dict[str, Any]:
+        report = run(ours(**options, **more), module, batches, devices=2).report
         assert report is not None
-        peaks.append(max(report["peak_device_bytes"]))
-        assert peaks[-1] <= budget * 240_000
-    assert peaks[0] > 120_000
+        return report
+
+    options["plan"] = single(len(reported()["costs"]["calls"]), 2)
+    needed = reported(memory_budget="1GiB")["planned_device_bytes"]
+    memory = int(needed / 0.6)
+    assert max(reported(memory_budget=1.0, emulation={"memory": memory})["peak_device_bytes"]) > memory // 2
+    with pytest.raises(ValueError, match=f"plan: it needs .* but memory_budget allows {memory // 2:,}"):
+        reported(memory_budget=0.5, emulation={"memory": memory})
 
 
 @pytest.mark.parametrize("pin_memory", ["auto", "on", "off"])
