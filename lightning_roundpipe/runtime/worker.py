@@ -45,8 +45,12 @@ class Arena:
         self.buffer: Tensor | None = None
         self.free: Event | None = None
 
+    def has(self, nbytes: int) -> bool:
+        """Whether it need not grow for ``nbytes``."""
+        return self.buffer is not None and self.buffer.numel() >= nbytes
+
     def ensure(self, nbytes: int) -> None:
-        if self.buffer is not None and self.buffer.numel() >= nbytes:
+        if self.has(nbytes):
             return
         self.release()
         self.buffer = self._device.allocate(nbytes, self._purpose)
@@ -153,11 +157,12 @@ class Worker:
             room: what the budget leaves beside all that the plan needs; None: no limit.
         """
         self.room.limit = room
-        for arena in self.weights:
-            arena.ensure(weights)
-        for arena in self.gradients:
-            if gradients:
-                arena.ensure(gradients)
+        needed = [(arena, weights) for arena in self.weights]
+        needed += [(arena, gradients) for arena in self.gradients if gradients]
+        if not all(arena.has(nbytes) for arena, nbytes in needed):
+            self.forget()  # a copy whose layer does not come here again would hold the memory that is given back
+        for arena, nbytes in needed:
+            arena.ensure(nbytes)
 
     def prepare(self, slot: Slot) -> None:
         """Enqueue the uploads of a slot's weights into the arena that is free [2].
