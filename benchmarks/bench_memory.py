@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.callbacks.host_memory import forget_peak, peak_bytes
+from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.tasks.fine_tuning import build
 
 MIB = 2**20
@@ -38,6 +39,13 @@ MIB = 2**20
 def resident() -> int:
     """Bytes of the process now."""
     return int(psutil.Process().memory_info().rss)
+
+
+def trimmed() -> int:
+    """The same without what was freed and the allocator keeps."""
+    gc.collect()
+    give_back()
+    return resident()
 
 
 class Growth(pl.Callback):
@@ -53,7 +61,7 @@ class Growth(pl.Callback):
         self.after.append(resident())
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.at_rest = resident()
+        self.at_rest = trimmed()
         self.on_devices = sum(device.resident_bytes() for device in trainer.strategy._engine.devices)
 
 
@@ -134,8 +142,7 @@ def full(options: argparse.Namespace) -> None:
     steps = options.steps or 3
     with console.status("a small model, for all that is imported and started once"):
         fit_full(64, 2, 2, options)
-    gc.collect()
-    before = resident()
+    before = trimmed()
     forget_peak()
     with console.status("training"):
         module, strategy, growth = fit_full(options.hidden, options.layers, steps, options)
@@ -155,9 +162,10 @@ def full(options: argparse.Namespace) -> None:
     ]
     show(console, f"full fine-tuning, {report['plan']}", design, apart, most)
     own = most - sum(size for _, size in apart) - sum(size for _, size in design[1:])
-    console.print(f"bytes a parameter, beside all that: {own / trained:.2f}")
-    rest = growth.at_rest - growth.on_devices - before - 2 * trained - boundaries
-    console.print(f"the same at the end, when nothing runs: {rest / trained:.2f} ({growth.at_rest / MIB:,.0f} MiB)")
+    console.print(f"bytes a parameter at the peak, beside all that: {own / trained:.2f}")
+    rest = growth.at_rest - growth.on_devices - before - 2 * trained
+    sizes = f"{growth.at_rest / MIB:,.0f} MiB, of which the devices hold {growth.on_devices / MIB:,.0f}"
+    console.print(f"at the end, when no layer computes and free memory was given back: {rest / trained:.2f} ({sizes})")
     console.print("resident after each step (MiB): " + " ".join(f"{size / MIB:,.0f}" for size in growth.after))
 
 
@@ -166,7 +174,8 @@ def fit_full(
 ) -> tuple[Full, RoundPipeStrategy, Growth]:
     """Train a model of this shape on two emulated devices, four sequences a step."""
     module, growth = Full(hidden, layers), Growth()
-    strategy = RoundPipeStrategy(num_microbatches=4, memory_budget=options.budget)
+    emulation = {"poison": True}  # or pages of a device's memory would count that were never touched
+    strategy = RoundPipeStrategy(num_microbatches=4, memory_budget=options.budget, emulation=emulation)
     tokens = torch.randint(0, 32_000, (4 * steps, options.tokens))
     trainer(strategy, 2, precision="bf16-true", callbacks=growth).fit(module, batches(tokens, 4))
     return module, strategy, growth
