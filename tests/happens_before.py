@@ -35,8 +35,10 @@ from fake_cuda import FakeEvent, FakeStream
 from ordering import HOST, PAGE, Access, Ordering, _local, _touched, following, unfollowed
 from torch import Tensor
 
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_streams import CudaStream
+from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.threads import TaskThread
 
 SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
@@ -99,6 +101,13 @@ class HappensBefore(Ordering):
             return all(host[stream] >= tick for stream, tick in event.point.items())
 
     # -- memory
+
+    def owner_of(self, tensor: Tensor) -> str:
+        """The stream whose memory it is, as far as is known."""
+        with self._lock:
+            self._look_for_freed()
+            memory = self._memory.get(_key(tensor))
+            return NOBODY if memory is None else memory.owner
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         stream, name = getattr(_local, "stream", HOST), func._schema.name
@@ -263,4 +272,18 @@ def races(*, shared: bool = False) -> Iterator[HappensBefore]:
     with pytest.MonkeyPatch.context() as patch:
         fake_cuda.trainers_on_gpus(patch, shared=shared)
         with HappensBefore() as found:
+            if not shared:
+                _tell_apart(found, patch)
             yield found
+
+
+def _tell_apart(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
+    """GPUs that are played are all the CPU to torch. Whether something is where it is needed goes by who owns it."""
+    real = Engine.locate
+
+    def locate(self: Engine, tensor: Tensor, newest: Device | None) -> Device | None:
+        owner = ordering.owner_of(tensor)
+        own = (device for device in self.devices if owner.startswith(f"roundpipe-dev{device.index}-"))
+        return next(own, None) or real(self, tensor, newest)
+
+    patch.setattr(Engine, "locate", locate)
