@@ -43,11 +43,11 @@ from lightning_roundpipe.runtime.units import units_of
 from lightning_roundpipe.runtime.weights import host_layers
 
 SHAPES = {
-    "Qwen3-1.7B": {"hidden": 2048, "inner": 6144, "layers": 2, "vocabulary": 8_000},
-    "Qwen3-0.6B": {"hidden": 1024, "inner": 3072, "layers": 4, "vocabulary": 8_000},
-    "SmolLM2-135M": {"hidden": 576, "inner": 1536, "layers": 8, "vocabulary": 16_000},
+    "Qwen3-1.7B": {"hidden": 2048, "inner": 6144, "layers": 6, "vocabulary": 8_000},
+    "Qwen3-0.6B": {"hidden": 1024, "inner": 3072, "layers": 16, "vocabulary": 8_000},
+    "SmolLM2-135M": {"hidden": 576, "inner": 1536, "layers": 30, "vocabulary": 49_152},
 }
-"""Few layers, of about these models' size."""
+"""About these models: all layers of the last one, and of the others those that 8 GiB have room for."""
 IDLE = 0.01
 """Seconds before each turn: the optimizer's thread comes to wait for gradients, and torch's threads to rest."""
 REFERENCE = "AdamW(fused=True).step()"
