@@ -18,7 +18,7 @@ EXAMPLES = sorted(FOLDER.glob("*.py"))
 def printed(name: str, folder: Path) -> str:
     """What the example says on standard output."""
     command = [sys.executable, FOLDER / f"{name}.py"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=2 * PATIENCE_S, check=True, cwd=folder)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=6 * PATIENCE_S, check=True, cwd=folder)
     assert not list(folder.iterdir()), "it leaves files behind"
     return done.stdout
 

@@ -136,7 +136,7 @@ def test_at_random_times() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_at_many_random_times() -> None:
     at_random_times(150, seed=1)
 

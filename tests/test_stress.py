@@ -75,7 +75,7 @@ def test_any_schedule(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @seed(int(os.environ.get("STRESS_SEED", "0")))
 @settings(stress, max_examples=150, database=None)
 @given(case=cases())

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_installed_wheel_runs_the_main_job(tmp_path: Path) -> None:
     """Two steps of it, through the console command; `.ci/smoke.py` has the checks."""
     build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
