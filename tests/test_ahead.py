@@ -12,6 +12,7 @@ from typing import Any
 import harness
 import pytest
 from harness import ours, run
+from patience import PATIENCE_S, until
 from test_overlap import BATCHES, Gate, Gated, Layer
 from torch import Tensor
 
@@ -23,6 +24,10 @@ from lightning_roundpipe.runtime.tape import Entry
 
 PLAN = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 2")
 AHEAD = replace(PLAN, recompute_ahead=True)
+
+
+Recomputed = tuple[int, str, int]
+"""A call: its batch, which is the number of updates that it has to see, its layer and its microbatch."""
 
 
 def fit(module: Gated, plan: Plan = AHEAD, devices: int = 2, **options: Any) -> harness.Result:
@@ -38,29 +43,46 @@ def held_up_at_the_loss(gate: Gate) -> Gated:
 
 
 @pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Layers and microbatches, as they are recomputed ahead."""
-    made: list[tuple[str, int]] = []
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Recomputed]:
+    """Everything that is recomputed ahead, in order."""
+    made: list[Recomputed] = []
     real = Runner.recompute_ahead
 
     def recompute(runner: Runner, slot: Any, entry: Entry, boundaries: Any) -> None:
         real(runner, slot, entry, boundaries)
-        made.append((entry.layer.name, entry.microbatch))
+        made.append((slot.version, entry.layer.name, entry.microbatch))
 
     monkeypatch.setattr(Runner, "recompute_ahead", recompute)
     return made
 
 
+class Until(Gate):
+    """Opens when the first microbatch of the third batch has been recomputed ahead as far as ``layer``."""
+
+    def __init__(self, ahead: list[Recomputed], layer: str) -> None:
+        super().__init__(2, 0)
+        self.ahead, self.last = ahead, (2, layer, 0)
+
+    def pass_through(self, batch: int, part: int) -> None:
+        if (batch, part) == (2, 0):
+            until(lambda: self.last in self.ahead, f"{self.last} is not recomputed ahead")
+
+    def of_stage(self, *layers: str) -> list[str]:
+        """Which of ``layers`` were, in order."""
+        return [name for batch, name, microbatch in self.ahead if (batch, microbatch) == (2, 0) and name in layers]
+
+
 def test_a_worker_recomputes_before_the_gradient_is_there(
-    ahead: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+    ahead: list[Recomputed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(2, 0)
-    made_then: list[tuple[str, int]] = []
+    made_then: list[Recomputed] = []
     real = Runner.recompute_ahead
 
-    def recompute(runner: Runner, *args: Any) -> None:
-        real(runner, *args)
-        if gate.reached.wait(0.2) and not gate.opened.is_set():
+    def recompute(runner: Runner, slot: Any, *args: Any) -> None:
+        real(runner, slot, *args)
+        if slot.version == 2 and not gate.opened.is_set():
+            gate.reached.wait(PATIENCE_S)
             made_then.append(ahead[-1])
             gate.opened.set()
 
@@ -68,36 +90,33 @@ def test_a_worker_recomputes_before_the_gradient_is_there(
     plain = run("auto", held_up_at_the_loss(Gate(-1)), BATCHES, watch=False)
     result = fit(held_up_at_the_loss(gate))
     assert gate.reached.is_set() and not gate.in_vain
-    assert made_then == [("layers.2", 0)]
+    assert made_then == [(2, "layers.2", 0)]
     harness.assert_tensors_same(plain.state, result.state)
 
 
-def test_a_whole_stage_is_recomputed_deepest_call_first(ahead: list[tuple[str, int]]) -> None:
-    class Slow(Gate):  # a third worker waits for the first microbatch with the last stage open
-        def pass_through(self, batch: int, part: int) -> None:
-            if batch == 2 and part == 0:
-                self.opened.wait(0.5)
-
-    fit(held_up_at_the_loss(Slow(2)), devices=4)
-    first = [name for name, microbatch in ahead if microbatch == 0 and name != "layers.2"]
-    assert first[:2] == ["layers.1", "layers.0"]
+def test_a_whole_stage_is_recomputed_deepest_call_first(ahead: list[Recomputed]) -> None:
+    """The first worker waits for the first microbatch with the last stage open."""
+    gate = Until(ahead, "layers.0")
+    fit(held_up_at_the_loss(gate), devices=4)
+    assert gate.of_stage("layers.0", "layers.1") == ["layers.1", "layers.0"]
 
 
-def test_nothing_is_recomputed_before_the_forward_has_left_the_stage(ahead: list[tuple[str, int]]) -> None:
+def test_nothing_is_recomputed_before_the_forward_has_left_the_stage(ahead: list[Recomputed]) -> None:
     """The fifth worker has its turn while the first calls of its stage are still being made."""
     plan = replace(Plan.parse("forward 0 1 2; fused 3; backward 1-2 0; round 2"), recompute_ahead=True)
-    fit(Gated(Gate(-1)), plan, devices=5)
-    assert next(name for name, microbatch in ahead if microbatch == 0 and name != "layers.0") == "layers.2"
+    gate = Until(ahead, "layers.2")
+    fit(held_up_at_the_loss(gate), plan, devices=5)
+    assert gate.of_stage("layers.1", "layers.2")[0] == "layers.2"
 
 
-def test_no_plan_changes_a_bit(ahead: list[tuple[str, int]]) -> None:
+def test_no_plan_changes_a_bit(ahead: list[Recomputed]) -> None:
     results = [fit(Gated(Gate(-1)), plan, devices).state for plan in (PLAN, AHEAD) for devices in (1, 3)]
     assert ahead
     for state in results[1:]:
         harness.assert_tensors_same(results[0], state, rtol=0, atol=0)
 
 
-def test_only_where_the_plan_says_so(ahead: list[tuple[str, int]]) -> None:
+def test_only_where_the_plan_says_so(ahead: list[Recomputed]) -> None:
     fit(Gated(Gate(-1)), PLAN)
     assert not ahead
 
@@ -116,8 +135,9 @@ class Refusing(Layer):
         return super().forward(x, which)
 
 
-def test_what_fails_ahead_is_raised_where_it_is_needed(ahead: list[tuple[str, int]]) -> None:
+def test_what_fails_ahead_is_raised_where_it_is_needed(ahead: list[Recomputed]) -> None:
     module = Gated(Gate(-1))
+    RAN.clear()
     module.layers[2] = Refusing()
     strategy = ours(num_microbatches=2, layers=["Layer", "Refusing"], plan=str(AHEAD), watchdog_timeout=60)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
