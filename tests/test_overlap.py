@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ours, run
+from patience import PATIENCE_S
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -227,13 +228,20 @@ def _forgetting(real: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_what_fails_on_the_way_back_is_raised_at_the_next_step(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
+    stepped, real = threading.Event(), Updates._apply
+
+    def apply(updates: Updates, step: Any, gathered: dict[Unit, Any]) -> None:
+        real(updates, step, gathered)
+        if step.number == 3:
+            stepped.set()
 
     class Failing(Gate):
         def pass_through(self, batch: int, part: int) -> None:
             if batch == self.batch:
-                time.sleep(0.5)  # until layers behind it have been stepped
+                assert stepped.wait(PATIENCE_S), "no layer behind it is stepped"
                 raise ZeroDivisionError("planted")
 
+    monkeypatch.setattr(Updates, "_apply", apply)
     monkeypatch.setattr(updates_module, "PIECE", 0)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
         fit(Gated(Failing(2), lambda module, batch: begun.append(batch)), staleness=staleness)
