@@ -31,7 +31,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     made = make()
     yield made
     made.close()
-    assert harness.roundpipe_threads() == []
+    until(lambda: harness.roundpipe_threads() == [], "a thread is left")  # a broken crew joins with a deadline
 
 
 def kill(thread: TaskThread) -> None:
