@@ -120,6 +120,10 @@ class HappensBefore(Ordering):
             stream = HOST  # a batch, labels, a generator's state: where there are GPUs it would not be on one
             for memory in new:
                 memory.owner = NOBODY
+        else:
+            for tensor in writes:  # zeros, say: made where they are written to
+                if (memory := self._memory.get(_key(tensor))) is not None and memory.owner == NOBODY:
+                    memory.owner = stream
         self.access(stream, reads, writes, name)
         if name in SYNCHRONIZES and stream != HOST:
             self.waits.append((threading.current_thread().name, name))
@@ -273,11 +277,11 @@ def races(*, shared: bool = False) -> Iterator[HappensBefore]:
         fake_cuda.trainers_on_gpus(patch, shared=shared)
         with HappensBefore() as found:
             if not shared:
-                _tell_apart(found, patch)
+                tell_apart(found, patch)
             yield found
 
 
-def _tell_apart(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
+def tell_apart(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
     """GPUs that are played are all the CPU to torch. Whether something is where it is needed goes by who owns it."""
     real = Engine.locate
 

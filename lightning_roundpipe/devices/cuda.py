@@ -83,6 +83,9 @@ class CudaDevice(Device):
             raise ValueError(
                 f"this tensor of {buffer.numel()} elements is no arena of device {self.index}, or not any more."
             )
+        for stream in self.streams:  # or its memory would come back only when each of them is next asked for something
+            assert isinstance(stream, (CudaStream, FedStream))
+            stream.let_go()
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return pinned.host_buffer(nbytes, self._pin_memory)

@@ -109,6 +109,10 @@ class FedStream(QueuedStream):
     def running(self) -> AbstractContextManager[None]:
         return self.fed.running()
 
+    def let_go(self) -> None:
+        """Keep no longer what is over."""
+        self.fed.let_go()
+
     def settle(self) -> None:
         super().settle()
         self._given.clear()

@@ -120,6 +120,16 @@ class Replica:
                 parameter.data = view
         self.train(requires_grad)
 
+    def unbind(self) -> None:
+        """Let go of what the parameters point at. Where the copy itself is dropped, that is not enough: it refers to
+        itself, so its memory would come back when Python next looks for such circles."""
+        for parameter in self.parameters:
+            parameter.grad = None
+            if isinstance(parameter, RoundedWeight):
+                parameter.let_go()
+            else:
+                parameter.data = _nothing(parameter, self.device)
+
     def train(self, requires_grad: list[bool]) -> None:
         """Which parameters the next call has gradients for."""
         for parameter, trainable in zip(self.parameters, requires_grad, strict=True):
@@ -215,5 +225,8 @@ def _placeholder(parameter: nn.Parameter, device: torch.device, rounded: bool) -
     if rounded:
         made = RoundedWeight(parameter.shape, parameter.stride(), parameter.dtype, device, parameter.requires_grad)
         return cast(nn.Parameter, made)
-    empty = torch.empty(0, dtype=parameter.dtype, device=device)
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return nn.Parameter(_nothing(parameter, device), requires_grad=parameter.requires_grad)
+
+
+def _nothing(parameter: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=parameter.dtype, device=device)

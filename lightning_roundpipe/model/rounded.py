@@ -75,6 +75,11 @@ class RoundedWeight(Tensor):
         """
         self._low, self._get_whole, self._whole, self._of = low, whole, None, of
 
+    def let_go(self) -> None:
+        """Have no values, until there are others to hold."""
+        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.hold(nothing, lambda: nothing)
+
     def whole(self) -> Tensor:
         """The values before they were rounded. From now on all is computed from these, for they may be written to."""
         if self._whole is None:

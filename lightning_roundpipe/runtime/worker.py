@@ -49,10 +49,8 @@ class Arena:
         """Whether it need not grow for ``nbytes``."""
         return self.buffer is not None and self.buffer.numel() >= nbytes
 
-    def ensure(self, nbytes: int) -> None:
-        if self.has(nbytes):
-            return
-        self.release()
+    def make(self, nbytes: int) -> None:
+        assert self.buffer is None, f"{self._purpose} made twice"
         self.buffer = self._device.allocate(nbytes, self._purpose)
 
     def release(self) -> None:
@@ -159,10 +157,13 @@ class Worker:
         self.room.limit = room
         needed = [(arena, weights) for arena in self.weights]
         needed += [(arena, gradients) for arena in self.gradients if gradients]
-        if not all(arena.has(nbytes) for arena, nbytes in needed):
-            self.forget()  # a copy whose layer does not come here again would hold the memory that is given back
-        for arena, nbytes in needed:
-            arena.ensure(nbytes)
+        growing = [(arena, nbytes) for arena, nbytes in needed if not arena.has(nbytes)]
+        if growing:
+            self.forget()  # copies of layers would hold what is given back
+        for arena, _ in growing:  # all of them first: there may be no room for old and new ones
+            arena.release()
+        for arena, nbytes in growing:
+            arena.make(nbytes)
 
     def prepare(self, slot: Slot) -> None:
         """Enqueue the uploads of a slot's weights into the arena that is free [2].
@@ -369,6 +370,8 @@ class Worker:
 
     def forget(self) -> None:
         """Drop what the last step left: copies of layers keep nothing of the arenas, and nothing is in flight."""
+        for replica, _ in self._replicas.values():
+            replica.unbind()
         self._replicas.clear()
         self._device_gradients.clear()
         self._segments.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -15,6 +16,7 @@ import torch
 import zoo
 from harness import assert_same, ours, run
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import ModuleState
@@ -87,6 +89,29 @@ def test_what_refers_to_the_layer_refers_to_the_copy(layer: Odd) -> None:
     assert inside.weights[0] is copy.parameters[0]
     for name, value in inside.__dict__.items():
         assert name == "_buffers" or not reached_from_outside(copy, value), name
+
+
+@pytest.mark.parametrize("rounded", [(), (0, 1, 2, 3)])
+def test_unbinding_gives_memory_back_at_once(layer: Odd, rounded: tuple[int, ...]) -> None:
+    """This copy holds a method of its own, so it would hold its memory until Python looks for such circles."""
+    gc.disable()
+    try:
+        copied = Replica(layer, CPU, rounded=rounded)
+        kept = torch.bfloat16 if rounded else torch.float32
+        views = [torch.ones_like(p, dtype=kept) for p in layer.parameters()]
+        memory = [StorageWeakRef(view.untyped_storage()) for view in views]
+        whole = [torch.ones_like(p) for p in layer.parameters()]
+        copied.bind(views, [True] * len(views), whole.__getitem__)
+        copied.module(torch.ones(1, 2)).sum().backward()
+        del views
+        memory += [StorageWeakRef(p.grad.untyped_storage()) for p in copied.parameters if p.grad is not None]
+        assert len(memory) > len(whole)
+        assert not any(reference.expired() for reference in memory)
+        copied.unbind()
+        del copied
+        assert all(reference.expired() for reference in memory)
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_copied_that_need_not_be(layer: Odd) -> None:

@@ -1,0 +1,71 @@
+"""What a GPU's allocator would count is what was planned, and nothing that was given back is still held by somebody.
+
+As ``test_memory_forecast`` does for emulated devices, which count what they are told of; here all that is there counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import pytest
+import zoo
+from counted_memory import counted
+from harness import ours, run
+from stress import all_reports
+
+from lightning_roundpipe.devices.cuda import CudaDevice
+
+LLAMA = 6
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "plan", "options"),
+    [
+        ("llama", False, harness.halves(LLAMA, 4), {}),
+        ("llama", True, harness.halves(LLAMA, 4), {}),
+        ("gpt2", False, harness.halves(7, 4), {}),
+        ("mlp", False, harness.single(6, 4), {}),
+        ("llama", False, harness.per_call(LLAMA, 4), {}),
+        ("llama", False, harness.single(LLAMA, 4), {}),
+        ("llama", False, harness.halves(LLAMA, 4), {"staleness": 1}),
+        ("t5", False, harness.halves(9, 4), {}),
+        ("vit", False, harness.halves(6, 4), {}),
+    ],
+)
+def test_one_worker_holds_what_was_planned(name: str, lora: bool, plan: str, options: dict[str, Any]) -> None:
+    module, batch = zoo.make_module(name, lora), zoo.make_batches(name, 1)[0]
+    with counted() as found, all_reports() as made:
+        run(ours(num_microbatches=4, plan=plan, **options), module, [batch] * 4, devices=1, watch=False)
+    reports = [report for make in made if not (report := make())["profiled"]]
+    assert len(reports) == 3
+    for report in reports:
+        assert abs(report["peak_device_bytes"][0] / report["planned_device_bytes"] - 1) <= 0.05
+    assert found.faults == []
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_arenas_that_grow_are_given_back_before(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When larger ones are made, nobody holds the old ones: what runs a layer, what has copied, or what was copied."""
+    beside: list[tuple[int, int]] = []
+    given_back: list[int] = []
+    with counted():
+        real_allocate, real_free = CudaDevice.allocate, CudaDevice.free
+
+        def allocate(self: CudaDevice, nbytes: int, purpose: str) -> Any:
+            if given_back:
+                arenas = sum(arena.numel() for arena, _ in self._arenas.values())
+                beside.append((self.resident_bytes() - arenas, min(given_back)))
+            return real_allocate(self, nbytes, purpose)
+
+        def free(self: CudaDevice, buffer: Any) -> None:
+            given_back.append(buffer.numel())
+            real_free(self, buffer)
+
+        monkeypatch.setattr(CudaDevice, "allocate", allocate)
+        monkeypatch.setattr(CudaDevice, "free", free)
+        used = ours(num_microbatches=2, plan=harness.single(LLAMA, 2))
+        run(used, zoo.make_module("llama"), zoo.make_batches("llama", 2), devices=2, precision=precision, watch=False)
+    assert len(beside) >= 8
+    for other, arena in beside:
+        assert other < arena, "an arena that was given back is still there"
