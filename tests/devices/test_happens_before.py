@@ -48,6 +48,24 @@ def test_a_model_of_hugging_face(name: str, lora: bool, options: dict[str, Any])
     assert_no_races(found)
 
 
+IN_GLUE = {"glue_parameters", "shared_scales"}
+"""Have weights between layers. Torch brings their gradients to the host and waits; where all is the CPU it does not."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in zoo.ENTRIES if name not in IN_GLUE])
+def test_every_model(name: str) -> None:
+    """On workers that share a GPU, since glue of most combines what comes from several of them."""
+    module, batches = zoo.make_module(name), zoo.make_batches(name, 3)
+    plan = None
+    for _ in range(2):  # first by the plan that is found, then by a cut at every call
+        with races(shared=True) as found:
+            report = run(ours(num_microbatches=3, plan=plan), module, batches, devices=2, watch=False).report
+        assert_no_races(found)
+        assert report is not None
+        plan = harness.per_call(len(report["costs"]["calls"]), 2)
+
+
 CASES = {
     "planned": stress.Case(PLAN, 2),
     "ahead": stress.Case("forward 0 1 2 3; fused 4-5; backward 3 2 1 0; round 4; recompute ahead", 3),
