@@ -49,7 +49,8 @@ def test_long_steps_are_worth_a_search(asked: list[Limits], monkeypatch: pytest.
     usual, roomy = asked
     assert (usual.memory, roomy.memory) == (None, 2**30)
     assert usual.max_fused < roomy.max_fused == 5
-    assert plan_of(round_microbatches=2).endswith("round 2; recompute ahead")
+    of_two = plan_of(round_microbatches=2)  # whether it says "recompute ahead" depends on measured times
+    assert "round 2" in of_two and of_two != FOUND
     assert len(asked) == 2, "who sets the round has decided"
 
 
