@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before anything imports these libraries: they read the environment once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +17,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Several processes share the cores, and what they start does: OpenMP's threads must not spin until others have ended.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# How long an example takes depends on what else the machine does. A hang meets the test's own limit.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 THREAD_GRACE_SECONDS = 60.0
 
