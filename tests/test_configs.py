@@ -413,6 +413,5 @@ def test_the_pretrained_experiments_run(
     assert not [key for key in SUMMARY if summary.get(key) is None]
     assert 2 < summary["val_loss_after"] < summary["val_loss_before"] < 3
     assert (folder / "adapters").is_dir() == (experiment == "smollm2_lora")
-    # How many stages there are depends on times that were measured while other things ran.
-    stages = summary["forward_stages"] + summary["fused_stages"] + summary["backward_stages"]
-    assert summary["forward_stages"] >= 1 and summary["backward_stages"] > 1 and stages > summary["workers"]
+    # It was cut; into how many stages depends on times that were measured while other things ran.
+    assert summary["forward_stages"] >= 1 and summary["backward_stages"] >= 1
