@@ -27,6 +27,8 @@ LLAMA = 6
         ("gpt2", False, harness.halves(7, 4), {}),
         ("mlp", False, harness.single(6, 4), {}),
         ("llama", False, harness.per_call(LLAMA, 4), {}),
+        ("bert", False, harness.per_call(6, 4), {}),
+        ("t5", False, harness.per_call(9, 4), {}),
         ("llama", False, harness.single(LLAMA, 4), {}),
         ("llama", False, harness.halves(LLAMA, 4), {"staleness": 1}),
         ("t5", False, harness.halves(9, 4), {}),
@@ -34,13 +36,14 @@ LLAMA = 6
     ],
 )
 def test_one_worker_holds_what_was_planned(name: str, lora: bool, plan: str, options: dict[str, Any]) -> None:
-    module, batch = zoo.make_module(name, lora), zoo.make_batches(name, 1)[0]
+    module, batch = zoo.make_module(name, lora), zoo.make_batches(name, 1, 8)[0]
     with counted() as found, all_reports() as made:
         run(ours(num_microbatches=4, plan=plan, **options), module, [batch] * 4, devices=1, watch=False)
     reports = [report for make in made if not (report := make())["profiled"]]
     assert len(reports) == 3
     for report in reports:
-        assert abs(report["peak_device_bytes"][0] / report["planned_device_bytes"] - 1) <= 0.05
+        share = report["peak_device_bytes"][0] / report["planned_device_bytes"]
+        assert 0.93 < share <= 1.05  # inputs of the next microbatch may come after the peak
     assert found.faults == []
 
 

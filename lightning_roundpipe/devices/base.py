@@ -196,6 +196,11 @@ class Device(ABC):
         again without waiting for that."""
 
     @abstractmethod
+    def drop_finished(self) -> None:
+        """Keep no longer what streams are done with. Each does so by itself, but only when it is next asked for
+        something, and for a download of the forward pass that may be in the next step."""
+
+    @abstractmethod
     def named(self, name: str) -> AbstractContextManager[None]:
         """What is enqueued inside bears this name for a profiler."""
 

@@ -83,9 +83,7 @@ class CudaDevice(Device):
             raise ValueError(
                 f"this tensor of {buffer.numel()} elements is no arena of device {self.index}, or not any more."
             )
-        for stream in self.streams:  # or its memory would come back only when each of them is next asked for something
-            assert isinstance(stream, (CudaStream, FedStream))
-            stream.let_go()
+        self.drop_finished()
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return pinned.host_buffer(nbytes, self._pin_memory)
@@ -107,6 +105,11 @@ class CudaDevice(Device):
 
     def let_go(self, tensors: Iterable[Tensor]) -> None:
         self.compute.keep(*tensors)
+
+    def drop_finished(self) -> None:
+        for stream in self.streams:
+            assert isinstance(stream, (CudaStream, FedStream))
+            stream.drop_finished()
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:

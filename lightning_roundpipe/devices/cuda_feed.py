@@ -109,9 +109,9 @@ class FedStream(QueuedStream):
     def running(self) -> AbstractContextManager[None]:
         return self.fed.running()
 
-    def let_go(self) -> None:
+    def drop_finished(self) -> None:
         """Keep no longer what is over."""
-        self.fed.let_go()
+        self.fed.drop_finished()
 
     def settle(self) -> None:
         super().settle()

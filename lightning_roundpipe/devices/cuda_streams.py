@@ -158,12 +158,12 @@ class CudaStream(Stream):
 
     def synchronize(self) -> None:
         self.record().wait()
-        self.let_go()
+        self.drop_finished()
 
     def settle(self) -> None:
         """Wait for all work, abort or not."""
         self.stream.synchronize()
-        self.let_go()
+        self.drop_finished()
 
     def _record(self, timed: bool) -> torch.cuda.Event:
         event = _new_event(timed=timed)
@@ -172,11 +172,11 @@ class CudaStream(Stream):
 
     def keep(self, *tensors: Tensor) -> None:
         """Let no tensor's memory be reused before this stream has passed this point."""
-        self.let_go()
+        self.drop_finished()
         with self._lock:
             self._flying.append((self._record(timed=False), tensors))
 
-    def let_go(self) -> None:
+    def drop_finished(self) -> None:
         """Keep no longer what the stream is done with."""
         with self._lock:
             while self._flying and _passed(self._flying[0][0]):

@@ -113,6 +113,9 @@ class EmulatedDevice(Device):
     def let_go(self, tensors: Iterable[Tensor]) -> None:
         pass  # `compute` has done what was asked of it
 
+    def drop_finished(self) -> None:
+        pass  # a copy's thread keeps nothing
+
     def named(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -335,6 +335,7 @@ class Worker:
         Returns:
             Where it could have gone on if there were nothing to wait for.
         """
+        self.device.drop_finished()
         upload = self._upload_of(slot, layer)
         could = self.device.compute.record(timed=True)
         self.device.compute.wait(upload)
