@@ -16,10 +16,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import ours, run
-from patience import PATIENCE_S
+from patience import PATIENCE_S, until
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.runtime import updates as updates_module
 from lightning_roundpipe.runtime.segments import Segments
 from lightning_roundpipe.runtime.units import Unit
@@ -226,13 +227,17 @@ def _forgetting(real: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_what_fails_on_the_way_back_is_raised_at_the_next_step(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fetching", [False, True])
+def test_what_fails_on_the_way_back_is_raised_at_the_next_step(
+    staleness: int, fetching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the optimizer waits for the next layer to come, or for its gradients that are coming down then."""
     begun: list[int] = []
     stepped, real = threading.Event(), Updates._apply
 
     def apply(updates: Updates, step: Any, gathered: dict[Unit, Any]) -> None:
         real(updates, step, gathered)
-        if step.number == 3:
+        if step.number == 3 and not fetching:
             stepped.set()
 
     class Failing(Gate):
@@ -241,6 +246,15 @@ def test_what_fails_on_the_way_back_is_raised_at_the_next_step(staleness: int, m
                 assert stepped.wait(PATIENCE_S), "no layer behind it is stepped"
                 raise ZeroDivisionError("planted")
 
+    def gather(updates: Updates, unit: Unit, step: Any) -> Any:
+        if fetching and updates._applying and step.number == 3:
+            stepped.set()
+            until(lambda: any(control.failed for control in updates._controls))
+            raise StreamAborted("a device was aborted because another thread failed.")
+        return real_gather(updates, unit, step)
+
+    real_gather = Updates._gather
+    monkeypatch.setattr(Updates, "_gather", gather)
     monkeypatch.setattr(Updates, "_apply", apply)
     monkeypatch.setattr(updates_module, "PIECE", 0)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
@@ -249,6 +263,7 @@ def test_what_fails_on_the_way_back_is_raised_at_the_next_step(staleness: int, m
     notes = "".join(error.value.__notes__)
     assert "backward, microbatch" in notes
     assert "go on from a checkpoint" in notes, "layers behind it were stepped"
+    assert "failed too" not in notes
     assert harness.roundpipe_threads() == []
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
 from lightning_roundpipe.optim.scaling import unscale
 from lightning_roundpipe.optim.shadow import Hyperparameters, Shadow
@@ -269,7 +270,7 @@ class Updates:
                 return
             try:
                 work()
-            except Dropped:
+            except (Dropped, StreamAborted):  # of gradients that it waited for, or that were on their way down
                 self.torn = self._applying  # the step says why
             except BaseException as error:
                 self._error = error
@@ -328,6 +329,7 @@ class Updates:
     def _run(self, step: _Step) -> None:
         with step.shadow.prepared(step.hyperparameters):  # before gradients come
             self._step(step)
+        self._applying = False
 
     def _step(self, step: _Step) -> None:
         self._applying = False
