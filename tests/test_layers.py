@@ -15,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_roundpipe"
-MAX_LINES = 400
 
 LAYERS: list[set[str]] = [
     {"config"},
@@ -116,12 +115,6 @@ def test_one_layer_has_no_cycles() -> None:
         while free := {unit for unit, needs in remaining.items() if not needs & remaining.keys()}:
             remaining = {unit: needs for unit, needs in remaining.items() if unit not in free}
         assert not remaining, f"these import each other: {remaining}"
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_files_are_short(file: Path) -> None:
-    lines = len(file.read_text().splitlines())
-    assert lines <= MAX_LINES, f"{lines} lines: one noun a file, split it"
 
 
 def test_both_flavours_have_the_same_parts() -> None:
