@@ -14,10 +14,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 export PIP_PROGRESS_BAR := off
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-gpu lint types bench bench-gpu wheel clean
+.PHONY: help install train test test-slow test-processors test-gpu lint types bench bench-gpu wheel clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-22s %s\n", $$1, $$2 }'
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
@@ -47,6 +47,18 @@ test: $(STAMP) ## every test that is not slow
 
 test-slow: $(STAMP) ## the slow tests
 	@$(BIN)/python -m pytest -m "slow and not gpu" -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
+
+# Each line: torch's own kernels, those of oneDNN and MKL, the number of threads.
+define PROCESSORS
+ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1
+ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1
+OMP_NUM_THREADS=2
+endef
+export PROCESSORS
+
+test-processors: $(STAMP) ## `make test` thrice: with the kernels of two older processors, and with two threads
+	@echo "$$PROCESSORS" | while read -r settings; do \
+	echo "== $$settings"; env $$settings $(MAKE) --no-print-directory test < /dev/null || exit 1; done
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(ARGS)

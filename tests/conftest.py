@@ -25,6 +25,15 @@ settings.load_profile("unhurried")
 THREAD_GRACE_SECONDS = 60.0
 
 
+def pytest_report_header() -> str:
+    """What decides the last bits of numbers: `make test-processors` runs the tests with others."""
+    import torch
+
+    kernels, threads = torch.backends.cpu.get_cpu_capability(), os.environ.get("OMP_NUM_THREADS", "1")
+    others = [f"{name}={os.environ[name]}" for name in ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA") if name in os.environ]
+    return f"torch {torch.__version__}: " + ", ".join([f"{kernels} kernels", *others, f"OMP_NUM_THREADS={threads}"])
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips the tests marked `gpu` where there is no CUDA device. torch is imported only if there are any."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
