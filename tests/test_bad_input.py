@@ -42,7 +42,9 @@ def _pattern(text: str) -> str:
 @pytest.mark.parametrize(("mistake", "way"), [*_cases()])
 def test_refused_by_name(mistake: Mistake, way: Callable[[User], Any], user: User) -> None:
     """The message begins as the page says and goes on to the remedy; nothing was trained, and no thread is left."""
-    with pytest.raises((ValueError, OSError, MisconfigurationException, RoundPipeError, CommandError)) as caught:
+    with pytest.raises(
+        (ValueError, OSError, ImportError, MisconfigurationException, RoundPipeError, CommandError)
+    ) as caught:
         way(user)
     said = " ".join(str(caught.value).split())
     assert re.match(f"{_pattern(mistake.says)}.*{_pattern(mistake.remedy)}", said), said

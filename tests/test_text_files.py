@@ -1,4 +1,4 @@
-"""Texts, prompts and conversations from files: what is learnt of them, how they lie in rows, and what is refused."""
+"""Records from files of every format: what is learnt of them, how they lie in rows, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from tiny_tokenizer import CHAT, FORGETFUL, MARKED, tiny_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_roundpipe.data import TextFiles, records, text_files
+from lightning_roundpipe.data import TextFiles, sources, text_files
 from lightning_roundpipe.data.encoding import CannotEncode, Encoder
-from lightning_roundpipe.data.records import Chat, Completion, Record, Text, read_records
+from lightning_roundpipe.data.records import Chat, Completion, Fields, Record, Text
 from lightning_roundpipe.data.rows import NO_TARGET, packed
+from lightning_roundpipe.data.sources import read_records
 
 decode = tiny_tokenizer().decode
 USER = {"role": "user", "content": "the ab?"}
@@ -112,20 +113,28 @@ def test_what_cannot_be_learnt(content: Any, template: str | None, reason: str) 
 
 
 BAD = [
-    ("{", r"no JSON \(Expecting property name enclosed in double quotes, column \d\)"),
-    ("[1]", "no JSON object but a list"),
-    ("{}", "the record has none of"),
-    ({"text": "a", "messages": []}, "the record has several of"),
-    ({"text": 5}, '"text" is no text but a int'),
+    ("{", r"the line is not JSON \(Expecting property name enclosed in double quotes, column \d\)"),
+    ("[1]", "the record is a list, not a JSON object"),
+    ("{}", "the record has no field, which no format has"),
+    ({"text": "a", "messages": []}, "the fields of several formats: set data.format to one of text, messages"),
+    ({"text": 5}, '"text" is a number, not a string'),
     ({"text": " "}, '"text" is empty'),
-    ({"prompt": "a"}, '"completion" is missing'),
+    ({"prompt": "a"}, '"completion" is missing beside the field "prompt"'),
+    ({"prompt": "a", "completions": "b"}, r'did you mean "completions"\?\): set data.fields.completion=completions'),
     ({"prompt": "a", "completion": ""}, '"completion" is empty'),
+    ({"promt": "a", "answer": "b"}, r'has the fields "promt", "answer", which no format has \(did you mean "prompt"\?'),
+    ({"question": "a", "answer": "b"}, "data.fields.prompt=question data.fields.completion=answer"),
+    ({"instruction": "a", "input": "b"}, '"output" is missing'),
+    ({"instruction": "a", "input": 3, "output": "b"}, '"input" is a number, not a string'),
     ({"text": "\ud800"}, "half of a character"),
-    ({"messages": "hi"}, '"messages" is no list of messages'),
-    ({"messages": [USER, "hi"]}, "message 2 is no JSON object but a str"),
-    ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2: "content" is no text but a NoneType'),
+    ({"messages": "hi"}, '"messages" is a string, not a list of messages'),
+    ({"messages": [USER, "hi"]}, "message 2: it is a string, not a JSON object"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, 'message 2: "content" is missing'),
+    ({"messages": [USER, {"role": "assistant", "content": [1]}]}, 'message 2: "content" is a list, not a string'),
     ({"messages": [{"content": "a"}]}, 'message 1: "role" is missing'),
-    ("[" * 100_000, "nested too deeply|no JSON"),
+    ({"conversations": [{"from": "humann", "value": "a"}]}, r"""is "humann" \(did you mean 'human'\?\), and must be"""),
+    ({"conversations": []}, '"conversations" is empty'),
+    ("[" * 100_000, "nested too deeply|not JSON"),
     ('{"prompt": "a", "prompt": "b", "completion": "c"}', '"prompt" is there twice'),
     ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', '"content" is there twice'),
 ]
@@ -141,30 +150,45 @@ def test_every_bad_record_is_named(tmp_path: Path) -> None:
         ):
             module(tmp_path / "data").prepare_data()
     assert not (tmp_path / "cache").exists()
-    jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [line for line, _ in BAD])
-    with pytest.raises(ValueError, match=r"16 of 56 records .* line 1: .* line 10: [^;]*; and 6 more\. Correct"):
+    count = len(BAD) + 3
+    jsonl(tmp_path / "data" / "sub" / "bad.jsonl", [{"text": 5}] * 3 + [line for line, _ in BAD])
+    with pytest.raises(
+        ValueError,
+        match=rf"{count} of {40 + count} records .*: sub/bad.jsonl line 1 and 3 more: \"text\" is a number.*; "
+        rf"and {len(BAD) - 10} for other reasons\. Correct or remove them\.",
+    ):
         module(tmp_path / "data").prepare_data()
 
 
 def test_bad_bytes_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"fine\nnot f\xfcne\n")
-    with pytest.raises(ValueError, match=r"a\.txt line 2: no UTF-8 \(byte 6 of the line\)"):
+    with pytest.raises(ValueError, match=r"a\.txt line 2: the line is not UTF-8 \(byte 6 of the line\)"):
         module(tmp_path / "a.txt").prepare_data()
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\n{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"1 of 2 records .* a\.jsonl line 2: no UTF-8 \(byte 11 of the line\)"):
+    with pytest.raises(
+        ValueError, match=r"1 of 2 records .* a\.jsonl line 2: the line is not UTF-8 \(byte 11 of the line\)"
+    ):
         module(tmp_path / "a.jsonl").prepare_data()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("a.jsonl", "", "the file is empty"),
-        ("a.jsonl", "\n  \n", "the file is empty"),
+        ("a.jsonl", "", "it holds no record"),
+        ("a.jsonl", "\n  \n", "it holds no record"),
+        ("a.json", "", "it holds no record"),
+        ("a.json", "[]", "it holds no record"),
+        (
+            "a.json",
+            '{\n "text": "a",\n "b": 1\n}\n',
+            "the file is neither a JSON list of records nor has it one on each",
+        ),
         ("a.txt", " \n", "the file is empty"),
-        ("a.jsonl", '{"text": "ab"}\n'.encode("utf-16"), "the file is UTF-16; write it as UTF-8"),
+        ("a.jsonl", '{"text": "ab"}\n'.encode("utf-16"), "the file is UTF-16: write it as UTF-8"),
         ("a.txt", "ab\n".encode("utf-16-be"), None),  # without a mark it is UTF-8 with zeros in it
-        ("a.txt", b"\xfe\xff" + "ab\n".encode("utf-16-be"), "the file is UTF-16; write it as UTF-8"),
-        ("a.jsonl", '[\n {"text": "a"},\n {"text": "b"}\n]\n', "the file is one JSON list; JSONL has each record"),
+        ("a.txt", b"\xfe\xff" + "ab\n".encode("utf-16-be"), "the file is UTF-16: write it as UTF-8"),
+        ("a.jsonl", '[\n {"text": "a"},\n {"text": "b"}\n]\n', "the file is a JSON list: rename it to .json"),
+        ("a.jsonl", '[{"text": "a"},\n {"text": "b"}]\n', "the file is a JSON list: rename it to .json"),
     ],
 )
 def test_files_of_another_kind_are_one_complaint(
@@ -176,7 +200,7 @@ def test_files_of_another_kind_are_one_complaint(
     if reason is None:
         module(tmp_path / "data").prepare_data()
         return
-    with pytest.raises(ValueError, match=rf"1 of 41 records cannot be used: {name} line 1: {reason}"):
+    with pytest.raises(ValueError, match=rf"1 of 41 records cannot be used: {name} (line|record) 1: {reason}"):
         module(tmp_path / "data").prepare_data()
 
 
@@ -205,7 +229,7 @@ def test_a_record_that_the_template_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(sources, "LONGEST", 1000)
     path = jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b" * 5000}, {"text": "a"}])
     with pytest.raises(ValueError, match=r"1 of 2 records .* a\.jsonl line 2: the line is longer than"):
         module(path).prepare_data()
@@ -218,9 +242,9 @@ def test_a_text_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     """However it is cut, nothing is lost, and only its two ends are ends."""
     for text in ("", "a\nbc\n", "the ab\n" * 50 + "end", "\u00e9" * 333, "x" * 700 + "\n" + "y" * 64):
         for piece in (7, 64, 100_000):
-            monkeypatch.setattr(records, "PIECE", piece)
+            monkeypatch.setattr(sources, "PIECE", piece)
             (tmp_path / "a.txt").write_text(text)
-            found = list(read_records(tmp_path / "a.txt"))
+            found = list(read_records(tmp_path / "a.txt", Fields()))
             if not text:
                 assert [record.reason for record in found] == ["the file is empty"]  # type: ignore[union-attr]
                 continue
@@ -233,7 +257,7 @@ def test_a_text_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_joined_rows_hold_every_token_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "PIECE", 64)
+    monkeypatch.setattr(sources, "PIECE", 64)
     (tmp_path / "data").mkdir()
     for name in "ab":
         (tmp_path / "data" / f"{name}.txt").write_text(f"{name} the ab\n" * 60)
@@ -324,7 +348,7 @@ def test_records_that_are_too_long(rows: str, tmp_path: Path, monkeypatch: pytes
     joined = [decode(row["input_ids"]) for row in rows_of(module(path, **options, too_long="truncate"), "v")]
     assert [row for row in joined if "cc" in row] == ["p" + "c" * 31]
     assert "truncated: 1 records" in said[-1]
-    assert "keys that nobody reads: id" in said[0]
+    assert "fields that are not read: id" in said[0]
     jsonl(path, [*questions(), {"prompt": "p" * 50, "completion": "c"}])
     with pytest.raises(ValueError, match=r"leaves nothing to be learnt of a\.jsonl line 41: its prompt alone"):
         module(path, **options, too_long="truncate").setup("fit")
@@ -390,6 +414,6 @@ def test_what_there_is_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with caplog.at_level("INFO", logger=rank_zero.__name__):
         module(tmp_path / "data").setup("fit")
     first, second, third = caplog.messages
-    assert first.startswith("data.path: 40 records of ") and "tokens in 1 file(s)" in first
-    assert "not read, as they end in neither .jsonl nor .txt: README.md; keys that nobody reads: source" in first
+    assert first.startswith("data.path: 40 records of ") and "tokens from 1 file" in first
+    assert "files that are not read: README.md; fields that are not read: source" in first
     assert second.startswith("training: 32 records in ") and third.startswith("validation: 8 records in ")

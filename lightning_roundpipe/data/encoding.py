@@ -7,6 +7,7 @@ tokenizer merges across the seam or puts a space in front of every text.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -16,6 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_roundpipe.data.records import Chat, Completion, Content, Text
 
+PLAIN = (
+    "{% if bos_token %}{{ bos_token }}{% endif %}{% for message in messages %}"
+    "{{ '### ' + message['role'].capitalize() + ':\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{% if eos_token %}{{ eos_token }}{% endif %}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
+)
+"""A chat template for tokenizers that have none: a heading with the role, and beneath it what is said."""
+
 Tokens = npt.NDArray[np.int32]
 """A token that is to be learnt is itself; one that is only read is ~itself, which is negative."""
 
@@ -24,17 +34,33 @@ class CannotEncode(Exception):
     """A record that the tokenizer or its chat template does not take; says why."""
 
 
+class NoTemplate(CannotEncode):
+    """The tokenizer has no chat template, so that no conversation can be written out."""
+
+
 class Encoder:
     """Encodes with ``tokenizer``. A model's end-of-text token follows texts and completions.
 
     Args:
         tokenizer: a fast one, as it says which characters a token stands for.
         loss_on: "completions" (of a chat: what the assistant says), or "everything".
+        chat_template: writes conversations out instead of the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str, chat_template: str | None = None) -> None:
         self._tokenizer: Any = tokenizer
         self.completions_only = loss_on == "completions"
+        if chat_template is None and tokenizer.chat_template:
+            chat_template = tokenizer.get_chat_template()
+        self._template = chat_template
+
+    @property
+    def settings(self) -> list[Any]:
+        """All that decides which tokens a record has, and which of them are learnt."""
+        made_by = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        made_by |= {"truncation": None, "padding": None}  # of the last call, whatever that was
+        named = [self._tokenizer.bos_token, self._tokenizer.eos_token]
+        return [made_by, named, self._template, self.completions_only]
 
     def encode(self, content: Content) -> Tokens:
         """The record's tokens. Raises ``CannotEncode``."""
@@ -74,11 +100,11 @@ class Encoder:
         return tokens[:-1] if end is not None and len(tokens) and tokens[-1] in (end, ~end) else tokens
 
     def _chat(self, chat: Chat) -> Tokens:
-        if not self._tokenizer.chat_template:
-            raise CannotEncode('it has "messages", and the tokenizer has no chat template')
+        if self._template is None:
+            raise NoTemplate("it is a conversation, and the tokenizer has no chat template")
         if self.completions_only and not any(message["role"] == "assistant" for message in chat.messages):
             raise CannotEncode('no message is from "assistant", so there is nothing to be learnt')
-        if self.completions_only and re.search(r"\{%-?\s*generation\b", self._tokenizer.get_chat_template()):
+        if self.completions_only and re.search(r"\{%-?\s*generation\b", self._template):
             return self._marked(chat)
         text = self._render(chat.messages)
         spans = self._answers(chat, text) if self.completions_only else [(0, len(text))]
@@ -110,7 +136,9 @@ class Encoder:
 
     def _render(self, messages: list[dict[str, Any]], tokenize: bool = False, **options: Any) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
+            return self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, tokenize=tokenize, **options
+            )
         except Exception as error:  # a template is a program, and refuses by raising what it likes
             lines = str(error).splitlines() or [type(error).__name__]
             raise CannotEncode(f"the chat template refuses it: {lines[0]}") from error

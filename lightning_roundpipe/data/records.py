@@ -1,27 +1,41 @@
-"""Records of text files and JSONL files, one at a time, and what is wrong with those that are none.
+"""What a record is: five formats, the fields of each, and what is wrong with values that are none of them.
 
-A file is read line by line, a text in pieces: however large it is, little of it is in memory at a time. Nothing is
-skipped but empty lines. What cannot be used comes as a ``BadRecord``, so that whoever reads can name several at once.
+Data sets agree on a few formats and on hardly any name. ``Fields`` says which format is read and what its fields are
+called in the data at hand, and turns the values of a record into its content.
 """
 
 from __future__ import annotations
 
-import codecs
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
-SUFFIXES = (".jsonl", ".txt")
+FORMATS: dict[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+}
+"""The fields that a record of each format must have."""
 
-LONGEST_LINE = 64 * 2**20
-"""Bytes of a line of JSONL. A longer one is no record: most likely the file is one JSON list."""
+_OPTIONAL = {"instruction": ("input",)}
+_OF_MESSAGES = ("role", "content", "from", "value")
+_NAMES = tuple(dict.fromkeys([*(name for names in FORMATS.values() for name in names), "input", *_OF_MESSAGES]))
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+"""Who speaks in ShareGPT's conversations, as the role of chat templates."""
 
-_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-
-PIECE = 2**20
-"""Characters from which a text is cut, at the end of a line: tokenizers take time and memory for long texts."""
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -53,166 +67,177 @@ Content: TypeAlias = Text | Completion | Chat
 
 @dataclass(frozen=True)
 class Record:
-    """One record, the line on which it begins, and the keys beside it that nobody reads."""
+    """One record, its number in the file (see ``sources.unit_of``), and the fields in it that are not read."""
 
-    line: int
+    number: int
     content: Content
     unread: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A line that is no record, and why."""
+    """A place in a file that holds no record, and why."""
 
-    line: int
+    number: int
     reason: str
 
 
-class _Wrong(Exception):
+class Wrong(Exception):
     """The reason why a record cannot be used."""
 
 
-def find_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """The files to read, sorted, and those in the folder that are of another kind. A file may be named by itself."""
-    if path.is_file():
-        return ([path], []) if path.suffix in SUFFIXES else ([], [path])
-    files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    return [file for file in files if file.suffix in SUFFIXES], [file for file in files if file.suffix not in SUFFIXES]
+class Fields:
+    """Which format records have, and what its fields are called in them.
 
+    Args:
+        format: one of ``FORMATS``, or "auto": each record is of the only format whose fields it has.
+        names: other names of fields, such as ``{"prompt": "question"}``.
 
-def read_records(file: Path) -> Iterator[Record | BadRecord]:
-    """What is in ``file``: a record for each line of JSONL, the pieces of one text otherwise."""
-    with file.open("rb") as begin:
-        if begin.read(2) in _UTF_16:
-            return iter([BadRecord(1, "the file is UTF-16; write it as UTF-8")])
-    return _lines(file) if file.suffix == ".jsonl" else _pieces(file)
+    Raises:
+        ValueError: there is no such format or no such field.
+    """
 
-
-def _lines(path: Path) -> Iterator[Record | BadRecord]:
-    with path.open("rb") as file:
-        number, empty = 0, True
-        while line := file.readline(LONGEST_LINE + 1):
-            number += 1
-            if len(line) > LONGEST_LINE:
-                yield BadRecord(
-                    number, f"the line is longer than {LONGEST_LINE // 2**20} MiB; JSONL has one per record"
+    def __init__(self, format: str = "auto", names: Mapping[str, str] | None = None) -> None:
+        if format not in ("auto", *FORMATS):
+            raise ValueError(f"data.format={format!r} must be {' or '.join(map(repr, ('auto', *FORMATS)))}.")
+        names = dict(names or {})
+        for field, name in names.items():
+            if field not in _NAMES:
+                raise ValueError(
+                    f"data.fields has no field {field!r}{did_you_mean(field, _NAMES)}. It has {', '.join(_NAMES)}."
                 )
-                return
-            try:
-                text = _decoded(line, "utf-8-sig" if number == 1 else "utf-8")
-                if empty and text.strip() == "[":  # nothing that follows would be a record
-                    yield BadRecord(number, "the file is one JSON list; JSONL has each record on a line of its own")
-                    return
-                if text.strip():
-                    empty = False
-                    yield _record(number, text)
-            except _Wrong as wrong:
-                empty = False
-                yield BadRecord(number, str(wrong))
-    if empty:
-        yield BadRecord(1, "the file is empty")
+            if not name:
+                raise ValueError(f"data.fields.{field}={name!r} must name a field of the records.")
+        self.format = format
+        self._names = {field: names.get(field, field) for field in _NAMES}
+        for kind, wanted in FORMATS.items():
+            called = [self._names[field] for field in (*wanted, *_OPTIONAL.get(kind, ()))]
+            if len(set(called)) < len(called):
+                raise ValueError(
+                    f"data.fields gives two fields of the format {kind!r} one name: {', '.join(called)}. Give each "
+                    "field its own."
+                )
 
+    @property
+    def settings(self) -> list[Any]:
+        """All that decides how a record is read."""
+        return [self.format, self._names]
 
-def _pieces(path: Path) -> Iterator[Record | BadRecord]:
-    """The text in pieces that end where a line does. Each is held back until it is known whether it is the last."""
-    held: Record | None = None
-    begin, number, size, lines = 1, 1, 0, []
-    with path.open("rb") as file:
-        encoding = "utf-8-sig"
-        while line := file.readline(PIECE):
-            for _ in range(3):  # a line that is longer than a piece is cut, but not within a character
-                if (file.peek(1)[:1] or b"\0")[0] & 0xC0 == 0x80:
-                    line += file.read(1)
-            try:
-                text = _decoded(line, encoding)
-            except _Wrong as wrong:
-                yield BadRecord(number, str(wrong))
-                return
-            encoding = "utf-8"
-            lines.append(text)
-            size += len(text)
-            number += line.endswith(b"\n")
-            if size >= PIECE:
-                if held:
-                    yield held
-                held = Record(begin, Text("".join(lines), first=held is None, last=False))
-                begin, size, lines = number, 0, []
-    text = "".join(lines)
-    if held is None and not text.strip():
-        yield BadRecord(1, "the file is empty")
-    elif not text:
-        assert held is not None and isinstance(held.content, Text)
-        yield Record(held.line, Text(held.content.text, held.content.first, last=True))
-    else:
-        if held:
-            yield held
-        yield Record(begin, Text(text, first=held is None))
+    def read(self, values: Any) -> tuple[Content, frozenset[str]]:
+        """The content of a record, and the fields in it that are not read. Raises ``Wrong``."""
+        if not isinstance(values, dict):
+            raise Wrong(f"the record is {kind_of(values)}, not a JSON object")
+        kind = self._kind(values)
+        used = {self._names[field] for field in (*FORMATS[kind], *_OPTIONAL.get(kind, ()))}
+        return self._content(kind, values), frozenset(values.keys() - used)
 
+    def _kind(self, values: Mapping[str, Any]) -> str:
+        """The format of a record."""
+        if self.format != "auto":
+            return self.format
+        has = {key for key, value in values.items() if value is not None}
+        wanted = {kind: {self._names[field] for field in fields} for kind, fields in FORMATS.items()}
+        whole = [kind for kind in wanted if wanted[kind] <= has]
+        if len(whole) > 1:
+            raise Wrong(f"the record has the fields of several formats: set data.format to one of {', '.join(whole)}")
+        if whole:
+            return whole[0]
+        parts = [kind for kind in wanted if wanted[kind] & values.keys()]
+        if len(parts) == 1:
+            return parts[0]
+        known = [name for fields in wanted.values() for name in fields]
+        close = [f'"{near[0]}"' for key in values if (near := get_close_matches(str(key), known, 1, 0.75))]
+        raise Wrong(
+            f"the record has {_listed(values)}, which no format has"
+            + (f" (did you mean {', '.join(close)}?)" if close else "")
+            + ": set data.fields.prompt=question data.fields.completion=answer, or what they are called"
+        )
 
-def _decoded(line: bytes, encoding: str) -> str:
-    try:
-        return line.decode(encoding)
-    except UnicodeDecodeError as error:
-        raise _Wrong(f"no UTF-8 (byte {error.start + 1} of the line)") from None
+    def _content(self, kind: str, values: Mapping[str, Any]) -> Content:
+        if kind == "text":
+            return Text(self._string(values, "text"))
+        if kind == "completion":
+            return Completion(self._string(values, "prompt", may_be_empty=True), self._string(values, "completion"))
+        if kind == "instruction":
+            asked = self._string(values, "instruction")
+            if values.get(self._names["input"]) is not None:
+                given = self._string(values, "input", may_be_empty=True)
+                asked = f"{asked}\n\n{given}" if given.strip() else asked
+            answer = self._string(values, "output")
+            return Chat([{"role": "user", "content": asked}, {"role": "assistant", "content": answer}])
+        return Chat(self._messages(values, kind))
 
-
-def _record(number: int, text: str) -> Record:
-    try:
-        values = json.loads(text.rstrip(), object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        raise _Wrong(f"no JSON ({error.msg}, column {error.colno})") from None
-    except RecursionError:
-        raise _Wrong("no record (its JSON is nested too deeply)") from None
-    if not isinstance(values, dict):
-        raise _Wrong(f"no JSON object but a {type(values).__name__}")
-    kinds = [keys for keys in ({"text"}, {"prompt", "completion"}, {"messages"}) if keys & values.keys()]
-    if len(kinds) != 1:
-        which = "has several of" if kinds else "has none of"
-        raise _Wrong(f'the record {which} "text", "prompt" with "completion", and "messages"')
-    unread = frozenset(values.keys() - kinds[0])
-    if "text" in values:
-        return Record(number, Text(_string(values, "text")), unread)
-    if "messages" in values:
-        return Record(number, Chat(_messages(values["messages"])), unread)
-    return Record(
-        number, Completion(_string(values, "prompt", may_be_empty=True), _string(values, "completion")), unread
-    )
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, none of whose values another one replaces."""
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise _Wrong(f'"{key}" is there twice')
-        values[key] = value
-    return values
-
-
-def _string(values: Mapping[str, Any], key: str, may_be_empty: bool = False) -> str:
-    if key not in values:
-        raise _Wrong(f'"{key}" is missing')
-    value = values[key]
-    if not isinstance(value, str):
-        raise _Wrong(f'"{key}" is no text but a {type(value).__name__}')
-    if not may_be_empty and not value.strip():
-        raise _Wrong(f'"{key}" is empty')
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _Wrong(f'"{key}" holds half of a character (a lone surrogate)') from None
-    return value
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise _Wrong('"messages" is no list of messages')
-    for number, message in enumerate(value, 1):
-        if not isinstance(message, dict):
-            raise _Wrong(f"message {number} is no JSON object but a {type(message).__name__}")
+    def _string(self, values: Mapping[str, Any], field: str, may_be_empty: bool = False) -> str:
+        name = self._names[field]
+        value = self._value(values, field)
+        if not isinstance(value, str):
+            raise Wrong(f'"{name}" is {kind_of(value)}, not a string')
+        if not may_be_empty and not value.strip():
+            raise Wrong(f'"{name}" is empty')
         try:
-            role = _string(message, "role")
-            _string(message, "content", may_be_empty=role != "assistant")
-        except _Wrong as wrong:
-            raise _Wrong(f"message {number}: {wrong}") from None
-    return value
+            value.encode()
+        except UnicodeEncodeError:
+            raise Wrong(f'"{name}" holds half of a character (a lone surrogate)') from None
+        return value
+
+    def _value(self, values: Mapping[str, Any], field: str) -> Any:
+        name = self._names[field]
+        if name not in values:
+            close = get_close_matches(name, map(str, values), 1, 0.7)
+            guess = f' (did you mean "{close[0]}"?)' if close else ""
+            called = close[0] if close else "NAME"
+            raise Wrong(f'"{name}" is missing beside {_listed(values)}{guess}: set data.fields.{field}={called}')
+        return values[name]
+
+    def _messages(self, values: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
+        name = self._names[field]
+        found = self._value(values, field)
+        if not isinstance(found, list):
+            raise Wrong(f'"{name}" is {kind_of(found)}, not a list of messages')
+        if not found:
+            raise Wrong(f'"{name}" is empty')
+        messages = []
+        for number, message in enumerate(found, 1):
+            try:
+                messages.append(self._message(message))
+            except Wrong as wrong:
+                raise Wrong(f"message {number}: {wrong}") from None
+        return messages
+
+    def _message(self, message: Any) -> dict[str, Any]:
+        """A message with "role" and "content", whichever pair of fields it has."""
+        if not isinstance(message, dict):
+            raise Wrong(f"it is {kind_of(message)}, not a JSON object")
+        # Columns that other messages have come as null; templates ask whether such fields are there.
+        present = {key: value for key, value in message.items() if value is not None}
+        theirs = self._names["from"] in present and self._names["role"] not in present
+        by, what = ("from", "value") if theirs else ("role", "content")
+        role = self._string(present, by)
+        if theirs and role not in _ROLES:
+            raise Wrong(
+                f'"{self._names["from"]}" is "{role}"{did_you_mean(role, _ROLES)}, and must be {" or ".join(_ROLES)}'
+            )
+        role = _ROLES[role] if theirs else role
+        text = self._string(present, what, may_be_empty=role != "assistant")
+        rest = {key: value for key, value in present.items() if key not in (self._names[by], self._names[what])}
+        return rest | {"role": role, "content": text}
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """`` (did you mean …?)`` for a name that is nearly a known one, or nothing."""
+    close = get_close_matches(given, list(known), 1, 0.7)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in the words of JSON, with its article."""
+    if value is None:
+        return "null"
+    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return kinds.get(type(value), f"a value of type {type(value).__name__}")
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    names = [f'"{key}"' for key in values]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"the field{'s'[: len(names) != 1]} {', '.join(names[:_SHOWN])}{more}" if names else "no field"

@@ -1,4 +1,4 @@
-"""Causal language modelling on files of one's own: texts, prompts with completions, conversations.
+"""Causal language modelling on files of one's own: texts, prompts with completions, instructions, conversations.
 
 Everything that a run would stumble over is found before it begins: records that are none, records that do not fit, a
 tokenizer of another model. Nothing is left out without saying so.
@@ -7,7 +7,7 @@ tokenizer of another model. Nothing is left out without saying so.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Subset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_roundpipe.data.encoding import learnt
+from lightning_roundpipe.data.encoding import PLAIN, Encoder, learnt
+from lightning_roundpipe.data.records import Fields
 from lightning_roundpipe.data.rows import JoinedRows, PackedRows, PaddedRows
 from lightning_roundpipe.data.sequences import Batch, ShuffledLoader, check_sizes
 from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
@@ -40,14 +41,19 @@ class _Split:
 
 
 class TextFiles(LightningDataModule):
-    """Texts in files: ``.txt``, each one text, and ``.jsonl``, each line one of
+    """Records in files: a ``.txt`` file is one text, and ``.jsonl``, ``.json``, ``.parquet`` and folders that
+    ``datasets`` saved hold records of
 
     - ``{"text": "..."}``,
     - ``{"prompt": "...", "completion": "..."}``,
-    - ``{"messages": [{"role": "user", "content": "..."}, ...]}``, which the tokenizer's chat template writes out.
+    - ``{"instruction": "...", "input": "...", "output": "..."}`` (Alpaca's; ``input`` may be missing),
+    - ``{"messages": [{"role": "user", "content": "..."}, ...]}``,
+    - ``{"conversations": [{"from": "human", "value": "..."}, ...]}`` (ShareGPT's).
+
+    The last three are conversations, which the chat template writes out.
 
     Args:
-        path: such a file, or a folder of them, searched with all folders in it.
+        path: such a file or folder, or a folder of them, searched with all folders in it.
         tokenizer: the model's, or the folder it is in.
         vocab_size: tokens that the model knows.
         sequence_length: tokens of a row.
@@ -56,6 +62,11 @@ class TextFiles(LightningDataModule):
             room for, which do not see each other. "padded": a record in each row.
         loss_on: "completions": of prompts with completions and of conversations only what the model is to say is
             learnt. "everything": all of it.
+        format: "text", "completion", "instruction", "messages" or "conversations". "auto": each record is of the only
+            one whose fields it has.
+        fields: other names of fields, such as ``{"prompt": "question"}``. What is in other fields is not read.
+        chat_template: writes conversations out: a file with a Jinja template, or "plain", a heading with the role above
+            each message. ``None``: the tokenizer's.
         too_long: what to do with records of more than ``sequence_length`` tokens unless they are joined: "error", or
             "truncate" them, or "drop" them, and say how many.
         validation_path: held-out records, a file or folder too. ``None``: some of the records.
@@ -83,6 +94,9 @@ class TextFiles(LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         cache_folder: str | Path | None = None,
+        format: str = "auto",
+        fields: Mapping[str, str] | None = None,
+        chat_template: str | Path | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("rows", rows), ("loss_on", loss_on), ("too_long", too_long)):
@@ -91,7 +105,9 @@ class TextFiles(LightningDataModule):
         check_sizes(sequence_length, batch_size)
         if validation_path is None and not 0 < validation_fraction < 1:
             raise ValueError(f"data.validation_fraction={validation_fraction!r} must lie between 0 and 1.")
+        self.fields = Fields(format, fields)
         self.tokenizer = _loaded(tokenizer)
+        self._encoder = Encoder(self.tokenizer, loss_on, _template(chat_template))
         self.path = Path(path).expanduser()
         self.validation_path = None if validation_path is None else Path(validation_path).expanduser()
         self.cache_folder = _default_cache() if cache_folder is None else Path(cache_folder).expanduser()
@@ -152,7 +168,7 @@ class TextFiles(LightningDataModule):
         return self._stores
 
     def _open(self, path: Path, setting: str) -> TokenStore:
-        store = open_store(path, setting, self.tokenizer, self.loss_on, self.cache_folder)
+        store = open_store(path, setting, self.fields, self._encoder, self.cache_folder)
         facts = store.facts
         if facts["largest_token"] >= self.vocab_size:
             raise ValueError(
@@ -165,9 +181,10 @@ class TextFiles(LightningDataModule):
                 "nothing to be learnt. Set data.rows=packed, or data.loss_on=everything."
             )
         _tell(
-            f"{setting}: {len(store):,} records of {len(store.tokens):,} tokens in {len(facts['files'])} file(s)",
-            _listed("not read, as they end in neither .jsonl nor .txt", facts["others"]),
-            _listed("keys that nobody reads", facts["unread"]),
+            f"{setting}: {len(store):,} records of {len(store.tokens):,} tokens from "
+            f"{len(facts['files']):,} {'file' if len(facts['files']) == 1 else 'files'}",
+            _listed("files that are not read", facts["others"]),
+            _listed("fields that are not read", facts["unread"]),
         )
         return store
 
@@ -254,6 +271,19 @@ def _loaded(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTraine
             "to be learnt cannot be found. Take the fast kind of it (tokenizer.json)."
         )
     return tokenizer
+
+
+def _template(chosen: str | Path | None) -> str | None:
+    """The text of the chat template, ``None`` for the tokenizer's own."""
+    if chosen is None or str(chosen) == "plain":
+        return None if chosen is None else PLAIN
+    file = Path(chosen).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"data.chat_template={str(chosen)!r} is no file. Name one with a Jinja template, or set it to plain, or to "
+            "null for the tokenizer's own."
+        )
+    return file.read_text(encoding="utf-8")
 
 
 def _default_cache() -> Path:

@@ -3,7 +3,8 @@
 Rows can only be laid out, shuffled, counted and resumed if the lengths of all records are known, and those are known
 when all are tokenised. So this is done beforehand, file after file, which also shows every bad record before anything
 is trained. The tokens are mapped into memory, never read as a whole. A store is found again by what it was made from:
-files with their sizes and times, the tokenizer, and what is learnt; nothing has to be deleted when one of them changes.
+files with their sizes and times, the tokenizer, how records are read and what is learnt of them; nothing has to be
+deleted when one of these changes.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
 
-from lightning_roundpipe.data.encoding import CannotEncode, Encoder, Tokens
-from lightning_roundpipe.data.records import BadRecord, Record, Text, find_files, read_records
+from lightning_roundpipe.data.encoding import CannotEncode, Encoder, NoTemplate, Tokens
+from lightning_roundpipe.data.records import BadRecord, Fields, Record, Text
+from lightning_roundpipe.data.sources import KINDS, files_of, find_sources, read_records, unit_of
 
-_FORMAT = 1
+_FORMAT = 2
 _NAMED = 10
-"""Bad records that an error names; beyond these it counts."""
+"""Reasons that an error names, each with its first record; beyond these it counts."""
 
 Whole = npt.NDArray[np.int64]
 
@@ -67,45 +69,45 @@ class TokenStore:
         return np.diff(self.starts)
 
     def place(self, record: int) -> str:
-        """File and line of a record, for people."""
-        file = self.facts["files"][int(self._numbers("files")[record])]
-        return f"{file} line {int(self._numbers('lines')[record])}"
+        """File and line or number of a record, for people."""
+        file = int(self._numbers("files")[record])
+        return f"{self.facts['files'][file]} {self.facts['units'][file]} {int(self._numbers('numbers')[record])}"
 
     def _numbers(self, name: str) -> Whole:
         return np.memmap(self.folder / name, dtype=np.int64, mode="r")
 
 
-def open_store(path: Path, setting: str, tokenizer: PreTrainedTokenizerBase, loss_on: str, folder: Path) -> TokenStore:
+def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folder: Path) -> TokenStore:
     """The tokens of the file or folder ``path``, made now if they have not been before.
 
     Args:
         path: what to read.
         setting: the name of that setting, for messages.
-        tokenizer: a fast one.
-        loss_on: see ``Encoder``.
+        fields: of the records.
+        encoder: makes the tokens.
         folder: stores are kept here.
 
     Raises:
         FileNotFoundError, ValueError: there is nothing to read, or some of it is no record; the bad ones are named.
+        ImportError: the files are of a kind that needs another package.
     """
     if not path.exists():
+        raise FileNotFoundError(f"{setting}={str(path)!r} is not there. Name a file or a folder of {KINDS} files.")
+    found, others = find_sources(path, setting)
+    if not found:
         raise FileNotFoundError(
-            f"{setting}={str(path)!r} is not there. Name a file or a folder of .jsonl and .txt files."
-        )
-    files, others = find_files(path)
-    if not files:
-        raise FileNotFoundError(
-            f"{setting}={str(path)!r} holds no file that ends in .jsonl or .txt. Name such a file or a folder."
+            f"{setting}={str(path)!r} holds no file that ends in {KINDS}. Name such a file or a folder."
         )
     root = path if path.is_dir() else path.parent
-    names, left = ([str(file.relative_to(root)) for file in some] for some in (files, others))
-    store = folder / _key(files, [str(path.absolute()), *left], tokenizer, loss_on)
+    left = [str(file.relative_to(root)) for file in others]
+    sources = [_Source(file, str(file.relative_to(root)) if file != root else file.name) for file in found]
+    store = folder / _key(sources, [str(path.absolute()), *left], fields, encoder)
     if not (store / "facts.json").is_file():
-        _check(setting, files, names)
+        _check(setting, sources, fields)
         folder.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(dir=folder, prefix="draft-"))
         try:
-            facts = _write(draft, setting, files, names, Encoder(tokenizer, loss_on))
+            facts = _write(draft, setting, sources, fields, encoder)
             (draft / "facts.json").write_text(json.dumps(facts | {"others": left}))
             _put(draft, store)
         finally:
@@ -113,13 +115,24 @@ def open_store(path: Path, setting: str, tokenizer: PreTrainedTokenizerBase, los
     return TokenStore(store)
 
 
-def _key(files: Sequence[Path], names: Sequence[str], tokenizer: Any, loss_on: str) -> str:
+@dataclass(frozen=True)
+class _Source:
+    """A file or a folder of ``datasets``, its name for people, and what its records are counted in."""
+
+    path: Path
+    name: str
+
+    @cached_property
+    def unit(self) -> str:
+        return unit_of(self.path)
+
+
+def _key(sources: Sequence[_Source], names: Sequence[str], fields: Fields, encoder: Encoder) -> str:
     """Another one for everything that a store depends on."""
-    stats = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    parts |= {"truncation": None, "padding": None}  # of the last call, whatever that was
-    made_by = [parts, tokenizer.chat_template, tokenizer.eos_token_id, loss_on]
-    return hashlib.sha256(json.dumps([_FORMAT, stats, names, made_by]).encode()).hexdigest()[:32]
+    files = [file.absolute() for source in sources for file in files_of(source.path)]
+    stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    everything = [_FORMAT, stats, names, fields.settings, encoder.settings]
+    return hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:32]
 
 
 def _put(draft: Path, store: Path) -> None:
@@ -135,58 +148,71 @@ class _Complaints:
 
     def __init__(self, setting: str) -> None:
         self._setting = setting
-        self._named: list[str] = []
-        self._bad = 0
+        self._first: dict[str, str] = {}
+        self._count: Counter[str] = Counter()
 
-    def add(self, file: str, line: int, reason: str) -> None:
-        self._bad += 1
-        if self._bad <= _NAMED:
-            self._named.append(f"{file} line {line}: {reason}")
+    def add(self, source: _Source, number: int, reason: str) -> None:
+        if reason not in self._first and len(self._first) >= _NAMED:
+            reason = ""
+        self._first.setdefault(reason, f"{source.name} {source.unit} {number}")
+        self._count[reason] += 1
 
     def end(self, records: int) -> None:
-        if self._bad:
-            more = f"; and {self._bad - _NAMED} more" if self._bad > _NAMED else ""
-            raise ValueError(
-                f"{self._setting}: {self._bad:,} of {records:,} records cannot be used: {'; '.join(self._named)}{more}"
-                ". Correct or remove them."
-            )
+        """Raises ``ValueError`` if there was something."""
+        if not self._count:
+            return
+        named = []
+        for reason, place in self._first.items():
+            others = f" and {self._count[reason] - 1:,} more" if self._count[reason] > 1 else ""
+            named.append(f"{place}{others}: {reason}" if reason else f"and {self._count[reason]:,} for other reasons")
+        bad = self._count.total()
+        raise ValueError(
+            f"{self._setting}: {bad:,} of {records:,} records cannot be used: {'; '.join(named)}. Correct or remove "
+            f"{'it' if bad == 1 else 'them'}."
+        )
 
 
-def _check(setting: str, files: Sequence[Path], names: Sequence[str]) -> None:
+def _check(setting: str, sources: Sequence[_Source], fields: Fields) -> None:
     """Reads everything, which is fast beside tokenising it, so that what is no record is known soon and all at once."""
     complaints, count = _Complaints(setting), 0
-    for file, name in zip(files, names, strict=True):
-        for record in read_records(file):
+    for source in sources:
+        for record in read_records(source.path, fields):
             count += 1
             if isinstance(record, BadRecord):
-                complaints.add(name, record.line, record.reason)
+                complaints.add(source, record.number, record.reason)
     complaints.end(count)
 
 
-def _write(folder: Path, setting: str, files: Sequence[Path], names: Sequence[str], encoder: Encoder) -> dict[str, Any]:
+def _write(folder: Path, setting: str, sources: Sequence[_Source], fields: Fields, encoder: Encoder) -> dict[str, Any]:
     """Writes the tokens and what is known of each record; returns the facts of all together."""
     complaints, count = _Complaints(setting), 0
     with (folder / "tokens").open("wb") as out:
         draft = _Draft(out)
-        for number, (file, name) in enumerate(zip(files, names, strict=True)):
-            for record in read_records(file):
+        for number, source in enumerate(sources):
+            for record in read_records(source.path, fields):
                 count += 1
                 assert isinstance(record, Record), "checked before"
                 try:
                     draft.add(number, record, encoder.encode(record.content))
+                except NoTemplate as error:  # which is so of all others too
+                    raise ValueError(
+                        f"{setting}: {source.name} {source.unit} {record.number}: {error}. Set data.chat_template to "
+                        "plain or to a file with a template, or data.tokenizer to a tokenizer that has one."
+                    ) from None
                 except CannotEncode as error:
-                    complaints.add(name, record.line, str(error))
+                    complaints.add(source, record.number, str(error))
     complaints.end(count)
     for key, numbers in (
         ("starts", draft.starts),
         ("digests", draft.digests),
         ("files", draft.files),
-        ("lines", draft.lines),
+        ("numbers", draft.numbers),
     ):
         with (folder / key).open("wb") as out:
             numbers.tofile(out)
     return {
-        "files": list(names),
+        "files": [source.name for source in sources],
+        "units": [source.unit for source in sources],
         "largest_token": draft.largest,
         "everything_learnt": not (draft.prompts and encoder.completions_only),
         "unread": dict(draft.unread.most_common()),
@@ -197,7 +223,7 @@ class _Draft:
     """A store that is being written: tokens to a file, eight bytes and less of everything else in memory."""
 
     def __init__(self, out: BinaryIO) -> None:
-        self.starts, self.digests, self.files, self.lines = array("q", [0]), array("q"), array("q"), array("q")
+        self.starts, self.digests, self.files, self.numbers = array("q", [0]), array("q"), array("q"), array("q")
         self.unread: Counter[str] = Counter()
         self.largest = 0
         self.prompts = 0
@@ -205,12 +231,12 @@ class _Draft:
         self._begin()
 
     def _begin(self) -> None:
-        self._length, self._line, self._digest = 0, 0, hashlib.blake2b(digest_size=8)
+        self._length, self._number, self._digest = 0, 0, hashlib.blake2b(digest_size=8)
 
     def add(self, file: int, record: Record, tokens: Tokens) -> None:
         """The tokens of a record, or of a piece of a text that goes on or ends with the next ones."""
         content = record.content
-        self._line = self._line or record.line
+        self._number = self._number or record.number
         self._length += len(tokens)
         self._digest.update(tokens.tobytes())
         tokens.tofile(self._out)
@@ -221,5 +247,5 @@ class _Draft:
             self.starts.append(self.starts[-1] + self._length)
             self.digests.append(int.from_bytes(self._digest.digest(), "little", signed=True))
             self.files.append(file)
-            self.lines.append(self._line)
+            self.numbers.append(self._number)
             self._begin()

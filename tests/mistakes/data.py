@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import datasets
 import tiny_tokenizer as tokenizers
 
 from lightning_roundpipe.data import TextFiles
@@ -13,6 +15,8 @@ from mistakes.commands import command
 from mistakes.user import Mistake, User
 
 QUESTION = {"prompt": "what?", "completion": "that"}
+USER = {"role": "user", "content": "what?"}
+ANSWER = {"role": "assistant", "content": "that"}
 
 
 def _reading(*records: Any, name: str = "a.jsonl", **settings: Any) -> Callable[[User], Any]:
@@ -41,35 +45,128 @@ def _broken_tokenizer(user: User) -> None:
     _open(user, tokenizer=user.folder)
 
 
+def _dictionary(user: User) -> None:
+    split = datasets.Dataset.from_list([QUESTION])
+    datasets.DatasetDict(train=split, test=split).save_to_disk(user.folder / "data")
+    _open(user, path=user.folder / "data")
+
+
+def _without(package: str) -> Callable[[User], Any]:
+    """On a machine without ``package``, a file that it would read."""
+
+    def way(user: User) -> None:
+        table = datasets.Dataset.from_list([QUESTION])
+        if package == "pyarrow":
+            table.to_parquet(user.folder / "a.parquet")
+        else:
+            table.save_to_disk(user.folder / "data")
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
+            user.monkeypatch.setitem(sys.modules, name, None)
+        _open(user)
+
+    return way
+
+
 SECTION = "Data files of `roundpipe-train`"
 DATA = [
     Mistake(
         SECTION,
         "`data.path` that is not there",
         "data.path='…' is not there",
-        "Name a file or a folder of .jsonl and .txt files",
+        "Name a file or a folder of .jsonl, .json, .parquet or .txt files",
         (lambda user: _open(user, path=user.folder / "nowhere"),),
     ),
     Mistake(
         SECTION,
         "`data.path` without such files",
-        "data.path='…' holds no file that ends in .jsonl or .txt",
+        "data.path='…' holds no file that ends in .jsonl, .json, .parquet or .txt",
         "Name such a file or a folder",
-        (_open, _reading(name="a.json")),
+        (_open, _reading(name="a.csv")),
     ),
     Mistake(
         SECTION,
         "records that are none, or cannot be learnt from",
         "data.path: … of … records cannot be used: … line …: …",
-        "Correct or remove them",
+        "Correct or remove",
         (
             _reading(QUESTION, "{"),
-            _reading(QUESTION, {"question": "what?"}),
             _reading(QUESTION, {"messages": [{"role": "user", "content": "what?"}]}),
             _reading(name="a.txt"),
             _reading(),
             _reading("", " "),
         ),
+    ),
+    Mistake(
+        SECTION,
+        "records whose fields have names of their own, or misspelt ones",
+        "data.path: … of … records cannot be used: … line …: …",
+        "set data.fields.…=…",
+        (
+            _reading(QUESTION, {"question": "what?", "answer": "that"}),
+            _reading(QUESTION, {"promt": "what?", "completion": "that"}),
+            _reading(QUESTION, {"instruction": "what?", "outputs": "that"}),
+            _reading(QUESTION, format="text"),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "records with the fields of several formats",
+        "data.path: … of … records cannot be used: … line …: the record has the fields of several formats",
+        "set data.format to one of",
+        (_reading(QUESTION | {"text": "what?"}), _reading(QUESTION | {"messages": []})),
+    ),
+    Mistake(
+        SECTION,
+        "`data.format` that there is not",
+        "data.format='…' must be",
+        "'text' or 'completion' or 'instruction' or 'messages' or 'conversations'",
+        (_reading(QUESTION, format="alpaca"),),
+    ),
+    Mistake(
+        SECTION,
+        "`data.fields` with a field that there is not",
+        "data.fields has no field '…'",
+        "It has text, prompt, completion",
+        (_reading(QUESTION, fields={"promt": "a"}), _reading(QUESTION, fields={"question": "prompt"})),
+    ),
+    Mistake(
+        SECTION,
+        "`data.fields` with one name for two fields",
+        "data.fields gives two fields of the format '…' one name: …",
+        "Give each field its own",
+        (_reading(QUESTION, fields={"prompt": "completion"}), _reading(QUESTION, fields={"input": "instruction"})),
+    ),
+    Mistake(
+        SECTION,
+        "conversations or instructions for a tokenizer without a chat template",
+        "data.path: … line …: it is a conversation, and the tokenizer has no chat template",
+        "Set data.chat_template to plain or to a file with a template",
+        (
+            _reading({"instruction": "a", "output": "b"}, tokenizer=tokenizers.tiny_tokenizer(None)),
+            _reading(QUESTION, {"messages": [USER, ANSWER]}, tokenizer=tokenizers.tiny_tokenizer(None)),
+            _reading({"conversations": [{"from": "human", "value": "a"}]}, tokenizer=tokenizers.tiny_tokenizer(None)),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`data.chat_template` that is not there",
+        "data.chat_template='…' is no file",
+        "set it to plain, or to null",
+        (_reading(QUESTION, chat_template="chatml"),),
+    ),
+    Mistake(
+        SECTION,
+        "a folder that `DatasetDict.save_to_disk` wrote",
+        "data.path: '…' holds a DatasetDict of …",
+        "Name the folder of one split",
+        (_dictionary,),
+    ),
+    Mistake(
+        SECTION,
+        "Parquet files or folders of `datasets` without the package that reads them",
+        "…, and … is not installed",
+        "pip install 'lightning-roundpipe[data]'",
+        (_without("pyarrow"), _without("datasets")),
     ),
     Mistake(
         SECTION,
