@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, Literal
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
@@ -130,6 +131,9 @@ def _compile_settings(value: Any) -> dict[str, Any] | None:
 
 LossWeight = Callable[[Any], Any]
 
+PLAN_POLICIES = ("measured", "static")
+"""How a plan is made: from the times of the first batch, or from the shapes of its calls."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -139,7 +143,7 @@ class Options:
     microbatch_size: int | None = None
     round_microbatches: int | None = None
     layers: Sequence[str | type] | None = None
-    plan: str | None = None
+    plan: str | None = "measured"
     loss_weight: LossWeight | None = None
     staleness: int = 0
     memory_budget: int | float | str | None = None
@@ -162,8 +166,7 @@ class Options:
                 "and each decides the other: set only one of them."
             )
         self._check_layers()
-        if self.plan is not None and not isinstance(self.plan, str):
-            raise ValueError(f"plan={self.plan!r} must be text, as RoundPipeStrategy.report()['plan'] prints it.")
+        self._check_plan()
         if self.loss_weight is not None and not callable(self.loss_weight):
             raise ValueError(f"loss_weight={self.loss_weight!r} must be a function of a microbatch, or None.")
         self._check_budget()
@@ -178,6 +181,29 @@ class Options:
         if not (_is_whole(self.prefetch) and self.prefetch in (0, 1)):
             raise ValueError(f"prefetch={self.prefetch!r} must be 0 or 1, the stages that are uploaded ahead.")
         self._check_modes()
+
+    @property
+    def plan_text(self) -> str | None:
+        """The stages by hand; None where a policy makes the plan."""
+        return None if self.plan in PLAN_POLICIES else self.plan
+
+    @property
+    def plan_policy(self) -> str:
+        """One of `PLAN_POLICIES`, or ``"text"``."""
+        return "text" if self.plan_text is not None else str(self.plan)
+
+    def _check_plan(self) -> None:
+        if self.plan is None:
+            object.__setattr__(self, "plan", "measured")
+        example = "'forward 0-3; fused 4-7; backward 0-3; round 4'"
+        if not isinstance(self.plan, str):
+            raise ValueError(f"plan={self.plan!r} must be 'measured', 'static' or stages as text, such as {example}.")
+        if self.plan not in PLAN_POLICIES and re.fullmatch(r"[^\s;\d]+", self.plan):  # a word; stages have numbers
+            close = get_close_matches(self.plan.lower(), PLAN_POLICIES, n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"plan={self.plan!r} is neither 'measured' nor 'static' nor stages as text, such as {example}.{hint}"
+            )
 
     def _check_layers(self) -> None:
         layers: Any = self.layers
@@ -196,10 +222,15 @@ class Options:
             return
         if not (_is_number(seconds) and seconds > 0):
             raise ValueError(f"stage_seconds={seconds!r} must be a number of more than 0 seconds.")
-        if self.plan is not None:
+        if self.plan_text is not None:
             raise ValueError(
                 f"stage_seconds={seconds!r} says how long stages may be, and plan= says where each ends: set only one "
                 "of them."
+            )
+        if self.plan == "static":
+            raise ValueError(
+                f"stage_seconds={seconds!r} counts the seconds that the first batch takes, and plan='static' does not "
+                "measure any: set plan='measured', or leave stage_seconds out."
             )
 
     def _check_budget(self) -> None:

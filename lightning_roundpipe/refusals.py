@@ -69,7 +69,8 @@ def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -
 
 def _refuse_parts(options: Options) -> None:
     """Under manual optimization: a step that differentiates and steps by itself cannot be run in parts."""
-    asked = [f"{n}={v!r}" for n in ("microbatch_size", "plan") if (v := getattr(options, n)) is not None]
+    given = {"microbatch_size": options.microbatch_size, "plan": options.plan_text}
+    asked = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if options.microbatch_scope != "step":
         asked.append(f"microbatch_scope={options.microbatch_scope!r}")
     if options.num_microbatches not in (None, 1):

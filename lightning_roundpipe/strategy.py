@@ -63,9 +63,10 @@ class RoundPipeStrategy(OneProcess):
         round_microbatches: parts that go through all stages one after another before the next ones. Default: all, or as
             many as fit into device memory.
         layers: module classes, class names or qualified names that are moved as one. Default: found by themselves.
-        plan: stages by hand, as ``report()["plan"]`` prints them, such as
-            ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. Default: made from the first batch; with one
-            microbatch, none.
+        plan: ``"measured"``: made from the times of the first batch. ``"static"``: made from the shapes in it, so that
+            every run of the same model has the same plan. Or the stages by hand, as ``report()["plan"]`` prints them,
+            such as ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. One microbatch has a plan only by
+            hand.
         loss_weight: function of a part of the batch that says how much it weighs in the batch's mean loss. Default:
             a method ``loss_weight`` of the LightningModule; else the targets that the loss counted; else samples.
         staleness: 0, exact training. 1: each step computes with the weights from before the last update, which is
@@ -95,7 +96,7 @@ class RoundPipeStrategy(OneProcess):
         microbatch_size: int | None = None,
         round_microbatches: int | None = None,
         layers: Sequence[str | type] | None = None,
-        plan: str | None = None,
+        plan: str | None = "measured",
         loss_weight: Callable[[Any], Any] | None = None,
         staleness: int = 0,
         memory_budget: int | float | str | None = None,
@@ -130,8 +131,8 @@ class RoundPipeStrategy(OneProcess):
             compile_layers=compile_layers,
             emulation=Emulation.of(emulation),
         )
-        if plan is not None:
-            refuse_plan(plan, round_microbatches, microbatch_scope)
+        if (text := self.options.plan_text) is not None:
+            refuse_plan(text, round_microbatches, microbatch_scope)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._engine: Engine | None = None
         self._last_report: dict[str, Any] = {}
@@ -321,12 +322,13 @@ class RoundPipeStrategy(OneProcess):
         """What the last finished training step really did; empty before there was one. Survives ``teardown``.
 
         Returns:
-            ``plan`` (text), ``workers``, ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
+            ``plan`` (text), ``plan_policy`` (``"measured"``, ``"static"`` or ``"text"``), ``workers``,
+            ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
             ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (each per worker),
             ``planned_device_bytes`` (of each worker, at the most; None without a plan), ``peak_host_bytes``,
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
             ``step_time_s``, ``weights_bytes_uploaded_total`` since setup, ``profiled`` (a step without a plan, each
-            call a slot of its own), ``costs`` (of each call, as measured before the plan was made; or None), and
+            call a slot of its own), ``costs`` (of each call, as the plan was made from them; or None), and
             ``events`` and ``stalls``: every call, copy and wait with its worker, slot and times in seconds.
         """
         return self._engine.report() if self._engine is not None and self._engine.report() else self._last_report

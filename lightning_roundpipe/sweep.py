@@ -54,6 +54,16 @@ def forget_sweep() -> None:
     _current.clear()
 
 
+def make_plans_static(config: DictConfig) -> None:
+    """Before a run of a sweep: its plan follows from shapes, so that runs differ by their settings alone.
+
+    A user's own ``partition.plan`` stays, and so does a partition by measured seconds.
+    """
+    partition = config.get("partition") or {}
+    if "plan" in partition and partition.plan is None and partition.get("stage_seconds") is None:
+        partition.plan = "static"
+
+
 def finished_sweep() -> Path | None:
     """After a command: if it was a sweep whose runs began, prints its table and returns its folder."""
     if not _current or not (rows := read_runs(_current[-1])):

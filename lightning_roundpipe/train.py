@@ -36,7 +36,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.sweep import finished_sweep, forget_sweep
+from lightning_roundpipe.sweep import finished_sweep, forget_sweep, make_plans_static
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 """Hydra's environment variable: 1 shows every traceback in full."""
@@ -153,6 +153,8 @@ def _application(cfg: DictConfig) -> None:
     folder = Path(settings.runtime.output_dir)
     started = False
     try:
+        if settings.mode == RunMode.MULTIRUN:
+            make_plans_static(cfg)
         _check(folder)
         _quiet()
         from lightning_roundpipe.tasks.fine_tuning import build, run

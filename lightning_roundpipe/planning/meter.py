@@ -1,11 +1,12 @@
-"""What operations take, counted while they run on tensors without data.
+"""What operations take, counted while they run.
 
 Every operation is either held up by its arithmetic (matrix products) or by reading its inputs and writing its outputs
 (everything else, in a training loop that is not compiled); see `Hardware.product_s`. Both follow from the shapes, so
-the meta device is enough: nothing is computed. Memory is counted by storages that live at the same time.
+the meta device is enough for a `Meter`: nothing is computed. Memory is counted by storages that live at the same time.
+A `Counter` watches operations that do compute, and leaves memory out.
 
-Attention is counted as a kernel that never writes its scores (flash attention), which no operation of the meta device
-is; so there is one here, under the name `ATTENTION` of Hugging Face's attention interface.
+On the meta device attention is counted as a kernel that never writes its scores (flash attention), which no operation
+there is; so there is one here, under the name `ATTENTION` of Hugging Face's attention interface.
 """
 
 from __future__ import annotations
@@ -39,8 +40,14 @@ _FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::lift_fre
 _ROWS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
 """They read as many bytes of their first input as they write, not all of it."""
 
-_IN_PLACE = {torch.ops.aten.addmm_: torch.ops.aten.addmm}
-"""Products that are written to their first input, and what counts the same operations."""
+aten = torch.ops.aten
+
+_LIKE = {
+    aten.addmm_: aten.addmm,
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+"""Operations that torch's registry does not know, and what counts the same operations."""
 
 
 @dataclass
@@ -69,22 +76,29 @@ class Work:
         self.live -= nbytes
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts all operations while it is entered, into the innermost `scope`."""
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts all operations while it is entered: what they take in time, by their shapes."""
 
     def __init__(self, hardware: Hardware) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._hardware = hardware
         self._scopes = [Work()]
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    @property
+    def work(self) -> Work:
+        """What was counted outside of all scopes."""
+        return self._scopes[0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        grouped = "grouped_mm" in func._schema.name
-        out = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self._count(func, args, kwargs, out)
+        return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._hold(outputs)
         name = func._schema.name
+        grouped = "grouped_mm" in name
         if not func.is_view and not name.startswith(_FREE):
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             written = sum(map(_touched, outputs))
@@ -101,7 +115,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.add(flops, read + written, _summed_in_fp32(form), _filling(*args, **kwargs))
             else:
                 self.add(_flops(func, args, kwargs, out), read + written, form)
-        return out
 
     def add(self, flops: float, nbytes: float, form: Format, filling: float = 1.0) -> None:
         """One operation. ``filling``: how many times as much it computes, with what only fills its tiles."""
@@ -109,6 +122,22 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work.seconds += self._hardware.product_s(flops * filling, nbytes, form)
         work.flops += flops
         work.nbytes += nbytes
+
+
+class Meter(Counter):  # type: ignore[no-untyped-call]
+    """Counts operations on tensors without data, and their memory, into the innermost `scope`."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        super().__init__(hardware)
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        grouped = "grouped_mm" in func._schema.name
+        out = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
+        self._hold([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+        self._count(func, args, kwargs, out)
+        return out
 
     @contextmanager
     def scope(self, work: Work | None = None) -> Iterator[Work]:
@@ -204,7 +233,7 @@ def _touched(tensor: Tensor) -> int:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    counted = flop_registry.get(func._overloadpacket) or flop_registry.get(_IN_PLACE.get(func._overloadpacket))
+    counted = flop_registry.get(func._overloadpacket) or flop_registry.get(_LIKE.get(func._overloadpacket))
     if counted is not None:
         return float(counted(*args, **kwargs, out_val=out))
     return 0.0

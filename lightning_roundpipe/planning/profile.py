@@ -12,8 +12,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from omegaconf import OmegaConf
-
 from lightning_roundpipe.config import parse_bytes
 from lightning_roundpipe.planning.links import Links
 
@@ -81,6 +79,8 @@ def read_hardware(path: Path) -> Hardware:
     Raises:
         ValueError: the file is no YAML, or something in it is missing, unknown or makes no sense.
     """
+    from omegaconf import OmegaConf  # training needs the class alone, and not what reads its files
+
     try:
         data: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except OSError as error:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.planning.crossing import storage_bytes
+from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.runtime.arguments import Flat, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.call import Call, Forward, Ran
@@ -54,6 +55,7 @@ class Runner:
         formats: that layers are computed in.
         watched: whether it is to be found out what layers do with their weights.
         forwards: how layers are run.
+        counter: something to count the operations of a call with, if a plan is going to be made from shapes.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Runner:
         formats: Formats,
         watched: Callable[[], bool],
         forwards: Forwards,
+        counter: Callable[[], Counter | None] = lambda: None,
     ) -> None:
         self._worker = worker
         self._device = worker.device
@@ -70,6 +73,7 @@ class Runner:
         self._formats = formats
         self._watched = watched
         self._forwards = forwards
+        self._counter = counter
 
     def forward(self, slot: Slot, call: Call, boundaries: Boundaries) -> Forward:
         """Run the layer once; see `Call` for how."""
@@ -84,6 +88,8 @@ class Runner:
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
         snapshot = buffers.snapshot(thorough) if call.recomputed else None
         buffers.load()
+        if call.measure and self._forwards.compiled:
+            self._count_as_written(slot, call, leaves)
         inputs = _tensors(leaves)
         with device.hold(inputs, INPUTS):
             gauge = Gauge(device, inputs) if call.measure else None
@@ -153,8 +159,17 @@ class Runner:
                     leaf.data.copy_(before)
                 self._worker.retire(before)
 
-    def _run(self, slot: Slot, call: Call, leaves: list[Any], kind: str, replay: Replay | None = None) -> Ran:
+    def _run(
+        self,
+        slot: Slot,
+        call: Call,
+        leaves: list[Any],
+        kind: str,
+        replay: Replay | None = None,
+        forwards: Forwards | None = None,
+    ) -> Ran:
         """The layer's own code, in everything that was around it when glue called it."""
+        forwards = forwards or self._forwards
         name = call.layer.name
         replica = self._worker.replica(call.layer)
         replica.apply(call.state)
@@ -181,7 +196,7 @@ class Runner:
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
             with self._computing(slot, kind, where, call.microbatch), saved, calling(Inside(name)), watching, choosing:
-                output = call.context.run(collecting, self._forwards.of(call.layer, replica), *args, **kwargs)
+                output = call.context.run(collecting, forwards.of(call.layer, replica), *args, **kwargs)
         written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if written:
             self._refuse_written(call.layer, written)
@@ -256,14 +271,41 @@ class Runner:
         with self._randomness().segment(call.layer.index, call.seed, self._device, what, backward=backward):
             yield
 
+    def _count_as_written(self, slot: Slot, call: Call, leaves: list[Any]) -> None:
+        """Count what a compiled layer computes, where a static plan needs that: its own code runs once more.
+
+        Operations inside of compiled code are not seen, and what it is compiled to depends on the compiler.
+        """
+        forward, backward = self._counter(), self._counter()
+        if forward is None or backward is None:
+            return
+        replica, buffers = self._worker.replica(call.layer), self._worker.buffers(call.layer)
+        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # the layer may write to them
+        with forward:
+            ran = self._run(slot, dataclasses.replace(call, graph=True), copies, "", forwards=Forwards())
+        roots = [t for t in ran.tensors() if t.requires_grad]
+        ends = [t for t in (*ran.given.values(), *replica.parameters) if t.requires_grad]
+        if roots and ends:
+            with backward, self._device.permit():
+                torch.autograd.grad(roots, ends, [torch.zeros_like(t) for t in roots], allow_unused=True)
+        for kind, counter in (("forward", forward), ("backward", backward)):
+            slot.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
+        replica.drop_written()
+        buffers.discard(thorough=True)
+        buffers.load()
+
     @contextlib.contextmanager
     def _computing(self, slot: Slot, kind: str, where: Where, microbatch: int) -> Iterator[None]:
+        counter = None if self._forwards.compiled or not kind else self._counter()
         with self._device.permit(), self._device.named(f"{kind} slot {slot.index} {where.layer} of {microbatch}"):
             start = self._device.compute.record(timed=True)
-            yield
+            with counter or contextlib.nullcontext():
+                yield
             end = self._device.compute.record(timed=True)
         if kind:
             slot.recorder.add(kind, self._worker.index, start, end, microbatch, 0, where)
+        if counter is not None:
+            slot.recorder.count(kind, microbatch, where.call, counter.work.seconds)
 
     def _watching(self, layer: HostLayer) -> contextlib.AbstractContextManager[Any]:
         """Where that is to be found out, takes down what is done with the weights of ``layer``."""

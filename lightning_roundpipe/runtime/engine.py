@@ -30,7 +30,7 @@ from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, models_in, without_caches
 from lightning_roundpipe.runtime.interrupts import allowed, held
-from lightning_roundpipe.runtime.learning import forget_plan, plan_from, reserve_for_layers
+from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_from, reserve_for_layers
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
 from lightning_roundpipe.runtime.queues import WorkerQueue
@@ -118,8 +118,8 @@ class Engine:
         self.hints.of_cuts(found)
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
         self.workers = self.crew.workers
-        watched = functools.partial(is_watched, self)
-        self.runners = [Runner(w, lambda: self.randomness, formats, watched, forwards) for w in self.workers]
+        watched, counter = functools.partial(is_watched, self), functools.partial(counter_of, self)
+        self.runners = [Runner(w, lambda: self.randomness, formats, watched, forwards, counter) for w in self.workers]
         self.queues = [WorkerQueue(w, prefetch=bool(options.prefetch)) for w in self.workers]
         try:
             reserve_for_layers(self)
@@ -153,7 +153,7 @@ class Engine:
         """
         self._prepare(anew=anew)
         cut = cut_batch(self, batch)
-        self.plans = self.plan is None and not self.in_order and (cut.several or self.options.plan is not None)
+        self.plans = self.plan is None and not self.in_order and (cut.several or self.options.plan_text is not None)
         overlaps = self._may_overlap
         if not overlaps or (self._on_its_way is not None and self._on_its_way.control.failed):
             self._drain()
@@ -180,7 +180,7 @@ class Engine:
                     raise
             microbatches = len(step.sizes)
             self.hints.after_step(self.layers, switched_off, microbatches)
-            if self.plans and step.has_loss and (microbatches > 1 or self.options.plan is not None):
+            if self.plans and step.has_loss and (microbatches > 1 or self.options.plan_text is not None):
                 plan_from(self, step)
             elif microbatches == 1:
                 self.recent = step.traces[0]

@@ -34,6 +34,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._items: list[tuple[str, int, Event, Event, int, int, Where]] = []
         self._waits: list[tuple[int, Event, Event]] = []
+        self._counted: dict[tuple[str, int, int], list[float]] = defaultdict(list)
 
     def add(
         self,
@@ -52,6 +53,11 @@ class Recorder:
         """A worker had its turn, and waited from ``start`` to ``end`` for what was on its way to it."""
         with self._lock:
             self._waits.append((worker, start, end))
+
+    def count(self, kind: str, microbatch: int, call: int, seconds: float) -> None:
+        """A call's computation takes so long by its shapes."""
+        with self._lock:
+            self._counted[kind, microbatch, call].append(seconds)
 
     def stalls(self) -> list[dict[str, Any]]:
         """When workers waited so, with times as in `rows`."""
@@ -110,6 +116,10 @@ class Recorder:
             if kind in COMPUTE:
                 found[kind, microbatch, where.call].append(end.time() - start.time())
         return found
+
+    def nominal_seconds(self) -> dict[tuple[str, int, int], list[float]]:
+        """The same by shapes, of calls that were counted."""
+        return self._counted
 
 
 def bubble_percent(rows: list[dict[str, Any]], workers: int) -> float:

@@ -8,7 +8,10 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import ahead_within, device_bytes, partition_within
+from lightning_roundpipe.planning.meter import Counter
+from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.pipeline import run_steps
+from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
 from lightning_roundpipe.runtime.belongings import Belongings
@@ -31,7 +34,9 @@ WORTH_S = 5.0
 def plan_from(engine: Engine, step: Step) -> None:
     """Make a plan of what all microbatches called, unless they are to run in order; and room for it on the workers."""
     engine.trace = trace = engine.trace or Trace()
-    if not trace.learn(step.traces, step.recorder.call_seconds(), len(engine.layers)):
+    recorder, static = step.recorder, engine.options.plan == "static"
+    seconds = recorder.nominal_seconds() if static else recorder.call_seconds()
+    if not trace.learn(step.traces, seconds, len(engine.layers)):
         return
     if not trace.calls:
         raise RoundPipeError(
@@ -40,10 +45,10 @@ def plan_from(engine: Engine, step: Step) -> None:
         )
     if send_rounded(engine):
         reserve_for_layers(engine)
-    engine.costs = trace.costs()
+    engine.costs = with_times_of_bytes(trace.costs(), rates_of(engine)) if static else trace.costs()
     limit = worker_bytes(engine.options, engine.devices)
-    if engine.options.plan is not None:
-        plan = Plan.parse(engine.options.plan)
+    if (text := engine.options.plan_text) is not None:
+        plan = Plan.parse(text)
         plan.validate(trace.names)
         check_plan_fits(plan, engine.costs, engine.options, engine.devices)
     else:
@@ -70,14 +75,28 @@ def _cut(engine: Engine, trace: Trace, microbatches: int, limit: int | None) -> 
     seconds = run_steps(plan, costs, workers, microbatches).makespan_s
     if workers == 1 or size is not None or stage_s is not None or seconds < WORTH_S:
         return plan
-    engine.hints.say("plan", f"steps of {seconds:.0f} s: looking for the fastest plan, for {SEARCH_SECONDS:.0f} s.")
+    static = engine.options.plan == "static"
+    if static:
+        engine.hints.say("plan", "looking for the fastest plan by the shapes of calls, for some seconds.")
+    else:
+        engine.hints.say("plan", f"steps of {seconds:.0f} s: looking for the fastest plan, for {SEARCH_SECONDS:.0f} s.")
     limits = Limits.usual(costs, workers, microbatches)
     if limit is not None:  # how much is fused is a question of memory then
         limits = Limits(limits.min_round, len(costs) - 1, limit)
     stale = bool(engine.options.staleness)
-    found = search_partition(costs, workers, microbatches, limits, 1 if stale else 0)
+    found = search_partition(costs, workers, microbatches, limits, 1 if stale else 0, by_clock=not static)
     better = stale or run_steps(found, costs, workers, microbatches).makespan_s < seconds
     return found if better and not trace.torn_buffer(found) else plan
+
+
+def rates_of(engine: Engine) -> Hardware:
+    """What a static plan's times are computed by."""
+    return nominal(engine.devices[0].torch_device.type)
+
+
+def counter_of(engine: Engine) -> Counter | None:
+    """Something to count a call's operations with, where a static plan is going to be made from them."""
+    return Counter(rates_of(engine)) if engine.plans and engine.options.plan == "static" else None
 
 
 def _room(engine: Engine, plan: Plan, limit: int | None) -> int | None:
@@ -88,7 +107,7 @@ def _room(engine: Engine, plan: Plan, limit: int | None) -> int | None:
 
 def _run_in_order(engine: Engine, buffer: str) -> None:
     why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
-    if engine.options.plan is not None:
+    if engine.options.plan_text is not None:
         raise ValueError(f"{why}: plan must have these calls in one forward stage, or be left out.")
     engine.in_order = True
     engine.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")

@@ -49,6 +49,7 @@ def report_of(step: Step) -> Callable[[], dict[str, Any]]:
         span, stalled = workers * span_of(rows), sum(s["end_s"] - s["start_s"] for s in stalls)
         return {
             "plan": text,
+            "plan_policy": engine.options.plan_policy,
             "profiled": plan is None,
             "workers": workers,
             "microbatches": microbatches,

@@ -215,8 +215,15 @@ PLANS = [
         SECTION,
         "`plan` is no text",
         "plan=… must be",
-        "text, as RoundPipeStrategy.report()['plan'] prints it",
+        "'measured', 'static' or stages as text",
         (options(plan=3), options(plan=["forward 0-3"])),
+    ),
+    Mistake(
+        SECTION,
+        "`plan` is a word, and no policy",
+        "plan=… is neither 'measured' nor 'static' nor stages as text",
+        "Did you mean '…'?",
+        tuple(options(plan=word) for word in ("statik", "Static", "measure", "MEASURED")),
     ),
     Mistake(
         SECTION,
@@ -238,6 +245,13 @@ PLANS = [
         "stage_seconds=… says how long stages may be, and plan= says where each ends",
         "set only one of them",
         (options(stage_seconds=1.0, plan="forward 0-3; fused 4-5; backward 0-3; round 2"),),
+    ),
+    Mistake(
+        SECTION,
+        "`stage_seconds` is set, and `plan` is `static`",
+        "stage_seconds=… counts the seconds that the first batch takes, and plan='static' does not measure any",
+        "set plan='measured', or leave stage_seconds out",
+        (options(stage_seconds=1.0, plan="static"),),
     ),
     Mistake(
         SECTION,

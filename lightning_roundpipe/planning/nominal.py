@@ -1,0 +1,71 @@
+"""Nominal rates of a device: what turns the operations of a call into seconds where no clock is asked.
+
+With ``plan="static"`` a plan follows from shapes. The operations of a call are counted, and their times follow from
+the rates of one machine of the kind, whatever machine this is: a measurement, or the name of a processor, would give
+other plans elsewhere. A plan depends on how much longer one call takes than another, hardly on how long all of them
+take. The figures are those of ``conf/hardware/cpu.yaml`` and ``conf/hardware/rtx4090x8.yaml``, which say where they
+come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.profile import Hardware
+
+EMULATED = Hardware(
+    title="an emulated device",
+    workers=1,
+    flops={"fp32": 50e9, "bf16": 25e9, "fp16": 25e9},
+    memory=None,
+    memory_bandwidth=10e9,
+    upload=5e9,
+    download=5e9,
+    host_memory=16 * 2**30,
+    host_memory_bandwidth=40e9,
+    matmul_efficiency=0.8,
+    memory_efficiency=0.85,
+    kernel_s=5e-6,
+    hop_s=0.2e-3,
+    emulated=True,
+)
+GPU = Hardware(
+    title="an RTX 4090",
+    workers=1,
+    flops={"fp32": 82.6e12, "bf16": 165.2e12, "fp16": 330.3e12},
+    memory=24 * 2**30,
+    memory_bandwidth=1008e9,
+    upload=25e9,
+    download=25e9,
+    host_memory=128 * 2**30,
+    host_memory_bandwidth=51.2e9,
+    matmul_efficiency=0.8,
+    memory_efficiency=0.85,
+    kernel_s=5e-6,
+    hop_s=1e-3,
+)
+
+
+def nominal(device_type: str) -> Hardware:
+    """The rates for devices of a type, as ``torch.device.type`` spells it."""
+    return EMULATED if device_type == "cpu" else GPU
+
+
+def with_times_of_bytes(costs: Costs, hardware: Hardware) -> Costs:
+    """``costs`` with times for calls of which no operation was counted.
+
+    A kernel that torch does not dispatch is not seen. Such a call takes as long as reading its weights and writing as
+    much as it holds, and its backward twice that: it reads and writes gradients of both.
+    """
+    return Costs(tuple(_with_times(call, hardware) for call in costs))
+
+
+def _with_times(call: CallCost, hardware: Hardware) -> CallCost:
+    forward_s, backward_s = call.forward_s, call.backward_s
+    moved_s = hardware.product_s(0.0, call.weight_bytes + call.activation_bytes, "fp32")
+    if not forward_s:
+        forward_s = moved_s
+    if not backward_s and call.needs_backward:
+        backward_s = 2 * moved_s
+    return dataclasses.replace(call, forward_s=forward_s, backward_s=backward_s)
