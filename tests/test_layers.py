@@ -18,7 +18,7 @@ PACKAGE = ROOT / "lightning_roundpipe"
 MAX_LINES = 400
 
 LAYERS: list[set[str]] = [
-    {"config"},
+    {"config", "messages"},
     {"devices", "planning", "model", "optim"},
     {"runtime"},
     {"precision", "checkpoint_io", "one_process", "refusals", "listeners", "monitors", "windows"},
