@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 from lightning_roundpipe.registration import autoload
 
 if TYPE_CHECKING:
+    from lightning_roundpipe.messages import RoundPipeWarning
     from lightning_roundpipe.precision import RoundPipePrecision
     from lightning_roundpipe.strategy import RoundPipeStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["RoundPipePrecision", "RoundPipeStrategy", "__version__"]
+__all__ = ["RoundPipePrecision", "RoundPipeStrategy", "RoundPipeWarning", "__version__"]
 
 _HOMES = {
     "RoundPipePrecision": "lightning_roundpipe.precision",
     "RoundPipeStrategy": "lightning_roundpipe.strategy",
+    "RoundPipeWarning": "lightning_roundpipe.messages",
 }
 
 

@@ -144,7 +144,7 @@ class Options:
     round_microbatches: int | None = None
     layers: Sequence[str | type] | None = None
     plan: str | None = "measured"
-    loss_weight: LossWeight | None = None
+    loss_weight: LossWeight | Literal["sum"] | None = None
     staleness: int = 0
     memory_budget: int | float | str | None = None
     pin_memory: Literal["auto", "on", "off"] | bool = "auto"
@@ -167,8 +167,11 @@ class Options:
             )
         self._check_layers()
         self._check_plan()
-        if self.loss_weight is not None and not callable(self.loss_weight):
-            raise ValueError(f"loss_weight={self.loss_weight!r} must be a function of a microbatch, or None.")
+        if self.loss_weight not in (None, "sum") and not callable(self.loss_weight):
+            raise ValueError(
+                f"loss_weight={self.loss_weight!r} must be a function of a microbatch, 'sum' if the losses of "
+                "microbatches add up to that of the batch, or None."
+            )
         self._check_budget()
         if not (_is_number(self.watchdog_timeout) and self.watchdog_timeout > 0):
             raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be a number of more than 0 seconds.")
@@ -256,6 +259,6 @@ class Options:
             )
         if self.microbatch_scope == "model" and self.loss_weight is not None:
             raise ValueError(
-                "loss_weight says how losses of microbatches are averaged, and microbatch_scope='model' has one loss "
-                "of the whole batch: leave loss_weight out."
+                "loss_weight says how the losses of microbatches make up that of the batch, and "
+                "microbatch_scope='model' has one loss of the whole batch: leave loss_weight out."
             )

@@ -67,8 +67,9 @@ class RoundPipeStrategy(OneProcess):
             every run of the same model has the same plan. Or the stages by hand, as ``report()["plan"]`` prints them,
             such as ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. One microbatch has a plan only by
             hand.
-        loss_weight: function of a part of the batch that says how much it weighs in the batch's mean loss. Default:
-            a method ``loss_weight`` of the LightningModule; else the targets that the loss counted; else samples.
+        loss_weight: function of a microbatch that returns its weight in the batch's mean loss; or ``"sum"``, if the
+            losses of microbatches add up to that of the batch. Default: a method ``loss_weight`` of the
+            LightningModule; else what the loss shows: the targets that it counted, or that it is a sum; else samples.
         staleness: 0, exact training. 1: each step computes with the weights from before the last update, which is
             applied meanwhile.
         memory_budget: device memory that a worker may use: bytes, ``"20GiB"``, or a fraction such as 0.9.
@@ -97,7 +98,7 @@ class RoundPipeStrategy(OneProcess):
         round_microbatches: int | None = None,
         layers: Sequence[str | type] | None = None,
         plan: str | None = "measured",
-        loss_weight: Callable[[Any], Any] | None = None,
+        loss_weight: Callable[[Any], Any] | Literal["sum"] | None = None,
         staleness: int = 0,
         memory_budget: int | float | str | None = None,
         pin_memory: Literal["auto", "on", "off"] | bool = "auto",

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +15,9 @@ import zoo
 from harness import assert_same, ours, run
 from torch import Tensor, nn
 from zoo_runs import module
+
+from lightning_roundpipe import RoundPipeWarning
+from lightning_roundpipe.config import RoundPipeError
 
 
 class Shaped(zoo.PlainClassifier):
@@ -41,6 +50,112 @@ def test_kinds_of_loss(kind: str) -> None:
     shaped = Shaped(zoo.make_module("mlp").model, kind)
     batches = zoo.make_batches("mlp", samples=7)
     assert_same(run("auto", shaped, batches), run(ours(num_microbatches=3), shaped, batches, devices=2))
+
+
+TARGETS = torch.tensor([1.0, 5.0, 0.2, 2.0, 1.0])
+
+
+class Summed(zoo.PlainClassifier):
+    """The MLP with a loss that is a sum, or made of one, by its formula."""
+
+    def __init__(self, model: nn.Module, formula: Formula) -> None:
+        super().__init__(model)
+        self.formula = formula
+
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"])
+        return self.formula(logits, batch["y"]), logits
+
+
+Formula = Callable[[Tensor, Tensor], Tensor]
+
+
+def summed_ce(logits: Tensor, y: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits, y, ignore_index=0, reduction="sum", **options)
+
+
+def one_hot(y: Tensor) -> Tensor:
+    return F.one_hot(y, 5).float()
+
+
+SUMS: dict[str, Formula] = {
+    "cross_entropy": summed_ce,
+    "smoothed": lambda x, y: summed_ce(x, y, label_smoothing=0.1, weight=TARGETS),
+    "nll_loss": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y, None, None, 0, None, "sum"),
+    "module": lambda x, y: nn.CrossEntropyLoss(reduction="sum")(x, y),
+    "mse_loss": lambda x, y: F.mse_loss(x, one_hot(y), reduction="sum"),
+    "l1_loss": lambda x, y: F.l1_loss(x, one_hot(y), reduction="sum"),
+    "huber_loss": lambda x, y: F.huber_loss(x, one_hot(y), reduction="sum"),
+    "bce": lambda x, y: F.binary_cross_entropy_with_logits(x, one_hot(y), reduction="sum"),
+    "kl_div": lambda x, y: F.kl_div(F.log_softmax(x, -1), one_hot(y), reduction="sum"),
+    "two": lambda x, y: summed_ce(x, y) + F.mse_loss(x, one_hot(y), reduction="sum").float(),
+    "difference": lambda x, y: -(F.l1_loss(x, one_hot(y), reduction="sum") - summed_ce(x, y)),
+}
+DIVIDED: dict[str, tuple[Formula, Any]] = {
+    "by a constant": (lambda x, y: summed_ce(x, y) / 64, "sum"),
+    "by its targets": (lambda x, y: summed_ce(x, y) / (y != 0).sum(), lambda batch: (batch["y"] != 0).sum()),
+    "by its samples": (lambda x, y: 0.5 * summed_ce(x, y) / len(x), lambda batch: len(batch["y"])),
+    "sum of squares": (lambda x, y: (x - one_hot(y)).square().sum(), "sum"),
+    "multiplied": (lambda x, y: 3 * F.mse_loss(x, one_hot(y), reduction="sum"), "sum"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatches"), [("cross_entropy", 1), ("cross_entropy", 2), *((kind, 4) for kind in SUMS)]
+)
+def test_sums_are_recognised_and_added(kind: str, microbatches: int) -> None:
+    """Losses, what is logged of them, and gradients: of seven samples with other numbers of targets in each part."""
+    summed, batches = Summed(zoo.make_module("mlp").model, SUMS[kind]), zoo.make_batches("mlp", samples=7)
+    expected = run("auto", summed, batches)
+    assert_same(expected, run(ours(num_microbatches=microbatches), summed, batches, devices=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatches"),
+    [("by a constant", 1), ("by a constant", 2), ("by its targets", 2), *((kind, 4) for kind in DIVIDED)],
+)
+def test_what_is_done_to_a_sum_is_said_by_loss_weight(kind: str, microbatches: int) -> None:
+    formula, weight = DIVIDED[kind]
+    summed, batches = Summed(zoo.make_module("mlp").model, formula), zoo.make_batches("mlp", samples=7)
+    expected = run("auto", summed, batches)
+    strategy = ours(num_microbatches=microbatches, loss_weight=weight)
+    assert_same(expected, run(strategy, summed, batches, devices=2))
+
+
+@pytest.mark.parametrize("kind", ["by a constant", "by its targets", "by its samples"])
+def test_the_remedies_that_the_error_of_a_sum_names(kind: str) -> None:
+    """`loss_weight` is in the test above; the others are right whatever is done to the sum."""
+    summed, batches = Summed(zoo.make_module("mlp").model, DIVIDED[kind][0]), zoo.make_batches("mlp", samples=7)
+    with pytest.raises(RoundPipeError, match=r"cross_entropy with reduction='sum'.*loss_weight='sum'") as refused:
+        run(ours(num_microbatches=3), summed, batches, devices=2)
+    remedies = re.findall(r"(microbatch_scope|num_microbatches)=('model'|1)", str(refused.value))
+    assert len(remedies) == 2
+    expected = run("auto", summed, batches)
+    for name, value in remedies:
+        options = {"num_microbatches": 3} | {name: ast.literal_eval(value)}
+        assert_same(expected, run(ours(**options), summed, batches, devices=2))
+
+
+def test_sums_in_some_microbatches_only() -> None:
+    def formula(logits: Tensor, y: Tensor) -> Tensor:
+        return summed_ce(logits, y) if len(y) == 3 else F.cross_entropy(logits, y)
+
+    summed, batches = Summed(zoo.make_module("mlp").model, formula), zoo.make_batches("mlp", samples=7)
+    with pytest.raises(RoundPipeError, match="reduction='sum', and not by adding up alone"):
+        run(ours(num_microbatches=3), summed, batches, devices=2)
+
+
+def test_a_sum_over_rows_that_is_averaged_is_warned_of() -> None:
+    """Nothing tells it from a mean with weights of the user's own; so it is averaged, as ever, but not in silence."""
+    batches = zoo.make_batches("mlp", samples=7)
+    rows = Summed(zoo.make_module("mlp").model, DIVIDED["sum of squares"][0])
+    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: .*loss_weight='sum'"):
+        run(ours(num_microbatches=3), rows, batches, devices=2)
+    features = Summed(zoo.make_module("mlp").model, lambda x, y: (x - one_hot(y)).square().mean(0).sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RoundPipeWarning)
+        run(ours(num_microbatches=3, loss_weight="sum"), rows, batches, devices=2)
+        run(ours(num_microbatches=3), features, batches, devices=2)
 
 
 def test_a_microbatch_without_any_target() -> None:

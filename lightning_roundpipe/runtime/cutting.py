@@ -11,6 +11,7 @@ from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.model_step import ModelStep
 from lightning_roundpipe.runtime.samples import batch_size
 from lightning_roundpipe.runtime.step import Step
+from lightning_roundpipe.runtime.weighing import Weights
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
@@ -23,12 +24,12 @@ class Cut:
     Attributes:
         parts: of the batch; the batch itself where only the model's calls are cut.
         sizes: samples of each; None where only the model's calls are cut.
-        weights: what the user says that each counts in the loss; None if that is to be found out.
+        weights: what the user says of how their losses make up that of the batch; None if that is to be found out.
     """
 
     parts: list[Any]
     sizes: list[int] | None
-    weights: list[float] | None = None
+    weights: Weights = None
 
     @property
     def several(self) -> bool:
@@ -63,7 +64,9 @@ def _sizes_for(engine: Engine, batch: Any) -> list[int]:
     return microbatch.sizes_of(batch_size(batch), count, size, len(engine.workers))
 
 
-def _given_weights_of(engine: Engine, parts: Sequence[Any]) -> list[float] | None:
+def _given_weights_of(engine: Engine, parts: Sequence[Any]) -> Weights:
+    if engine.options.loss_weight == "sum":
+        return "sum"
     function = engine.options.loss_weight or getattr(engine.module, "loss_weight", None)
     if not callable(function) or len(parts) == 1:
         return None

@@ -8,7 +8,7 @@ Every torch function that glue calls passes through `GlueMode`. It does three th
 * Host tensors (labels, masks, parameters) follow the device of what they meet. They go there through pinned memory, or
   the host would wait until the device has come that far.
 * Mean-reduced cross entropies are counted: their numbers of targets say how much each microbatch weighs in the loss of
-  the whole batch.
+  the whole batch. Sum-reduced losses are noted: if the loss is made of them, those of microbatches are added.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.bringing import Bringer
 from lightning_roundpipe.runtime.formats import Formats
+from lightning_roundpipe.runtime.losses import WITH_REDUCTION, Sums, reduction_of
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
@@ -113,7 +114,7 @@ class GlueMode(TorchFunctionMode):
         self.proxies = Proxies(read)
         self._read = read
         self.counts: list[float] = []
-        self.summed = ""
+        self.sums = Sums()
         self._masters = masters
         self._train = train
         self._accelerator = accelerator
@@ -144,11 +145,14 @@ class GlueMode(TorchFunctionMode):
         if self._replaces and not self._writes(name, args):
             args, kwargs = self._with_proxies(args, kwargs)
         if self._train:
-            if func in _COUNTED:
-                self._count(func, args, kwargs)
-            elif func is torch.autograd.grad:
+            if func in WITH_REDUCTION and torch.is_grad_enabled():
+                return self._loss(func, args, kwargs)
+            if func is torch.autograd.grad:
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
                 refuse_layers_between(given["outputs"], given["inputs"])
+        return self._call(func, name, args, kwargs)
+
+    def _call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._accelerator is not None:
             if name in ("to", "cuda") and (where := self._bringer.asked(name, args, kwargs)) is not None:
                 return self._bringer.bring(args[0], where)
@@ -241,16 +245,21 @@ class GlueMode(TorchFunctionMode):
         moved = tuple(a if keep_first and i == 0 else tree_map_only(Tensor, follow, a) for i, a in enumerate(args))
         return moved, tree_map_only(Tensor, follow, kwargs)
 
-    def _count(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a loss function returns; what it says of how microbatches make up the batch is noted."""
+        reduction = reduction_of(func, args, kwargs)
+        if reduction == "mean" and func in _COUNTED:
+            self._count(args, kwargs)
+        result = self._call(func, func.__name__, args, kwargs)
+        if reduction == "sum":
+            self.sums.note(result, _COUNTED.get(func, ""))
+        return result
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = dict(zip(LOSS_ARGUMENTS, args, strict=False))
         bound.update(kwargs)
         logits, target = bound["input"], bound["target"]
-        if not (torch.is_grad_enabled() and logits.requires_grad):
-            return
-        reduction = bound.get("reduction", "mean")
-        if reduction == "sum":
-            self.summed = _COUNTED[func]
-        if reduction != "mean":
+        if not logits.requires_grad:
             return
         if target.is_floating_point():
             classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
@@ -286,37 +295,3 @@ def _hooked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if func is Tensor.register_hook:
         return hook_gradient(tensor, *args[1:], **kwargs)
     return keep_gradient(tensor)
-
-
-def check_counts(modes: list[GlueMode]) -> None:
-    """Refuse losses whose counts cannot be turned into one weight per microbatch.
-
-    Raises:
-        RoundPipeError: if a step computed several mean-reduced cross entropies whose targets are spread differently
-            over the microbatches, or a sum.
-    """
-    if len(modes) < 2:
-        return
-    if any(m.summed and not m.counts for m in modes):
-        raise RoundPipeError(
-            f"the loss uses {modes[0].summed or 'cross_entropy'} with reduction='sum'. The losses of microbatches are "
-            "averaged by their weights, which a sum is not: use reduction='mean', say how microbatches weigh with "
-            "RoundPipeStrategy(loss_weight=...), or set microbatch_scope='model' or num_microbatches=1."
-        )
-    kinds = {len(m.counts) for m in modes}
-    if len(kinds) > 1:
-        raise RoundPipeError(
-            "some microbatches of this batch computed a cross entropy and others did not, so their weights in the "
-            "loss are unknown: pass RoundPipeStrategy(loss_weight=...), or set microbatch_scope='model' or "
-            "num_microbatches=1."
-        )
-    totals = [sum(m.counts[k] for m in modes) for k in range(kinds.pop())]
-    for mode in modes:
-        shares = [c / t if t else 0.0 for c, t in zip(mode.counts, totals, strict=True)]
-        if shares and max(shares) - min(shares) > 1e-6:
-            raise RoundPipeError(
-                "training_step computes several cross entropies whose numbers of targets differ between microbatches "
-                f"in different ways ({[m.counts for m in modes]}), so no single weight per microbatch gives the loss "
-                "of the whole batch: pass RoundPipeStrategy(loss_weight=...), or set microbatch_scope='model' or "
-                "num_microbatches=1."
-            )

@@ -12,12 +12,13 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_roundpipe.messages import PREFIX, warn
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.runtime.weights import HostLayer
 
 _OVER_MICROBATCHES = (
-    "over each microbatch, not over the whole batch, as it is under gradient accumulation; num_microbatches=1 keeps "
-    "the batch whole."
+    "over each microbatch and not over the whole batch, as under gradient accumulation. num_microbatches=1 keeps the "
+    "batch whole."
 )
 
 
@@ -37,22 +38,39 @@ class Hints:
     def after_step(self, layers: Sequence[HostLayer], switched_off: Sequence[str], microbatches: int) -> None:
         """What a finished step has shown."""
         for name in switched_off:
-            self.say(name, f"training runs with {name}=False: the strategy recomputes layers itself.")
+            self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
         if microbatches > 1 and "coupled" not in self._said:
             self._said.add("coupled")  # looked for in the first such step only: a walk over all modules takes time
             for key, text in self._coupled(layers).items():
-                self.say(key, text)
+                self.warn(key, text)
 
     def of_cuts(self, refined: Refined) -> None:
         """Layers that were too large for a worker."""
         if refined.cuts:
             cuts = "; ".join(refined.summary())
-            self.say("cuts", f"cut {cuts}: two at a time, with their gradients, would not fit a worker.")
+            self.say("cuts", f"cut {cuts}: two of them with their gradients do not fit on a device.")
+
+    def of_a_sum(self) -> None:
+        """The loss is the sum of a tensor's rows, of which nothing else is known."""
+        self.warn(
+            "sum",
+            "the loss is a sum() over the samples of each microbatch, and the losses of microbatches are averaged. If "
+            "it is a plain sum, set RoundPipeStrategy(loss_weight='sum'). If it is a mean with weights of its own, set "
+            "loss_weight to a function that returns the weight of a microbatch, such as loss_weight=len for its "
+            "samples.",
+        )
 
     def say(self, key: str, text: str) -> None:
+        """Inform of ``text``, which the user need not act on."""
         if key not in self._said:
             self._said.add(key)
-            self._inform(text)
+            self._inform(PREFIX + text)
+
+    def warn(self, key: str, text: str) -> None:
+        """Warn of ``text``, which names the setting that helps."""
+        if key not in self._said:
+            self._said.add(key)
+            warn(PREFIX + text)
 
     def _coupled(self, layers: Sequence[HostLayer]) -> dict[str, str]:
         found = {}

@@ -12,14 +12,14 @@ Metric objects gather over an epoch, and see each microbatch once. Their value f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_roundpipe.runtime.microbatch import weighted_mean
+from lightning_roundpipe.runtime.microbatch import combined
 
 
 class LogRecorder:
@@ -126,8 +126,11 @@ class BatchValue:
             vars(part).update(attributes)
 
 
-def issue(module: Any, recorders: list[LogRecorder], sizes: list[int], weights: list[float]) -> None:
-    """Say once what the microbatches said, on the main thread."""
+def issue(
+    module: Any, recorders: list[LogRecorder], sizes: list[int], weights: list[float],
+    losses: Sequence[Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Say once what the microbatches said, on the main thread. ``losses``: as in `microbatch.combined`."""
     merged: dict[tuple[str, int], list[tuple[int, Any, dict[str, Any]]]] = {}
     for index, recorder in enumerate(recorders):
         said: dict[str, int] = {}
@@ -142,15 +145,17 @@ def issue(module: Any, recorders: list[LogRecorder], sizes: list[int], weights: 
         elif len(parts) < len(recorders):
             kwargs["batch_size"] = sum(sizes[p[0]] for p in parts)  # else Lightning infers it from the batch, as ever
         values = [p[1] for p in parts]
-        module.log(name, _merged(values, kwargs.get("reduce_fx", "mean"), [weights[p[0]] for p in parts]), **kwargs)
+        theirs = None if losses is None else [losses[p[0]] for p in parts]
+        reduce_fx = kwargs.get("reduce_fx", "mean")
+        module.log(name, _merged(values, reduce_fx, [weights[p[0]] for p in parts], theirs), **kwargs)
 
 
-def _merged(values: list[Any], reduce_fx: Any, weights: list[float]) -> Any:
+def _merged(values: list[Any], reduce_fx: Any, weights: list[float], losses: Sequence[Tensor] | None) -> Any:
     first = values[0]
     if isinstance(first, Metric):
         return first
     if isinstance(first, dict):
-        return {k: _merged([v[k] for v in values], reduce_fx, weights) for k in first}
+        return {k: _merged([v[k] for v in values], reduce_fx, weights, losses) for k in first}
     if len(values) == 1:
         return first
     tensors = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float32) for v in values]
@@ -161,4 +166,4 @@ def _merged(values: list[Any], reduce_fx: Any, weights: list[float]) -> Any:
         return torch.stack(tensors).amax(0)
     if reduction == "sum":
         return torch.stack(tensors).sum(0)
-    return weighted_mean(tensors, weights)
+    return combined(tensors, weights, losses)

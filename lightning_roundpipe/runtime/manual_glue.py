@@ -68,8 +68,8 @@ class ManualGlue(GlueMode):
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _count(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pass
+    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._call(func, func.__name__, args, kwargs)  # of the whole batch: nothing has to be weighed
 
     # -- in low precision ---------------------------------------------------------------------------------------------
 

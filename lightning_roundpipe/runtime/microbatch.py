@@ -136,11 +136,13 @@ def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return mapping
 
 
-def merge(outputs: Sequence[Any], sizes: list[int], weights: list[float]) -> Any:
+def merge(
+    outputs: Sequence[Any], sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None
+) -> Any:
     """What ``training_step`` would have returned for the whole batch, as far as that can be told.
 
-    Tensors with one row per sample are concatenated, scalars averaged by ``weights``, other things kept if they are
-    the same for every microbatch and gathered in a list otherwise.
+    Tensors with one row per sample are concatenated, scalars `combined`, other things kept if they are the same for
+    every microbatch and gathered in a list otherwise.
     """
     first = outputs[0]
     if len(outputs) == 1:
@@ -150,15 +152,15 @@ def merge(outputs: Sequence[Any], sizes: list[int], weights: list[float]) -> Any
         if first.dim() and all(t.shape == (n, *first.shape[1:]) for t, n in zip(tensors, sizes, strict=True)):
             return torch.cat(tensors)
         if all(t.shape == first.shape for t in tensors):
-            return weighted_mean(tensors, weights)
+            return combined(tensors, weights, losses)
         return tensors
     if isinstance(first, Mapping) and all(isinstance(o, Mapping) and o.keys() == first.keys() for o in outputs):
-        return _with_items(first, {k: merge([o[k] for o in outputs], sizes, weights) for k in first})
+        return _with_items(first, {k: merge([o[k] for o in outputs], sizes, weights, losses) for k in first})
     if isinstance(first, (list, tuple)) and all(type(o) is type(first) and len(o) == len(first) for o in outputs):
-        parts = [merge(list(column), sizes, weights) for column in zip(*outputs, strict=True)]
+        parts = [merge(list(column), sizes, weights, losses) for column in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if isinstance(first, float):
-        return float(weighted_mean([torch.tensor(float(o), dtype=torch.float64) for o in outputs], weights))
+        return float(combined([torch.tensor(float(o), dtype=torch.float64) for o in outputs], weights, losses))
     return first if all(same(o, first) for o in outputs[1:]) else list(outputs)
 
 
@@ -179,6 +181,24 @@ def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     return _rebuild(value, _detached)
+
+
+def combined(tensors: list[Tensor], weights: list[float], losses: Sequence[Tensor] | None = None) -> Tensor:
+    """One tensor of several of the same shape: their mean by ``weights``.
+
+    Args:
+        tensors: of each microbatch.
+        weights: of each.
+        losses: of each, if they add up to that of the batch. Then tensors that are these losses are added, too.
+    """
+    if losses is None or not all(_is_value_of(t, loss) for t, loss in zip(tensors, losses, strict=True)):
+        return weighted_mean(tensors, weights)
+    total = torch.stack([t.detach().cpu().double() for t in tensors]).sum(0)
+    return total.to(tensors[0].dtype)
+
+
+def _is_value_of(tensor: Tensor, loss: Tensor) -> bool:
+    return tensor.numel() == 1 and float(tensor) == float(loss)
 
 
 def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:

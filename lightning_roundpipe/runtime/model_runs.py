@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.arguments import flatten
 from lightning_roundpipe.runtime.belongings import Place as Belonging
 from lightning_roundpipe.runtime.context import Ambient
@@ -224,11 +225,12 @@ class WholeRun(MicrobatchRun):
         self._surroundings.refuse(call.name)
 
     def _warn(self, part: Tensor) -> None:
-        self.engine.hints.say(
+        self.engine.hints.warn(
             "pairs",
-            f"the model returned a tensor of shape {tuple(part.shape)} for a part of {len(part)} samples, whose rows "
-            "are put below those of other parts. If it has a value for each pair of samples, those of other parts are "
-            "missing: compute it in training_step, from what the model returns for each sample.",
+            f"the model returned a tensor of shape {tuple(part.shape)} for a microbatch of "
+            f"{plural(len(part), 'sample')}, whose rows are concatenated with those of the other microbatches. If it "
+            "has a value for each pair of samples, the pairs across microbatches are missing: compute it in "
+            "training_step, from what the model returns for each sample.",
         )
 
     # -- backward -----------------------------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ class MicrobatchRun:
                 output = function(*args)
                 self._watched.check()
                 loss = loss_of(output)
+            self.mode.sums.judge(loss, self._step.sizes[self.index])
             self._announce()
             if loss is not None:
                 self.weight = self._step.weighing.of(self)

@@ -25,11 +25,11 @@ from lightning_roundpipe.runtime.arrivals import Arrivals
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.events import Recorder
-from lightning_roundpipe.runtime.glue import check_counts
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.interception import current
 from lightning_roundpipe.runtime.logs import issue, shadowed_log
-from lightning_roundpipe.runtime.microbatch import loss_of, merge, weighted_mean
+from lightning_roundpipe.runtime.losses import check_counts
+from lightning_roundpipe.runtime.microbatch import combined, loss_of, merge
 from lightning_roundpipe.runtime.notes import add_waiting_note
 from lightning_roundpipe.runtime.rounds import make_rounds
 from lightning_roundpipe.runtime.run import MicrobatchRun
@@ -37,7 +37,7 @@ from lightning_roundpipe.runtime.slots import PlannedSlots, Slot
 from lightning_roundpipe.runtime.threads import Task
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.unplanned import SlotsOnArrival
-from lightning_roundpipe.runtime.weighing import Weighing
+from lightning_roundpipe.runtime.weighing import Weighing, Weights
 
 if TYPE_CHECKING:
     from lightning_roundpipe.planning.costs import Phase
@@ -54,7 +54,7 @@ class Step:
         engine: what outlives it.
         seed: of this batch.
         sizes: samples per microbatch.
-        weights: loss weights given by the user; None to count.
+        weights: what the user says of how losses of microbatches make up that of the batch.
         before: the step before, if it is still on its way.
 
     Attributes:
@@ -68,7 +68,7 @@ class Step:
         engine: Engine,
         seed: tuple[int, ...],
         sizes: list[int],
-        weights: list[float] | None,
+        weights: Weights,
         before: Step | None = None,
     ) -> None:
         self.engine = engine
@@ -353,21 +353,27 @@ class Step:
         weights = [run.weight for run in self.runs]
         if not any(weights):
             weights = [float(size) for size in self.sizes]
-        issue(self.engine.module, [run.logs for run in self.runs], self.sizes, weights)
+        losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
+        added = losses if len(losses) == len(outputs) and self.weighing.adds(self.runs[0]) else None
+        issue(self.engine.module, [run.logs for run in self.runs], self.sizes, weights, added)
         if missing:
             return None
-        merged = merge(outputs, self.sizes, weights)
-        losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
+        merged = merge(outputs, self.sizes, weights, added)
         if len(losses) < len(outputs):
             return merged
+        self._hint_at_sums()
         self.has_loss = True
         differentiable = any(run.differentiable for run in self.runs)
         gradients = self._gradients()
-        loss = gradients.loss(weighted_mean(losses, weights), differentiable=differentiable)
+        loss = gradients.loss(combined(losses, weights, added), differentiable=differentiable)
         self.gradients = gradients
         if isinstance(merged, Mapping):
             return {**merged, "loss": loss}
         return loss
+
+    def _hint_at_sums(self) -> None:
+        if self.weighing.given is None and len(self.runs) > 1 and all(run.mode.sums.plain for run in self.runs):
+            self.engine.hints.of_a_sum()
 
     def let_go(self) -> None:
         """Part from the microbatches, which know the step: in a circle, all of them would live on until a gc run.

@@ -1,5 +1,7 @@
 """How much each microbatch counts in the loss of the whole batch.
 
+The losses of microbatches are averaged by their weights, or added if the loss is a sum.
+
 The total is known only when the last of them has its loss, and by then the first is on its way back. So losses are
 divided by a guess that depends on nothing but the batch, not on what runs when; one factor corrects all gradients.
 """
@@ -7,10 +9,13 @@ divided by a guess that depends on nothing but the batch, not on what runs when;
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.run import MicrobatchRun
+
+Weights = Sequence[float] | Literal["sum"] | None
+"""What the user says of how losses of microbatches make up that of the batch: their weights, or that they are added."""
 
 
 class Weighing:
@@ -18,24 +23,30 @@ class Weighing:
 
     Args:
         sizes: samples per microbatch.
-        given: weights that the user said; None: they are counted.
+        given: what the user says; None: targets are counted, and sums recognised.
     """
 
-    def __init__(self, sizes: Sequence[int], given: Sequence[float] | None) -> None:
+    def __init__(self, sizes: Sequence[int], given: Weights) -> None:
         self.given = given
         self._sizes = sizes
-        self._guess: float | None = sum(given) if given else None
+        self._guess: float | None = None if given is None or given == "sum" else sum(given)
+
+    def adds(self, run: MicrobatchRun) -> bool:
+        """Whether the losses of microbatches add up to that of the batch, as far as this one shows."""
+        return len(self._sizes) > 1 and (self.given == "sum" or (self.given is None and run.mode.sums.whole))
 
     def of(self, run: MicrobatchRun) -> float:
         """What the microbatch counts, known when its loss is."""
         if len(self._sizes) == 1:
             return 1.0  # whatever it holds, even nothing
-        if self.given is not None:
+        if self.given is not None and self.given != "sum":
             return self.given[run.index]
         return run.mode.counts[0] if run.mode.counts else float(self._sizes[run.index])
 
     def share(self, run: MicrobatchRun) -> float:
-        """Its weight over a total that is guessed from the first one."""
+        """By what its loss is multiplied: its weight over a total that is guessed from the first one; 1 in a sum."""
+        if self.adds(run):
+            return 1.0
         if self._guess is None:
             samples = sum(self._sizes)
             known = run.weight / self._sizes[run.index] * samples if samples else run.weight
@@ -44,5 +55,7 @@ class Weighing:
 
     def factor(self, runs: Iterable[MicrobatchRun]) -> float:
         """What corrects the guess, when all are known."""
+        if self._guess is None:
+            return 1.0
         total = sum(run.weight for run in runs)
-        return (self._guess or total) / total if total else 1.0
+        return self._guess / total if total else 1.0

@@ -275,9 +275,9 @@ MODULES = [
     ),
     Mistake(
         SECTION,
-        "a cross entropy that is summed",
-        "the loss uses cross_entropy with reduction='sum'",
-        "use reduction='mean'",
+        "a cross entropy that is summed, and divided or multiplied",
+        "the loss is computed from cross_entropy with reduction='sum', and not by adding up alone",
+        "set RoundPipeStrategy(loss_weight='sum')",
         (lambda user: user.fit(_Summed(mlp())),),
     ),
     Mistake(
@@ -309,7 +309,7 @@ MODULES = [
 class _Summed(zoo.PlainClassifier):
     def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
         logits = self.model(batch["x"])
-        return F.cross_entropy(logits, batch["y"], reduction="sum"), logits
+        return F.cross_entropy(logits, batch["y"], reduction="sum") / 8, logits
 
 
 class _Sizeless(zoo.PlainClassifier):

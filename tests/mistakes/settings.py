@@ -50,9 +50,9 @@ MICROBATCHES = [
     ),
     Mistake(
         SECTION,
-        "`loss_weight` is no function",
+        "`loss_weight` is neither a function nor 'sum'",
         "loss_weight=… must be",
-        "a function of a microbatch, or None",
+        "a function of a microbatch, 'sum' if the losses of microbatches add up to that of the batch, or None",
         (options(loss_weight=3), options(loss_weight="targets")),
     ),
     Mistake(
@@ -398,9 +398,9 @@ OTHERS = [
     Mistake(
         SECTION,
         "`microbatch_scope='model'` with `loss_weight`",
-        "loss_weight says how losses of microbatches are averaged, and microbatch_scope='model' has one loss",
+        "loss_weight says how the losses of microbatches make up that of the batch, and microbatch_scope='model' has",
         "leave loss_weight out",
-        (options(microbatch_scope="model", loss_weight=len),),
+        tuple(options(microbatch_scope="model", loss_weight=weight) for weight in (len, "sum")),
     ),
     Mistake(
         SECTION,

@@ -1,0 +1,41 @@
+"""What the package says to its users, apart from errors: warnings of a category of its own, and words for numbers.
+
+Every warning begins with ``roundpipe:``, as every line of information does, so that a user sees where it comes from.
+"""
+
+from __future__ import annotations
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+PREFIX = "roundpipe: "
+
+
+class RoundPipeWarning(UserWarning):
+    """Something that is not wrong, but probably not what the user wants, and that a setting changes."""
+
+
+def warn(text: str) -> None:
+    """Warn of ``text``, which begins with ``roundpipe:``."""
+    assert text.startswith(PREFIX)
+    rank_zero_warn(text, stacklevel=4, category=RoundPipeWarning)
+
+
+def plural(number: int, noun: str, several: str | None = None) -> str:
+    """``"1 worker"``, ``"4 workers"``; ``several`` where that is not ``noun`` with an s."""
+    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+
+
+def gib(nbytes: float) -> str:
+    """Bytes in the unit that suits their size, such as ``"1.1 GiB"``."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.1f} GiB"
+
+
+def seconds(value: float) -> str:
+    """A duration in words, such as ``"120 ms"``, ``"2.4 s"`` or ``"3.5 min"``."""
+    if value < 0.995:
+        return f"{1000 * value:.0f} ms"
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
