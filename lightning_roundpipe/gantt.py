@@ -3,30 +3,37 @@
 `timeline` shows a step that ran, with its copies; this shows schedules beside each other, so it is denser: a worker is
 one row, a block is one stage for one microbatch and carries its number where there is room. Every second stage of a
 worker is paler, so that one sees where a stage ends. Charts of one group share the scale of their time axes, or a long
-schedule would look as short as a short one.
+schedule would look as short as a short one. Workers without a stage have no row.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.collections import Collection, PathCollection, PolyCollection
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
-from matplotlib.patches import Patch
-from matplotlib.path import Path as Outline
-from matplotlib.textpath import TextPath
-from matplotlib.ticker import FuncFormatter, MaxNLocator
-from matplotlib.transforms import Affine2D
+from lightning_roundpipe.pictures import (
+    DPI,
+    MOST_INCHES,
+    MOST_PIXELS,
+    TimeUnit,
+    count,
+    idle_note,
+    save,
+    set_time_axis,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.collections import Collection
+    from matplotlib.figure import Figure
+    from matplotlib.path import Path as Outline
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers and in greyscale print.
 COLOURS = {
@@ -38,8 +45,8 @@ COLOURS = {
 }
 """Per kind of work; the legend has those that occur, in this order."""
 
-WAITS = {"waits for weights": "#D9D2C5", "waits for the optimizer": "#F2C6A8"}
-"""Per reason why a worker is idle, where it is known; below the kinds of work, and paler than they are."""
+WAITS = {"waits for weights": "#B5A88F", "waits for the optimizer": "#E9A178"}
+"""Per reason why a worker is idle, where it is known."""
 
 _LEGEND = {"head forward": "LM head forward", "head backward": "LM head backward"}
 _IDLE, _QUIET = "#EFEFEF", "#555555"
@@ -49,9 +56,12 @@ _WIDTH, _LEFT, _RIGHT = 12.0, 0.85, 0.2
 _TITLE, _AXIS, _FOOT = 0.34, 0.26, 0.62
 _ROW_POINTS = (5.0, 16.0)  # thinnest and thickest row; between them a chart is two inches high
 _CHART = 2.0
+_CROWDED_POINTS = (3.0, 1.0)
+"""Rows of a picture that is full: the thinnest before the resolution becomes lower, and the thinnest of all."""
 _TEXT_POINTS = (4.5, 8.5)
-_DPI, _MOST_PIXELS = 160, 60_000
-_LEAST_DPI = 80
+_LABEL_POINTS = 7.5
+_SECONDS_FROM = 10.0
+"""Simulated times are in milliseconds below this, as in the commands' tables."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +101,37 @@ class Idle:
 
 @dataclass(frozen=True)
 class Chart:
-    """One schedule: its title in bold, its facts beside it, and the charts that it is to be compared with."""
+    """One schedule.
+
+    Args:
+        title: in bold.
+        step_ms: stands beside the title, in the picture's unit.
+        facts: text that follows it.
+        group: charts of one group share the scale of their time axes.
+        workers: N.
+        span_ms: the end of the last block that is drawn.
+        blocks: what workers compute.
+        waits: why they do not.
+    """
 
     title: str
+    step_ms: float
     facts: str
     group: str
     workers: int
     span_ms: float
     blocks: Sequence[Block]
     waits: Sequence[Idle] = ()
+
+    @cached_property
+    def rows(self) -> dict[int, int]:
+        """Per worker that has a stage, the number of its row."""
+        working = sorted({block.worker for block in self.blocks if block.parts})
+        return {worker: row for row, worker in enumerate(working or range(self.workers))}
+
+    def described(self, unit: TimeUnit) -> str:
+        """What stands beside the title."""
+        return f"{unit.show(self.step_ms / 1e3)}{self.facts}{idle_note(self.workers - len(self.rows), self.workers)}"
 
 
 # -- the picture -----------------------------------------------------------------------------------------------------
@@ -111,31 +143,57 @@ def draw_charts(charts: Sequence[Chart], path: Path) -> None:
     Raises:
         ValueError: there are more than a picture can hold.
     """
-    rows = [_row_height(chart.workers) * chart.workers for chart in charts]
-    height = sum(rows) + len(charts) * (_TITLE + _AXIS) + _FOOT
-    dpi = min(_DPI, int(_MOST_PIXELS / height))
-    if dpi < _LEAST_DPI:
-        raise ValueError(f"{len(charts)} cases do not fit into one picture: draw fewer at a time.")
-    figure = Figure(figsize=(_WIDTH, height), dpi=dpi)
+    from matplotlib.figure import Figure
+
+    heights = _row_heights(charts)
+    rows = [height * len(chart.rows) for chart, height in zip(charts, heights, strict=True)]
+    height = sum(rows) + _room_around(charts)
+    figure = Figure(figsize=(_WIDTH, height), dpi=DPI)
     spans: dict[str, float] = defaultdict(float)
     for chart in charts:
         spans[chart.group] = max(spans[chart.group], chart.span_ms)
-    in_seconds = max(spans.values()) >= 10_000
+    unit = TimeUnit.of(max(spans.values()) / 1e3, _SECONDS_FROM)
     top = height
     for chart, row in zip(charts, rows, strict=True):
         top -= _TITLE + row
         box = (_LEFT / _WIDTH, top / height, (_WIDTH - _LEFT - _RIGHT) / _WIDTH, row / height)
-        _draw(figure, figure.add_axes(box), chart, spans[chart.group] or 1.0, in_seconds)
+        _draw(figure, figure.add_axes(box), chart, spans[chart.group] or 1.0, unit, row / len(chart.rows))
         top -= _AXIS
-    unit = "seconds" if in_seconds else "milliseconds"
-    foot = f"time in {unit}; every second stage of a worker is paler"
+    foot = f"time in {unit.in_words}; every second stage of a worker is paler"
     figure.text(_LEFT / _WIDTH, 0.2 * _FOOT / height, foot, fontsize=9, color=_QUIET)
     present = {kind for chart in charts for block in chart.blocks for kind, _ in block.parts}
     _add_legend(figure, present | {wait.why for chart in charts for wait in chart.waits})
-    figure.savefig(path)  # no backend of the user's program is involved
+    save(figure, path)
+
+
+def _room_around(charts: Sequence[Chart]) -> float:
+    """Inches of a picture that are no rows."""
+    return len(charts) * (_TITLE + _AXIS) + _FOOT
+
+
+def _row_heights(charts: Sequence[Chart]) -> list[float]:
+    """Inches of a row of each chart: thinner where all do not fit into one picture otherwise.
+
+    Raises:
+        ValueError: they do not fit, however thin.
+    """
+    thinnest, thickest = (points / 72 for points in _ROW_POINTS)
+    usual = [min(max(_CHART / len(chart.rows), thinnest), thickest) for chart in charts]
+    total = sum(height * len(chart.rows) for chart, height in zip(charts, usual, strict=True))
+    crowded, least = (points / 72 for points in _CROWDED_POINTS)
+    full = (MOST_PIXELS / DPI - _room_around(charts)) / total
+    heights = [height if full >= 1 else max(height * full, min(height, crowded)) for height in usual]
+    needed = sum(height * len(chart.rows) for chart, height in zip(charts, heights, strict=True))
+    largest = min((MOST_INCHES - _room_around(charts)) / needed, 1.0)
+    if largest * min(heights) < least:
+        workers = count(max(chart.workers for chart in charts), "worker")
+        raise ValueError(f"{count(len(charts), 'case')} of up to {workers} do not fit into one picture: draw fewer.")
+    return [largest * height for height in heights]
 
 
 def _add_legend(figure: Figure, present: Set[str]) -> None:
+    from matplotlib.patches import Patch
+
     colours = {kind: colour for kind, colour in (COLOURS | WAITS).items() if kind in present}
     kinds = {_LEGEND.get(kind, kind): colour for kind, colour in colours.items()} | {"idle": _IDLE}
     figure.legend(
@@ -151,21 +209,19 @@ def _add_legend(figure: Figure, present: Set[str]) -> None:
     )
 
 
-def _row_height(workers: int) -> float:
-    thinnest, thickest = _ROW_POINTS
-    return min(max(72 * _CHART / workers, thinnest), thickest) / 72
+def _draw(figure: Figure, axes: Axes, chart: Chart, span_ms: float, unit: TimeUnit, row: float) -> None:
+    from matplotlib.collections import PolyCollection
 
-
-def _draw(figure: Figure, axes: Axes, chart: Chart, span_ms: float, in_seconds: bool) -> None:
-    _set_axes(axes, chart, span_ms, in_seconds)
+    _set_axes(axes, chart, span_ms, unit, row)
     for why, shade in WAITS.items():
-        idle = [_corners(wait.worker, wait.start_ms, wait.end_ms) for wait in chart.waits if wait.why == why]
+        waits = [wait for wait in chart.waits if wait.why == why and wait.worker in chart.rows]
+        idle = [_corners(chart.rows[wait.worker], wait.start_ms, wait.end_ms) for wait in waits]
         _add(axes, PolyCollection(idle, facecolors=shade, linewidths=0, zorder=1.5))
     points_per_ms = 72 * (_WIDTH - _LEFT - _RIGHT) / span_ms
     groups: dict[tuple[str, int], list[list[tuple[float, float]]]] = defaultdict(list)
     for block in chart.blocks:
         for kind, begin, end in _spread(block):
-            groups[kind, block.turn % 2].append(_corners(block.worker, begin, end))
+            groups[kind, block.turn % 2].append(_corners(chart.rows[block.worker], begin, end))
     for (kind, pale), boxes in groups.items():  # one collection a kind: there are too many boxes for a patch each
         colour = _tint(COLOURS[kind], 0.35 * pale)
         _add(axes, PolyCollection(boxes, facecolors=colour, linewidths=0, zorder=2))
@@ -174,31 +230,36 @@ def _draw(figure: Figure, axes: Axes, chart: Chart, span_ms: float, in_seconds: 
         return
     # Outlines take at most an eighth of a block, or narrow blocks would be all outline.
     outlined = [block for block in shown if points_per_ms * (block.end_ms - block.start_ms) > 1.5]
-    widths = [min(0.7, points_per_ms * (block.end_ms - block.start_ms) / 8) for block in outlined]
-    outlines = [_corners(block.worker, block.start_ms, block.end_ms) for block in outlined]
+    thick = min(0.7, 72 * row / 8)
+    widths = [min(thick, points_per_ms * (block.end_ms - block.start_ms) / 8) for block in outlined]
+    outlines = [_corners(chart.rows[block.worker], block.start_ms, block.end_ms) for block in outlined]
     _add(axes, PolyCollection(outlines, facecolors="none", edgecolors="white", linewidths=widths, zorder=3))
-    _write_numbers(figure, axes, shown, points_per_ms, 72 * _row_height(chart.workers))
+    _write_numbers(figure, axes, chart, shown, points_per_ms, 72 * row)
 
 
-def _set_axes(axes: Axes, chart: Chart, span_ms: float, in_seconds: bool) -> None:
+def _set_axes(axes: Axes, chart: Chart, span_ms: float, unit: TimeUnit, row: float) -> None:
+    from matplotlib.collections import PolyCollection
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_xlim(0, span_ms)
-    axes.set_ylim(chart.workers, 0)
+    axes.set_ylim(len(chart.rows), 0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_QUIET)
     axes.xaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms / 1e3 if in_seconds else ms:,.10g}"))
-    axes.tick_params(axis="x", labelsize=7.5, color=_QUIET, labelcolor=_QUIET, length=2.5, pad=2)
-    axes.tick_params(axis="y", length=0, labelsize=min(7.5, 66 * _row_height(chart.workers)), pad=3)
-    step = 1 if chart.workers <= 16 else 4
-    axes.set_yticks([worker + 0.5 for worker in range(0, chart.workers, step)])
-    axes.set_yticklabels([f"worker {worker}" for worker in range(0, chart.workers, step)])
-    rows = [_corners(worker, 0, chart.span_ms) for worker in range(chart.workers)]
+    set_time_axis(axes, TimeUnit(unit.name, 1e3 * unit.seconds))  # the axis is in milliseconds
+    axes.tick_params(axis="x", labelsize=_LABEL_POINTS, color=_QUIET, labelcolor=_QUIET, length=2.5, pad=2)
+    axes.tick_params(axis="y", length=0, labelsize=_LABEL_POINTS, pad=3)
+    step = 2 ** max(0, math.ceil(math.log2(_LABEL_POINTS / (72 * row))))  # a label is as high as so many rows
+    named = list(chart.rows.items())[::step]
+    axes.set_yticks([place + 0.5 for _, place in named])
+    axes.set_yticklabels([f"worker {worker}" for worker, _ in named])
+    rows = [_corners(place, 0, chart.span_ms) for place in chart.rows.values()]
     _add(axes, PolyCollection(rows, facecolors=_IDLE, linewidths=0, zorder=1))
     heading = axes.annotate(
         chart.title, (0, 1), xytext=(0, 5), xycoords="axes fraction", textcoords="offset points", fontweight="bold"
     )
     heading.set_parse_math(False)  # a "$" in a model's name is a "$"
-    axes.annotate(f"   {chart.facts}", (1, 0), xycoords=heading, va="bottom", fontsize=9, color=_QUIET)
+    axes.annotate(f"   {chart.described(unit)}", (1, 0), xycoords=heading, va="bottom", fontsize=9, color=_QUIET)
 
 
 def _add(axes: Axes, collection: Collection) -> None:
@@ -212,20 +273,25 @@ def _spread(block: Block) -> Iterator[tuple[str, float, float]]:
         yield kind, begin, end
 
 
-def _corners(worker: int, begin: float, end: float) -> list[tuple[float, float]]:
-    top, bottom = worker + 0.06, worker + 0.94
+def _corners(row: int, begin: float, end: float) -> list[tuple[float, float]]:
+    top, bottom = row + 0.06, row + 0.94
     return [(begin, top), (end, top), (end, bottom), (begin, bottom)]
 
 
 def _tint(colour: str, share_of_white: float) -> tuple[float, float, float]:
+    from matplotlib.colors import to_rgb
+
     red, green, blue = (value + share_of_white * (1 - value) for value in to_rgb(colour))
     return red, green, blue
 
 
 def _write_numbers(
-    figure: Figure, axes: Axes, blocks: Sequence[Block], points_per_ms: float, row_points: float
+    figure: Figure, axes: Axes, chart: Chart, blocks: Sequence[Block], points_per_ms: float, row_points: float
 ) -> None:
     """The microbatch's number into each block that has room for it; as outlines, since texts would take minutes."""
+    from matplotlib.collections import PathCollection
+    from matplotlib.transforms import Affine2D
+
     smallest, largest = _TEXT_POINTS
     digits = len(str(max(block.microbatch for block in blocks)))
     paths, places = [], []
@@ -235,7 +301,7 @@ def _write_numbers(
         if size < smallest:
             continue
         paths.append(_centred(str(block.microbatch), size))
-        places.append(((block.start_ms + block.end_ms) / 2, block.worker + 0.5))
+        places.append(((block.start_ms + block.end_ms) / 2, chart.rows[block.worker] + 0.5))
     numbers = PathCollection(paths, offsets=places, offset_transform=axes.transData, facecolors="black", linewidths=0)
     numbers.set_transform(Affine2D().scale(1 / 72) + figure.dpi_scale_trans)  # from points
     numbers.set_zorder(4)
@@ -244,6 +310,10 @@ def _write_numbers(
 
 @cache
 def _centred(text: str, size: float) -> Outline:
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+    from matplotlib.transforms import Affine2D
+
     outline = TextPath((0, 0), text, size=size, prop=FontProperties())
     box = outline.get_extents()
     return Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2).transform_path(outline)
@@ -258,7 +328,7 @@ def write_charts_trace(charts: Sequence[Chart], path: Path) -> None:
     for number, chart in enumerate(charts):
         # Perfetto reads process 0 as the idle process of the kernel.
         process = number + 1
-        name = f"{chart.title}: {chart.facts}"
+        name = f"{chart.title}: {chart.described(TimeUnit('ms', 1e-3))}"
         records.append(_metadata("process_name", process, 0, name=name))
         records.append(_metadata("process_sort_index", process, 0, sort_index=number))
         for worker in range(chart.workers):

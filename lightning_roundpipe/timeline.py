@@ -15,14 +15,21 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter
+from lightning_roundpipe.pictures import (
+    DPI,
+    MOST_INCHES,
+    MOST_PIXELS,
+    TimeUnit,
+    count,
+    idle_note,
+    save,
+    set_time_axis,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COMPUTE, _UP, _DOWN = "compute", "up", "down"
 _LANES = {
@@ -40,8 +47,18 @@ _LANES = {
 _TRACKS = (_COMPUTE, *(kind for kind, lane in _LANES.items() if lane != _COMPUTE))
 """The tracks of a worker in a trace."""
 
-_PLACE = {_COMPUTE: (0.0, 0.48), _UP: (0.51, 0.11), _DOWN: (0.64, 0.11)}
-"""Top and height of each lane within a worker's row, in rows; above them is room for the stages' names."""
+# Inches; the vertical axis counts in them, where there is room for rows of the usual height.
+_WIDTH, _FRAME = 13.0, 1.5
+_NAMES = 0.2
+"""Above each row, for the stages' names."""
+_PLACE = {_COMPUTE: (0.0, 0.41), _UP: (0.435, 0.095), _DOWN: (0.545, 0.095)}
+"""Top and height of each lane within a worker's row."""
+_LOWEST = 0.45
+"""Height of a row with its names in which the numbers can still be read."""
+_LEAST_COPY = 0.5
+"""Points, in which a copy can be seen that takes no time to speak of."""
+_LEAST_TEXT = 5.0
+"""Points; what would have to be smaller is left out."""
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers and in greyscale print.
 _FORWARD, _FUSED, _RECOMPUTE, _BACKWARD = "#56B4E9", "#0072B2", "#F0D442", "#009E73"
@@ -56,6 +73,7 @@ _LEGEND = {
     "gradient copy": _GRADIENTS,
 }
 _QUIET = "#555555"
+
 _EVENT_KEYS = ("worker", "kind", "phase", "slot", "layer", "microbatch", "start_s", "end_s")
 
 
@@ -99,16 +117,19 @@ def draw_timeline(report: Mapping[str, Any], path: Path, title: str | None = Non
     Raises:
         ValueError: the report lacks something, has no events, or has one that cannot be placed; the message names it.
     """
-    events = read_events(report)
-    workers = int(_value(report, "workers"))
-    span_s = max(float(_value(report, "step_time_s")), *(event.end_s for event in events))
-    unit, scale = ("s", 1.0) if span_s >= 10 else ("ms", 1e3)
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(13, 1.5 + 0.85 * workers), dpi=160, layout="constrained")
+    events = read_events(report)
+    span_s = max(float(_value(report, "step_time_s")), *(event.end_s for event in events))
+    unit = TimeUnit.of(span_s)
+
+    rows = _rows(events)
+    figure = Figure(figsize=(_WIDTH, _FRAME + rows.scale * rows.pitch * len(rows.of)), layout="constrained")
     axes = figure.add_subplot()
-    _set_axes(axes, workers, span_s, unit, scale)
-    _draw_boxes(axes, events)
-    axes.set_title(_title(report, title, unit, scale), fontsize=11, loc="left")
+    _set_axes(axes, rows, span_s, unit)
+    _draw_boxes(axes, events, rows)
+    axes.set_title(_title(report, title, unit, len(rows.of)), fontsize=11, loc="left")
     present = {event.label for event in events}
     figure.legend(
         handles=[Patch(facecolor=colour, label=label) for label, colour in _LEGEND.items() if label in present],
@@ -121,9 +142,9 @@ def draw_timeline(report: Mapping[str, Any], path: Path, title: str | None = Non
     )
     figure.draw_without_rendering()  # the layout decides how wide a second is, and so which texts have room
     points_per_s = 72 * figure.get_figwidth() * axes.get_position().width / (axes.get_xlim()[1] - axes.get_xlim()[0])
-    _write_numbers(axes, events, points_per_s)
-    _write_stages(axes, events, stage_names(report), points_per_s)
-    figure.savefig(path, format="png")  # by way of Agg, whatever backend the user's program has chosen
+    _write_numbers(axes, events, points_per_s, rows)
+    _write_stages(axes, events, stage_names(report), points_per_s, rows)
+    save(figure, path)
 
 
 def write_trace(report: Mapping[str, Any], path: Path) -> None:
@@ -212,33 +233,75 @@ def stage_names(report: Mapping[str, Any]) -> dict[int, str]:
 # -- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def _set_axes(axes: Axes, workers: int, span_s: float, unit: str, scale: float) -> None:
+@dataclass(frozen=True)
+class _Rows:
+    """Where the workers' rows lie: ``pitch`` from one to the next, drawn ``scale`` times as high as usual."""
+
+    of: Mapping[int, int]
+    """Per worker, the number of its row."""
+    lanes: tuple[str, ...]
+    pitch: float
+    scale: float
+
+    def top(self, worker: int) -> float:
+        return self.of[worker] * self.pitch
+
+    def middle(self, worker: int, lane: str) -> float:
+        top, height = _PLACE[lane]
+        return self.top(worker) + top + height / 2
+
+    def corners(self, event: Event | _Block, lane: str) -> list[tuple[float, float]]:
+        """The box from the event's start to its end."""
+        top, height = self.top(event.worker) + _PLACE[lane][0], _PLACE[lane][1]
+        start, end = event.start_s, event.end_s
+        return [(start, top), (end, top), (end, top + height), (start, top + height)]
+
+    def points(self, inches: float) -> float:
+        """How high that is drawn."""
+        return 72 * self.scale * inches
+
+
+def _rows(events: Sequence[Event]) -> _Rows:
+    """Rows of the usual height while the picture fits at full resolution; then lower, and in the end too low for text.
+
+    Workers that do nothing have no row, and a picture without copies has no lanes for them.
+    """
+    lanes, working = {event.lane for event in events}, sorted({event.worker for event in events})
+    shown = tuple(lane for lane in _PLACE if lane == _COMPUTE or {_UP, _DOWN} & lanes)
+    pitch = _NAMES + sum(_PLACE[shown[-1]]) + 0.01
+    full, largest = MOST_PIXELS / DPI - _FRAME, MOST_INCHES - _FRAME
+    height = min(max(min(pitch, full / len(working)), _LOWEST), largest / len(working))
+    return _Rows({worker: row for row, worker in enumerate(working)}, shown, pitch, height / pitch)
+
+
+def _set_axes(axes: Axes, rows: _Rows, span_s: float, unit: TimeUnit) -> None:
     axes.set_xlim(0, span_s or 1.0)  # what was uploaded before the step began is cut off
-    axes.set_ylim(workers - 0.2, -0.24)
-    axes.set_xlabel(f"time in the step ({unit})")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{scale * value:,.10g}"))
+    axes.set_ylim(len(rows.of) * rows.pitch - _NAMES + 0.03, -_NAMES)
+    axes.set_xlabel(f"time in the step ({unit.name})")
+    set_time_axis(axes, unit)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", which="both", length=0)
-    ticks = {worker + _PLACE[lane][0] + _PLACE[lane][1] / 2: lane for worker in range(workers) for lane in (_UP, _DOWN)}
-    axes.set_yticks([worker + _PLACE[_COMPUTE][1] / 2 for worker in range(workers)])
-    axes.set_yticklabels([f"worker {worker}" for worker in range(workers)])
-    axes.set_yticks(list(ticks), list(ticks.values()), minor=True, fontsize=6.5, color=_QUIET)
+    named = list(rows.of)[:: 1 if rows.points(rows.pitch) >= 12 else 4]
+    axes.set_yticks([rows.middle(worker, _COMPUTE) for worker in named])
+    axes.set_yticklabels([f"worker {worker}" for worker in named])
+    ticks = {rows.middle(worker, lane): lane for worker in rows.of for lane in rows.lanes[1:]}
+    size = min(6.5, rows.points(_PLACE[_UP][1]))
+    if size >= _LEAST_TEXT:
+        axes.set_yticks(list(ticks), list(ticks.values()), minor=True, fontsize=size, color=_QUIET)
     for centre, lane in ticks.items():
         half = _PLACE[lane][1] / 2
         axes.axhspan(centre - half, centre + half, color="#F1F1F1", linewidth=0, zorder=0)
 
 
-def _title(report: Mapping[str, Any], title: str | None, unit: str, scale: float) -> str:
+def _title(report: Mapping[str, Any], title: str | None, unit: TimeUnit, rows: int) -> str:
+    workers = int(_value(report, "workers"))
     step, bubble = float(_value(report, "step_time_s")), float(_value(report, "bubble_pct"))
     facts = (
-        f"{_count(_value(report, 'workers'), 'worker')}, {_count(_value(report, 'microbatches'), 'microbatch')}, "
-        f"step {scale * step:,.4g} {unit}, bubble {bubble:.1f} %"
+        f"{count(workers, 'worker')}, {count(_value(report, 'microbatches'), 'microbatch')}, "
+        f"step {unit.show(step)}, bubble {bubble:.1f} %"
+        f"{idle_note(workers - rows, workers)}"
     )
     return f"{title}\n{facts}" if title else f"RoundPipe: {facts}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 @dataclass(frozen=True)
@@ -246,11 +309,12 @@ class _Block:
     """One microbatch in one direction of one slot, which gets one number and one outline."""
 
     worker: int
-    slot: int
     microbatch: int
     fill: str
     start_s: float
     end_s: float
+    number_s: tuple[float, float]
+    """Where its number has room: not in what was recomputed ahead, which may lie far in front."""
 
 
 def _blocks(events: Sequence[Event]) -> list[_Block]:
@@ -259,8 +323,14 @@ def _blocks(events: Sequence[Event]) -> list[_Block]:
         if event.lane == _COMPUTE:
             groups[event.worker, event.slot, event.microbatch, event.kind == "forward"].append(event)
     return [
-        _Block(worker, slot, microbatch, _LEGEND[members[-1].label], *_extent(members))
-        for (worker, slot, microbatch, _), members in groups.items()
+        _Block(
+            worker,
+            microbatch,
+            _LEGEND[members[-1].label],
+            *_extent(members),
+            _extent([event for event in members if event.label == members[-1].label]),
+        )
+        for (worker, _, microbatch, _), members in groups.items()
     ]
 
 
@@ -268,35 +338,38 @@ def _extent(events: Sequence[Event]) -> tuple[float, float]:
     return min(event.start_s for event in events), max(event.end_s for event in events)
 
 
-def _draw_boxes(axes: Axes, events: Sequence[Event]) -> None:
+def _draw_boxes(axes: Axes, events: Sequence[Event], rows: _Rows) -> None:
     """One collection a kind: a step has thousands of events, too many for a patch each."""
+    from matplotlib.collections import PolyCollection
+
     groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for event in events:
         groups[event.kind, event.label].append(event)
     for (kind, label), members in groups.items():
         order = 2 + list(_LANES).index(kind) / 10
-        boxes = [_corners(event.worker, event.lane, event.start_s, event.end_s) for event in members]
-        axes.add_collection(PolyCollection(boxes, facecolors=_LEGEND[label], linewidths=0, zorder=order))
-    outlines = [_corners(block.worker, _COMPUTE, block.start_s, block.end_s) for block in _blocks(events)]
+        boxes = [rows.corners(event, event.lane) for event in members]
+        edge = 0.0 if _LANES[kind] == _COMPUTE else _LEAST_COPY
+        colour = _LEGEND[label]
+        axes.add_collection(PolyCollection(boxes, facecolors=colour, edgecolors=colour, linewidths=edge, zorder=order))
+    outlines = [rows.corners(block, _COMPUTE) for block in _blocks(events)]
     axes.add_collection(PolyCollection(outlines, facecolors="none", edgecolors="white", linewidths=0.6, zorder=4))
 
 
-def _corners(worker: int, lane: str, start_s: float, end_s: float) -> list[tuple[float, float]]:
-    top, height = worker + _PLACE[lane][0], _PLACE[lane][1]
-    return [(start_s, top), (end_s, top), (end_s, top + height), (start_s, top + height)]
-
-
-def _write_numbers(axes: Axes, events: Sequence[Event], points_per_s: float) -> None:
+def _write_numbers(axes: Axes, events: Sequence[Event], points_per_s: float, rows: _Rows) -> None:
     """The microbatch's number into each block that is wide enough for it, smaller where room is scarce."""
+    from matplotlib.patheffects import withStroke
+
     digits = len(str(max(event.microbatch for event in events)))  # of the widest: half a row with numbers looks broken
+    highest = min(8.5, 0.8 * rows.points(_PLACE[_COMPUTE][1]))
     for block in _blocks(events):
-        size = min(8.5, (points_per_s * (block.end_s - block.start_s) - 2.0) / (0.65 * digits))
-        if block.microbatch < 0 or size < 5.5:
+        start_s, end_s = block.number_s
+        size = min(highest, (points_per_s * (end_s - start_s) - 2.0) / (0.65 * digits))
+        if block.microbatch < 0 or size < _LEAST_TEXT:
             continue
         dark = block.fill in (_FUSED, _BACKWARD)
         axes.text(
-            (block.start_s + block.end_s) / 2,
-            block.worker + _PLACE[_COMPUTE][1] / 2,
+            (start_s + end_s) / 2,
+            rows.middle(block.worker, _COMPUTE),
             str(block.microbatch),
             ha="center",
             va="center_baseline",
@@ -308,17 +381,20 @@ def _write_numbers(axes: Axes, events: Sequence[Event], points_per_s: float) -> 
         )
 
 
-def _write_stages(axes: Axes, events: Sequence[Event], names: Mapping[int, str], points_per_s: float) -> None:
+def _write_stages(
+    axes: Axes, events: Sequence[Event], names: Mapping[int, str], points_per_s: float, rows: _Rows
+) -> None:
     """A line above each slot from its first to its last block, and the stage's name where there is room."""
     slots: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in events:
         if event.lane == _COMPUTE and event.slot in names:
             slots[event.worker, event.slot].append(event)
+    size = min(7.5, 0.52 * rows.points(_NAMES))
     inset = 1.0 / points_per_s  # a point at each end, so that lines of neighbouring slots do not touch
     for (worker, slot), members in slots.items():
         start, end = _extent(members)
-        axes.plot([start + inset, max(end - inset, start + inset)], [worker - 0.035] * 2, color=_QUIET, linewidth=0.7)
-        if points_per_s * (end - start) > 4.5 * len(names[slot]):
-            axes.text(
-                (start + end) / 2, worker - 0.06, names[slot], ha="center", va="bottom", fontsize=7.5, color=_QUIET
-            )
+        top = rows.top(worker)
+        axes.plot([start + inset, max(end - inset, start + inset)], [top - 0.03] * 2, color=_QUIET, linewidth=0.7)
+        if size < _LEAST_TEXT or points_per_s * (end - start) <= 0.6 * size * len(names[slot]):
+            continue
+        axes.text((start + end) / 2, top - 0.05, names[slot], ha="center", va="bottom", fontsize=size, color=_QUIET)

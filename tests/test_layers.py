@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"stepping"},
     {"strategy"},
     {"pytorch_lightning"},
-    {"callbacks", "timeline", "gantt", "tasks", "data", "sweep", "sweep_picture"},
+    {"callbacks", "pictures", "replay", "timeline", "gantt", "tasks", "data", "sweep", "sweep_picture"},
     {"train", "commands"},
 ]
 STRANGERS = {"devices", "planning", "model", "optim"}

@@ -11,6 +11,9 @@ from peft import PeftModel
 from typing_extensions import override
 
 from lightning_roundpipe.callbacks.plan_table import strategy_report
+from lightning_roundpipe.devices.permit import cores
+from lightning_roundpipe.pictures import count
+from lightning_roundpipe.replay import replay_of
 from lightning_roundpipe.timeline import draw_timeline
 
 
@@ -20,6 +23,7 @@ class RunFolder(Callback):
     * ``plan.txt``: the plan as text, which ``partition.plan`` takes again;
     * ``costs.json``: what each layer takes, which ``roundpipe-plan costs=`` reads;
     * ``timeline.png``: the last step as it ran; ``step.json``: the same as numbers;
+    * ``replay.png``: the step of several emulated devices as if each of them computed alone (`replay`);
     * ``adapters/``: PEFT adapters, which plain PEFT loads.
 
     What there is not (a strategy without a report, a model without adapters) is left out.
@@ -34,6 +38,7 @@ class RunFolder(Callback):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_report(strategy_report(trainer))
+        self._draw(trainer)
         for module in pl_module.modules():
             if isinstance(module, PeftModel):
                 # Left to itself, PEFT asks the Hugging Face Hub whether the vocabulary was resized.
@@ -48,4 +53,13 @@ class RunFolder(Callback):
             facts = {"workers": report["workers"], "microbatches": report["microbatches"], **report["costs"]}
             (self.folder / "costs.json").write_text(json.dumps(facts, indent=1) + "\n")
         (self.folder / "step.json").write_text(json.dumps(report))
-        draw_timeline(report, self.folder / "timeline.png")
+
+    def _draw(self, trainer: Trainer) -> None:
+        if not (report := strategy_report(trainer)):
+            return
+        replayed = replay_of(trainer.strategy)
+        shared = f"As it ran: {count(report['workers'], 'emulated device')} that share {count(cores(), 'core')}"
+        draw_timeline(report, self.folder / "timeline.png", shared if replayed else None)
+        if replayed:
+            title = "Replay of the measured times: each device computes alone"
+            draw_timeline(replayed, self.folder / "replay.png", title)

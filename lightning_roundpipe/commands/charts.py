@@ -42,5 +42,7 @@ def chart_of(run: PaperRun, bubble: Bubble) -> Chart:
     model = " ".join(case.model.split())
     model = model if len(model) <= _LONGEST_NAME else model[: _LONGEST_NAME - 1] + "…"
     shares = ", ".join(f"{name.removesuffix('_pct')} {getattr(bubble, name):.1f}" for name in FIGURES[2:])
-    facts = f"{bubble.makespan_ms:,.1f} ms, bubble {bubble.bubble_pct:.1f} % ({shares})"
-    return Chart(f"{model}, {case.schedule}", facts, case.model, case.workers, bubble.makespan_ms, blocks)
+    facts = f", bubble {bubble.bubble_pct:.1f} % ({shares})"
+    return Chart(
+        f"{model}, {case.schedule}", bubble.makespan_ms, facts, case.model, case.workers, bubble.makespan_ms, blocks
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.plan_costs import Answer, Question, answer, run_answer
 from lightning_roundpipe.gantt import Block, Chart, Idle, draw_charts, write_charts_trace
+from lightning_roundpipe.pictures import count
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import ahead_within
 from lightning_roundpipe.planning.pipeline import COMPUTE, Event, Run, run_steps
@@ -30,11 +31,10 @@ def draw(question: Question, found: Answer, picture: Path | None, trace: Path | 
     steps = _STEPS[question.staleness]
 
     def chart(shown: Answer, how: str) -> Chart:
-        facts = f"{1e3 * shown.makespan_s:,.1f} ms a step, bubble {shown.bubble_pct:.1f} %"
-        if question.staleness:
-            facts = f"{1e3 * shown.period_s:,.1f} ms each of many steps, bubble {shown.bubble_pct:.1f} %; {steps} steps"
+        step_s = shown.period_s if question.staleness else shown.makespan_s
         run = run_answer(question, shown.plan, steps)
-        return _chart(run, question.costs, question.microbatches, steps, _title(question.name, how), facts)
+        title, facts = _title(question.name, how), f", bubble {shown.bubble_pct:.1f} %"
+        return _chart(run, question.costs, question.microbatches, steps, title, step_s, facts)
 
     charts = [
         chart(answer(question, partitioner="paper"), "the paper's algorithm"),
@@ -62,8 +62,8 @@ def draw_model(found: Outlook, picture: Path | None, trace: Path | None) -> None
     steps = _MODEL_STEPS[found.wish.staleness]
     charts = []
     for how, run in runs.items():
-        facts = f"{1e3 * found.period_of(run):,.1f} ms each of many steps; {steps} steps"
-        charts.append(_chart(run, costs, microbatches, steps, _title(found.wish.model, how), facts))
+        title, step_s = _title(found.wish.model, how), found.period_of(run)
+        charts.append(_chart(run, costs, microbatches, steps, title, step_s))
     _write(charts, picture, trace)
 
 
@@ -78,8 +78,8 @@ def _title(name: str, how: str) -> str:
     return f"{' '.join(name.split())[:_LONGEST_NAME]}, {how}"
 
 
-def _chart(run: Run, costs: Costs, microbatches: int, steps: int, title: str, facts: str) -> Chart:
-    """The first ``steps`` of the run."""
+def _chart(run: Run, costs: Costs, microbatches: int, steps: int, title: str, step_s: float, facts: str = "") -> Chart:
+    """The first ``steps`` of the run. ``step_s``: how long a step takes, or each of many where several are drawn."""
     blocks = [
         Block(
             worker=event.worker,
@@ -93,7 +93,8 @@ def _chart(run: Run, costs: Costs, microbatches: int, steps: int, title: str, fa
         if event.kind in COMPUTE and event.step < steps
     ]
     rounds = -(-microbatches // run.plan.round_microbatches)
-    cut = f"{len(run.plan.stages())} stages" + (f", {rounds} rounds" if rounds > 1 else "")
+    cut = count(len(run.plan.stages()), "stage") + (f", {count(rounds, 'round')}" if rounds > 1 else "")
+    of = "a step" if steps == 1 else f"each of many steps, of which {steps} are shown"
     span_ms = 1e3 * max(run.ends_s[:steps])
     waits = [
         Idle(wait.worker, why, 1e3 * start_s, 1e3 * end_s)
@@ -104,7 +105,7 @@ def _chart(run: Run, costs: Costs, microbatches: int, steps: int, title: str, fa
         )
         if start_s < end_s and 1e3 * end_s <= span_ms
     ]
-    return Chart(title, f"{facts}; {cut}", "plans", run.workers, span_ms, blocks, waits)
+    return Chart(title, 1e3 * step_s, f" {of}{facts}; {cut}", "plans", run.workers, span_ms, blocks, waits)
 
 
 def _parts(event: Event, run: Run, costs: Costs) -> tuple[tuple[str, float], ...]:

@@ -16,7 +16,10 @@ from rich.text import Text
 from lightning_roundpipe.callbacks import Measurements
 from lightning_roundpipe.callbacks.measurements import peak_device_bytes
 from lightning_roundpipe.callbacks.plan_table import strategy_report
+from lightning_roundpipe.devices.permit import cores
+from lightning_roundpipe.pictures import count
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.replay import replay_of
 from lightning_roundpipe.sweep import memory
 
 Completion = NewType("Completion", str)
@@ -38,9 +41,11 @@ def summarise(
     """The run in numbers. What only a strategy with a report knows is ``None`` under another.
 
     Memory and uploads are in GiB, times in seconds; ``step_time_s`` is the median step and, like ``tokens_per_s``,
-    leaves the first step out; ``bubble_pct`` and the plan are the last step's.
+    leaves the first step out; ``bubble_pct`` and the plan are the last step's. ``replay_bubble_pct`` and
+    ``replay_step_time_s`` are the same step's if each emulated device computed alone; see `replay`.
     """
     report = strategy_report(trainer)
+    replayed = replay_of(trainer.strategy) or {}
     plan = Plan.parse(report["plan"]) if report else None
     uploaded = report.get("weights_bytes_uploaded_total")
     devices = peak_device_bytes(report)
@@ -54,6 +59,8 @@ def summarise(
         "tokens_per_step": measurements.step_tokens[-1] if measurements.step_tokens else None,
         "tokens_per_s": measurements.tokens_per_s,
         "bubble_pct": report.get("bubble_pct"),
+        "replay_bubble_pct": replayed.get("bubble_pct"),
+        "replay_step_time_s": replayed.get("step_time_s"),
         "peak_host_gib": measurements.peak_host_bytes / _GIB,
         "peak_device_gib": max(devices) / _GIB if devices else None,
         "plan": report.get("plan"),
@@ -97,11 +104,15 @@ def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
         )
     console.print(changed)
     cost = Table("", "", title="What it cost", title_justify="left", show_header=False)
+    as_it_ran, in_replay = "{:.1f} %", "{:.1f} %, the same times on devices of their own"
+    if summary["replay_bubble_pct"] is not None:
+        as_it_ran += f", as {count(summary['workers'], 'emulated device')} share {count(cores(), 'core')}"
     for label, key, show in (
         ("optimizer steps", "steps", str),
         ("step time", "step_time_s", "{:,.2f} s".format),
         ("speed", "tokens_per_s", "{:,.0f} tokens/s".format),
-        ("bubble", "bubble_pct", "{:.1f} %".format),
+        ("bubble", "bubble_pct", as_it_ran.format),
+        ("bubble in a replay", "replay_bubble_pct", in_replay.format),
         ("host memory at its peak", "peak_host_gib", memory),
         ("a device's at its peak", "peak_device_gib", memory),
         ("weights uploaded", "weights_uploaded_gib", memory),

@@ -1,0 +1,121 @@
+"""A step that emulated devices ran, replayed as if each of them computed alone.
+
+Emulated devices share the cores of one machine: while one computes, the others wait for its cores. So the picture of a
+step that really ran on them is mostly white and its bubble says how many devices share the cores, whatever the plan is
+worth. The plan shows its worth where devices compute at the same time, which the simulator of the planner knows how to
+say: the replay walks the plan that the step followed with the seconds that were measured.
+
+What a replay assumes:
+
+* **Computing.** A call takes on any device what it took in the first batch, where each call is timed by itself while it
+  has the cores that it computes on; of the microbatches of that batch, the fastest counts. Each device computes by
+  itself, as fast as those cores.
+* **Copies** take what ``emulation.bandwidth`` and ``emulation.latency`` say, on a link for each device and direction;
+  no time without them.
+* **The step** stands alone: all devices are idle when it begins, and it ends with the last backward. The optimizer
+  works between steps, so none of its time counts; nor does code between layers, or the engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
+
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.links import Links
+from lightning_roundpipe.planning.pipeline import Event, Rules, Run, run_steps
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.simulate import HostTime
+from lightning_roundpipe.runtime.events import bubble_percent
+
+_KINDS = {
+    "forward": "forward",
+    "recompute": "recompute",
+    "backward": "backward",
+    "upload_weights": "upload_weights",
+    "upload_boundary": "upload_activations",
+    "download_boundary": "download_activations",
+    "download_gradients": "download_gradients",
+}
+"""What a report calls the simulator's events. Of fused turns there are two events, and host time is no event."""
+
+
+def replay_of(strategy: Strategy) -> dict[str, Any] | None:
+    """The last step replayed, as `replay` returns it; None unless several emulated devices ran it under a plan."""
+    if not hasattr(strategy, "report") or strategy.root_device.type != "cpu":
+        return None
+    return replay(strategy.report(), strategy.options.emulation)
+
+
+def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dict[str, Any] | None:
+    """The step of ``report`` on devices of their own, in the form of a report.
+
+    Args:
+        report: what ``RoundPipeStrategy.report()`` returns.
+        emulation: how fast copies are.
+
+    Returns:
+        ``plan``, ``workers``, ``microbatches``, ``slots``, ``events``, ``step_time_s`` and ``bubble_pct``, as far as
+        ``timeline.draw_timeline`` needs them; None if the step did not follow the plan's stages in their order, or had
+        one worker, which computes alone anyway.
+    """
+    if not report or report["workers"] == 1 or report["profiled"] or not report["costs"]:
+        return None
+    plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
+    if [slot["phase"] for slot in report["slots"] if not slot["round"]] != [stage.phase for stage in plan.stages()]:
+        return None  # the model alone is cut, and its calls have slots of their own
+    emulation = emulation or Emulation()
+    rate = emulation.bandwidth
+    rules = Rules(
+        links=None if rate is None else Links(float(rate), float(rate)),
+        host=HostTime(hop_s=2 * emulation.latency),  # down to the host, and up again
+    )
+    run = run_steps(plan, costs, report["workers"], report["microbatches"], rules)
+    slots = {slot["slot"]: slot for slot in report["slots"]}
+    first = min(slots)
+    events = [
+        {
+            "kind": kind,
+            "phase": stage.phase,
+            "worker": event.worker,
+            "slot": event.slot,
+            "layer": _name(costs.layers[stage.first : stage.last + 1]),
+            "microbatch": event.microbatch,
+            "start_s": start_s,
+            "end_s": end_s,
+        }
+        for event in run.events
+        if event.kind in ("fused", *_KINDS)
+        for stage in (plan.stages()[event.position],)
+        for kind, start_s, end_s in _parts(event, run, costs)
+    ]
+    return {
+        "plan": report["plan"],
+        "workers": run.workers,
+        "microbatches": report["microbatches"],
+        "slots": [slot | {"slot": n - first, "worker": (n - first) % run.workers} for n, slot in slots.items()],
+        "events": events,
+        "step_time_s": run.makespan_s,
+        "bubble_pct": bubble_percent(events, run.workers),
+    }
+
+
+def _parts(event: Event, run: Run, costs: Costs) -> Iterator[tuple[str, float, float]]:
+    """The event under the names of a report; a fused turn's forward and its backward apart."""
+    if event.kind != "fused":
+        yield _KINDS[event.kind], event.start_s, event.end_s
+        return
+    forward_s = sum(call.forward_s for call in costs.calls[run.plan.fused.first :])
+    for kind, (start_s, end_s) in zip(
+        ("forward", "backward"), pairwise((event.start_s, event.start_s + forward_s, event.end_s)), strict=True
+    ):
+        if end_s > start_s:
+            yield kind, start_s, end_s
+
+
+def _name(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}"
