@@ -48,7 +48,8 @@ def replay_of(strategy: Strategy) -> dict[str, Any] | None:
     """The last step replayed, as `replay` returns it; None unless several emulated devices ran it under a plan."""
     if not hasattr(strategy, "report") or strategy.root_device.type != "cpu":
         return None
-    return replay(strategy.report(), strategy.options.emulation)
+    ours: Any = strategy
+    return replay(ours.report(), ours.options.emulation)
 
 
 def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dict[str, Any] | None:

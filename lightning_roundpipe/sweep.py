@@ -59,7 +59,7 @@ def make_plans_static(config: DictConfig) -> None:
 
     A user's own ``partition.plan`` stays, and so does a partition by measured seconds.
     """
-    partition = config.get("partition") or {}
+    partition: Any = config.get("partition") or {}
     if "plan" in partition and partition.plan is None and partition.get("stage_seconds") is None:
         partition.plan = "static"
 

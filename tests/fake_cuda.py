@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_roundpipe import strategy
-from lightning_roundpipe.devices import behalf
+from lightning_roundpipe.devices import behalf, cuda_streams
 from lightning_roundpipe.devices.cuda import CudaDevice, share_out
 
 GPU_CLOCK_AHEAD = 1234.5
@@ -50,7 +50,7 @@ class FakeStream:
     """Counts what it is asked to wait for, and is busy when a test says so."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        self.device = torch.device("cuda", 0)
+        self.device = torch.device("cuda", number_of(torch_device))
         self.name = ""
         self.busy = False
         self.waited: list[FakeEvent] = []
@@ -85,15 +85,41 @@ def on_stream(stream: FakeStream) -> AbstractContextManager[None]:
 _current = threading.local()
 
 
+CONTEXTS: set[int] = set()
+"""GPUs on which CUDA has made a context. A thread's current GPU needs none until somebody sets it."""
+
+
+FIRST_GPU = 0
+"""The number of the GPU that a device of the CPU without a number plays."""
+
+
+def number_of(device: torch.device) -> int:
+    return device.index or 0 if device.type == "cuda" else FIRST_GPU
+
+
+def current_device() -> int:
+    return int(getattr(_current, "device", 0))
+
+
+def set_device(device: torch.device | int) -> None:
+    _current.device = device if isinstance(device, int) else number_of(device)
+    CONTEXTS.add(_current.device)
+
+
 @contextmanager
 def current_stream(stream: FakeStream | None) -> Iterator[None]:
     """What ``torch.cuda.stream`` is."""
     before, _current.stream = getattr(_current, "stream", None), stream
+    device = current_device()
     try:
+        if stream is not None:
+            set_device(stream.device)
         with on_stream(stream) if stream is not None else nullcontext():
             yield
     finally:
         _current.stream = before
+        if stream is not None:
+            set_device(device)
 
 
 def no_record_stream(*args: object) -> None:
@@ -117,9 +143,11 @@ class AutogradThread:
             return self._real(*args, **kwargs)
         raised: list[BaseException] = []
         whom, grad, stream = behalf.behalf(), torch.is_grad_enabled(), getattr(_current, "stream", None)
+        device = current_device()
 
         def run() -> None:
             torch._C._stash_obj_in_tls(behalf._KEY, whom)
+            _current.device = device  # autograd has a thread for each GPU
             try:
                 with torch.set_grad_enabled(grad), current_stream(stream):
                     self._real(*args, **kwargs)
@@ -140,6 +168,8 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         "Event": FakeEvent,
         "Stream": FakeStream,
         "stream": current_stream,
+        "current_device": current_device,
+        "set_device": set_device,
         "device": nothing,
         "default_generators": {0: GPU_GENERATOR, None: GPU_GENERATOR},
         "mem_get_info": lambda device: (600, 1000),
@@ -155,9 +185,12 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.autograd, "backward", AutogradThread().backward)
     patch.setattr(torch.cuda.nvtx, "range_push", RANGES.append)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in CONTEXTS, raising=False)
+    patch.setattr(cuda_streams, "_thread", threading.local())
     patch.setattr(torch.Tensor, "record_stream", no_record_stream, raising=False)
-    SYNCHRONIZED.clear()
-    RANGES.clear()
+    _current.device = 0
+    for seen in (SYNCHRONIZED, RANGES, CONTEXTS):
+        seen.clear()
 
 
 def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False, shared: bool = False) -> list[CudaDevice]:

@@ -166,6 +166,10 @@ class Device(ABC):
         """Host memory that copies asynchronously: shape ``(nbytes,)``, uint8; given back when its last view dies."""
 
     @abstractmethod
+    def reserve_host(self, nbytes: int) -> None:
+        """Prepare that much memory for `host_like` now, because to page-lock it within a step would stall the step."""
+
+    @abstractmethod
     def worth_copying(self, nbytes: int) -> bool:
         """Whether what lies in files, in all so many bytes, is to be copied into `host_buffer` memory to be read from
         there: that must be faster, and there must be room for it."""

@@ -19,7 +19,7 @@ from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Hold, Stream
 from lightning_roundpipe.devices.cuda_feed import FedStream
-from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream
+from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream, begin_on
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
 from lightning_roundpipe.devices.generators import GeneratorLock
 from lightning_roundpipe.devices.host_memory import worth_copying
@@ -87,6 +87,9 @@ class CudaDevice(Device):
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return pinned.host_buffer(nbytes, self._pin_memory)
+
+    def reserve_host(self, nbytes: int) -> None:
+        pinned.reserve(nbytes, self._pin_memory)
 
     def worth_copying(self, nbytes: int) -> bool:
         return worth_copying(nbytes, self._pin_memory)
@@ -177,6 +180,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def activate(self) -> Iterator[None]:
+        begin_on(self.torch_device)
         with ExitStack() as around:
             for other in self.others:  # to whose tensors glue may turn, and be it to copy them here
                 around.enter_context(other.running())

@@ -10,6 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -33,6 +34,23 @@ def _new_stream(torch_device: torch.device) -> torch.cuda.Stream:
 
 def _passed(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+_thread = threading.local()
+
+
+def begin_on(torch_device: torch.device) -> None:
+    """Make ``torch_device`` the current GPU of a thread whose current GPU this process does not use.
+
+    A new thread's current GPU is number 0. Whatever enters a stream restores the current GPU as it leaves, and CUDA
+    then makes a context there: half a gigabyte on a GPU that ``devices=[1]`` leaves to others, or an error if it is
+    full.
+    """
+    has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    if not getattr(_thread, "begun", False):
+        _thread.begun = True
+        if not has_context(torch.cuda.current_device()):
+            torch.cuda.set_device(torch_device)
 
 
 class Clock:
@@ -120,7 +138,7 @@ class CudaStream(Stream):
         switch: AbortSwitch,
         of: CudaStream | None = None,
     ) -> None:
-        self.name = name
+        self.name, self._torch_device = name, torch_device
         self.stream: torch.cuda.Stream = _new_stream(torch_device) if of is None else of.stream
         self._clock, self._switch = clock, switch
         self._lock = threading.Lock()
@@ -154,6 +172,7 @@ class CudaStream(Stream):
         pass  # a GPU runs what the emulation has checked
 
     def running(self) -> AbstractContextManager[None]:
+        begin_on(self._torch_device)
         return torch.cuda.stream(self.stream)
 
     def synchronize(self) -> None:

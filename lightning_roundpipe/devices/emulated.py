@@ -99,6 +99,9 @@ class EmulatedDevice(Device):
         with torch.inference_mode(False):
             return self._poison(torch.empty(nbytes, dtype=torch.uint8))
 
+    def reserve_host(self, nbytes: int) -> None:
+        pass  # nothing is pinned
+
     def worth_copying(self, nbytes: int) -> bool:
         return False  # a file's pages are memory like any other, and nothing is pinned
 

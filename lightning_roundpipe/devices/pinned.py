@@ -1,9 +1,9 @@
 """Host memory that a GPU can copy from and to while the host goes on.
 
 Torch's own pinned allocator rounds every block up to a power of two, which for the working copy of a 20 GB model is 12
-GB lost. So all of it is our own mapping, registered with CUDA: exact to the page. It is a *shared* anonymous mapping,
-because pages that a forked data loader shares copy-on-write would be copied away from under the GPU by the first write
-after the fork. Buffers are kept for a whole run; boundary tensors come and go, and their pages are used again.
+GB lost. So all of it is our own mapping, registered with CUDA: buffers exactly, boundary tensors in slabs. It is a
+*shared* anonymous mapping, because pages that a forked data loader shares copy-on-write would be copied away from under
+the GPU by the first write after the fork. Buffers are kept for a whole run; boundary tensors come and go, see `slabs`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.alike import apart, reach
-from lightning_roundpipe.devices.pages import Pages
+from lightning_roundpipe.devices.slabs import Slabs
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU, not only for the current one
 _warned = False
@@ -66,7 +66,7 @@ def registered(nbytes: int) -> Tensor:
     return whole[:nbytes]
 
 
-_pages = Pages(lambda nbytes: registered(nbytes), mmap.PAGESIZE)
+_slabs = Slabs(lambda nbytes: registered(nbytes))
 """For boundary tensors, whichever device they come from."""
 
 
@@ -91,14 +91,21 @@ def host_like(t: Tensor, pin_memory: str) -> Tensor:
         RegistrationError: as in `host_buffer`.
     """
     before = apart(t) if t.numel() else 0
-    flat = _bytes_from(_pages.take, (before + reach(t)) * t.element_size(), pin_memory)
+    flat = _bytes_from(_slabs.take, (before + reach(t)) * t.element_size(), pin_memory)
     with torch.inference_mode(False):
         return flat.view(t.dtype).as_strided(t.shape, t.stride(), before)
 
 
+def reserve(nbytes: int, pin_memory: str) -> None:
+    """Pin ``nbytes`` for boundary tensors now rather than within a step. Where that fails, `host_like` says so."""
+    if pin_memory != "off":
+        with suppress(RegistrationError):
+            _slabs.reserve(nbytes)
+
+
 def give_back() -> None:
-    """Unlock what is kept for boundary tensors."""
-    _pages.give_back()
+    """Unpin what is kept for boundary tensors."""
+    _slabs.give_back()
 
 
 def _bytes_from(source: Callable[[int], Tensor], nbytes: int, pin_memory: str) -> Tensor:

@@ -175,15 +175,19 @@ def stage_rows(plan: Plan, costs: Costs, workers: int) -> list[StageRow]:
     ]
 
 
+def boundary_bytes(plan: Plan, costs: Costs) -> int:
+    """Bytes of boundary tensors on the host: of the microbatches of one round. The fused stage saves none."""
+    saved = [call.boundary_bytes for call in costs.calls[: plan.fused.first] if call.needs_backward]
+    return plan.round_microbatches * sum(saved)
+
+
 def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
     """What the host holds under AdamW.
 
     Gradients are summed call by call: those of a weight that several layers share, or of a layer that is called twice,
-    are there as often. Boundary tensors are those of the microbatches of one round; the fused stage recomputes nothing,
-    so it saves none.
+    are there as often.
     """
     trained, frozen, size = parameters.trained, parameters.frozen, parameters.compute_bytes
-    saved = [call.boundary_bytes for call in costs.calls[: plan.fused.first] if call.needs_backward]
     gradients = sum(call.gradient_bytes for call in costs.calls if call.needs_backward)
     copied = size != MASTER_BYTES or parameters.apart
     items = [
@@ -192,7 +196,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
         Item("frozen weights in compute precision", size * frozen, locked=True),
         Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=True),
         Item("AdamW's two moments, fp32", 2 * MASTER_BYTES * trained),
-        Item(f"boundary tensors of {plan.round_microbatches} microbatches", plan.round_microbatches * sum(saved), True),
+        Item(f"boundary tensors of {plan.round_microbatches} microbatches", boundary_bytes(plan, costs), True),
     ]
     return [item for item in items if item.nbytes]
 

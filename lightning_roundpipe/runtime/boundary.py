@@ -18,9 +18,11 @@ import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device, Event, Hold
+from lightning_roundpipe.devices.base import check_copy
 from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.runtime.events import Recorder
 from lightning_roundpipe.runtime.writes import version_of
@@ -82,10 +84,18 @@ class _Here(NamedTuple):
 
 
 class Boundaries:
-    """One microbatch's saved tensors, and their copies on the worker where it is now."""
+    """One microbatch's saved tensors, and their copies on the worker where it is now.
 
-    def __init__(self, microbatch: int, recorder: Recorder) -> None:
+    Args:
+        microbatch: its number.
+        recorder: takes down copies.
+        staging: the device whose host memory tensors of the host are saved in, so that uploads of them are asynchronous
+            too; None where any host memory serves.
+    """
+
+    def __init__(self, microbatch: int, recorder: Recorder, staging: Device | None = None) -> None:
         self._microbatch = microbatch
+        self._staging = staging
         self._recorder = recorder
         self._saved: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], HostCopy]] = {}
         self._sent: dict[int, tuple[Tensor, HostCopy]] = {}
@@ -119,7 +129,7 @@ class Boundaries:
 
     def _download(self, tensor: Tensor, device: Device | None) -> HostCopy:
         if device is None:
-            return HostCopy(tensor.clone(), None)
+            return HostCopy(self._staged(tensor), None)
         host = device.host_like(tensor)
         stream = device.activations_down
         stream.wait(device.compute.record())
@@ -129,6 +139,18 @@ class Boundaries:
         copy = HostCopy(host, ready)
         self._recorder.add("download_activations", device.index, start, ready, self._microbatch, copy.nbytes)
         return copy
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the host, in memory that a GPU copies from without the host waiting."""
+        if self._staging is None or tensor.layout is not torch.strided:
+            return tensor.clone()
+        try:
+            staged = self._staging.host_like(tensor)
+            to, of = check_copy(staged, tensor)
+            to.copy_(of)
+        except RuntimeError:  # elements that share memory, in a way that torch writes to none of them
+            return tensor.clone()
+        return staged
 
     def settle(self) -> None:
         """Order everything that follows on the compute streams after the downloads of what was saved so far.

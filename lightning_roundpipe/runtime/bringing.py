@@ -35,18 +35,33 @@ class Bringer:
         self._brought: MutableMapping[Tensor, tuple[int, Tensor, int]] = WeakTensorKeyDictionary()
         """Whole numbers on a device; their version, what they were, and its version. Nothing lives on for this."""
 
-    def asked(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-        """Where ``to`` or ``cuda`` brings a host tensor; None if it does anything else to it, such as to cast it."""
-        if len(args) > 2 or kwargs.keys() - {"device", "tensor", "non_blocking"} or args[0].device.type != "cpu":
-            return None
-        given = args[1] if len(args) > 1 else kwargs.get("device", kwargs.get("tensor"))
-        if isinstance(given, torch.dtype) or (given is None and name != "cuda"):
-            return None
-        if isinstance(given, Tensor):
-            if given.dtype != args[0].dtype:
+    def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """What the torch function ``name`` returns if it brings host data to a device; None if it does anything else.
+
+        ``Tensor.to`` and ``Tensor.cuda`` do, and so do ``torch.tensor``, ``torch.as_tensor`` and ``Tensor.new_tensor``.
+        """
+        if name in ("to", "cuda"):
+            if args[0].device.type != "cpu" or (asked := _parse_move(name, args[1:], kwargs)) is None:
                 return None
-            given = given.device
-        asked = torch.device(self._accelerator or "cpu") if given is None else torch.device(given)
+            device, dtype = asked
+            where = self._home_of(device)
+            return None if where is None else self.bring(args[0], where, dtype)
+        if name in ("tensor", "as_tensor", "new_tensor") and not kwargs.get("requires_grad"):
+            kwargs = dict(kwargs)
+            given = kwargs.pop("device", args[0].device if name == "new_tensor" else None)
+            where = None if given is None else self._home_of(given)
+            data = args[1 if name == "new_tensor" else 0 :]
+            if where is None or len(data) != 1 or (isinstance(data[0], Tensor) and data[0].device.type != "cpu"):
+                return None
+            if name == "new_tensor":
+                kwargs.setdefault("dtype", args[0].dtype)
+            make: Any = torch.as_tensor if name == "as_tensor" else torch.tensor
+            return self.bring(make(data[0], **kwargs), where)
+        return None
+
+    def _home_of(self, given: Any) -> torch.device | None:
+        """The device of ours that ``given`` means; None if it means another one."""
+        asked = torch.device(given)
         homes = {str(device.torch_device): device.torch_device for device in self._devices}
         if len(homes) > 1 and ":" not in str(asked):
             asked = torch.device(asked.type, torch.accelerator.current_device_index())
@@ -54,14 +69,18 @@ class Bringer:
         found = alone if alone is not None and str(asked) == alone.type else homes.get(str(asked))
         return found if found is not None and found.type == self._accelerator else None
 
-    def bring(self, tensor: Tensor, where: torch.device) -> Tensor:
-        """A differentiable copy; of host memory that needs no gradient, one that nobody waits for [1].
+    def bring(self, tensor: Tensor, where: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """A differentiable copy on ``where``, in ``dtype``; of memory without a gradient, one without a wait [1].
 
-        Between GPUs it is torch's, in the order of both compute streams (`Device.activate`).
+        The cast happens on the host, as in torch's own copies. Between GPUs the copy is torch's, in the order of both
+        compute streams (`Device.activate`); the way to the host is torch's too, and the host waits.
         """
         device = next((d for d in self._devices if d.torch_device == where), None)
         if device is None or not _is_plain(tensor) or tensor.requires_grad:
-            return carry(tensor, where)
+            moved = carry(tensor, where)
+            return moved if dtype is None else moved.to(dtype)
+        if dtype is not None:
+            tensor = tensor.to(dtype)
         staged = device.host_like(tensor)
         to, of = check_copy(staged, tensor)
         to.copy_(of)
@@ -81,6 +100,27 @@ class Bringer:
             if same and host.numel() == tensor.numel() and _each_once(tensor):
                 return host
         return tensor
+
+
+def _parse_move(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.device | str, torch.dtype | None] | None:
+    """The device and dtype that ``Tensor.to`` or ``Tensor.cuda`` asks for; None without a device, or with a format."""
+    if name == "cuda":
+        given = args[0] if args else kwargs.get("device")
+        return None if len(args) > 1 or kwargs.get("memory_format") else (_cuda(given), None)
+    parse: Any = torch._C._nn._parse_to
+    try:
+        device, dtype, _, memory_format = parse(*args[:3], **{k: v for k, v in kwargs.items() if k != "copy"})
+    except (RuntimeError, TypeError):  # arguments that torch itself refuses, in its own words
+        return None
+    return None if device is None or memory_format is not None else (device, dtype)
+
+
+def _cuda(given: Any) -> torch.device:
+    if isinstance(given, int):
+        return torch.device("cuda", given)
+    return torch.device("cuda" if given is None else given)
 
 
 def _is_plain(tensor: Tensor) -> bool:

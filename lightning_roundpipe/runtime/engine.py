@@ -76,6 +76,8 @@ class Engine:
         types = {d.torch_device.type for d in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)
+        self.staging = devices[0] if self.accelerator is not None else None
+        """The device whose host memory tensors of the host go to workers from; None where workers read any."""
         self.randomness = Randomness()
         self.user_lock, self.order = UserLock(), Order()
         self.trace: Trace | None = None

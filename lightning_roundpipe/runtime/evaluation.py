@@ -57,7 +57,7 @@ class Evaluation:
         self._foreseen: Slot | None = None
         self._control = WatchedControl(engine.crew)
         self.recorder = Recorder()
-        self._boundaries = Boundaries(-1, self.recorder)
+        self._boundaries = Boundaries(-1, self.recorder, engine.staging)
         self._device: Device | None = None
         self._glue = contextlib.ExitStack()
         self._calls = 0

@@ -19,7 +19,12 @@ class EvaluationGlue(GlueMode):
     def __init__(self, engine: Engine, touched: Callable[[], None]) -> None:
         formats = engine.formats
         super().__init__(
-            engine.unit_of, lambda p: p.to(formats.of(p)), formats, train=False, accelerator=engine.accelerator
+            engine.unit_of,
+            lambda p: p.to(formats.of(p)),
+            formats,
+            train=False,
+            accelerator=engine.accelerator,
+            devices=engine.devices,
         )
         self._all, self._touched = engine.unit_of, touched
 

@@ -82,6 +82,9 @@ class Keeps(Protocol):
     def notice(self, value: Any) -> None: ...
 
 
+_MIX_DEVICES = frozenset({"to", "copy_", "set_", "_pack_padded_sequence", "tensor_split"})
+"""Functions that move a tensor themselves, or that take lengths or positions on the host beside data on a device."""
+
 _OF_THE_SHAPE = frozenset({"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point"})
 """What is asked of a tensor without computing with it."""
 
@@ -154,8 +157,8 @@ class GlueMode(TorchFunctionMode):
 
     def _call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._accelerator is not None:
-            if name in ("to", "cuda") and (where := self._bringer.asked(name, args, kwargs)) is not None:
-                return self._bringer.bring(args[0], where)
+            if (brought := self._bringer.answer(name, args, kwargs)) is not None:
+                return brought
             args, kwargs = self._on_one_device(name, args, kwargs)
         return func(*args, **kwargs)
 
@@ -219,20 +222,30 @@ class GlueMode(TorchFunctionMode):
     def _on_one_device(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move host tensors, and those of other GPUs, to where they meet. An in-place target stays where it is."""
+        """Bring operands to one device: that of the tensor that ``name`` writes to, else that of the device operands.
+
+        Plain Lightning keeps a module's buffers and a metric's state on the GPU; here they stay on the host. So an
+        update of such a tensor brings its operands to the host, and waits for them.
+        """
+        if name in _MIX_DEVICES:
+            return args, kwargs
         there: list[torch.device] = []
-        host = False
+        host = 0
         for leaf in tree_iter((args, kwargs)):
             if isinstance(leaf, Tensor):
                 if (home := _home(leaf)).type == self._accelerator:
                     there.append(home)
                 elif leaf.dim():
-                    host = True
-        several = any(home != there[0] for home in there[1:])
-        if not there or not (host or several) or name in ("to", "copy_", "set_"):
+                    host += 1
+        if not there:
             return args, kwargs
-        keep_first = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-        where = there[0] if keep_first or not several else _newest(there)
+        target = _written_by(name, args, kwargs)
+        where = there[0] if target is None else _home(target)
+        several = any(home != where for home in there)
+        if not (host or several):
+            return args, kwargs
+        if target is None and several:
+            where = _newest(there)
 
         def follow(tensor: Tensor) -> Tensor:
             home = _home(tensor)
@@ -242,8 +255,10 @@ class GlueMode(TorchFunctionMode):
                 return self.proxies.on(tensor, where)
             return self._bringer.bring(tensor, where)
 
-        moved = tuple(a if keep_first and i == 0 else tree_map_only(Tensor, follow, a) for i, a in enumerate(args))
-        return moved, tree_map_only(Tensor, follow, kwargs)
+        out = kwargs.get("out")
+        first = 1 if target is not None and out is None else 0
+        moved = (*args[:first], *(tree_map_only(Tensor, follow, a) for a in args[first:]))
+        return moved, {k: v if v is out else tree_map_only(Tensor, follow, v) for k, v in kwargs.items()}
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a loss function returns; what it says of how microbatches make up the batch is noted."""
@@ -275,6 +290,14 @@ class GlueMode(TorchFunctionMode):
 
 def _home(tensor: Tensor) -> torch.device:
     return tensor.device
+
+
+def _written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor, or the first of the tensors, that the torch function ``name`` writes to."""
+    written = kwargs.get("out")
+    if written is None and args and (IN_PLACE.fullmatch(name) or (name.startswith("_foreach") and name.endswith("_"))):
+        written = args[0]
+    return next((leaf for leaf in tree_iter(written) if isinstance(leaf, Tensor)), None)
 
 
 def _newest(there: list[torch.device]) -> torch.device:

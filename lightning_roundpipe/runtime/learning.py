@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import ahead_within, device_bytes, partition_within
+from lightning_roundpipe.planning.memory import ahead_within, boundary_bytes, device_bytes, partition_within
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.pipeline import run_steps
@@ -123,6 +123,8 @@ def _reserve_for(engine: Engine, plan: Plan, trace: Trace, room: int | None) -> 
             gradients = max(gradients, sum(HostGradients.bytes_of(c.layer) for c in calls if c.taped))
     for worker in engine.workers:
         worker.reserve(weights, gradients, room)
+    assert engine.costs is not None
+    engine.devices[0].reserve_host(boundary_bytes(plan, engine.costs))
 
 
 def reserve_for_layers(engine: Engine) -> None:

@@ -19,23 +19,59 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.microbatch import combined
 
 
 class LogRecorder:
-    """What one microbatch logged, in order."""
+    """What one microbatch logged, in order.
 
-    def __init__(self) -> None:
+    ``self.log`` runs while the microbatch holds the user-code lock, so it never waits for a device: a value that a
+    device still computes starts its download and is waited for when the step issues its logs.
+
+    Args:
+        devices: where logged values may lie.
+    """
+
+    def __init__(self, devices: Sequence[Device] = ()) -> None:
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+        self._devices = devices
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
-        self.calls.append((name, _to_host(value), kwargs))
+        self.calls.append((name, self._kept(value), kwargs))
+
+    def _kept(self, value: Any) -> Any:
+        """``value`` as it is now: user code may write to it later."""
+        if isinstance(value, dict):
+            return {key: self._kept(item) for key, item in value.items()}
+        if not isinstance(value, Tensor):
+            return value
+        device = next((d for d in self._devices if d.torch_device == value.device), None)
+        if device is None or value.device.type == "cpu":
+            return value.detach().cpu().clone()
+        return _Download(value.detach().clone(), device)
 
 
-def _to_host(value: Any) -> Any:
+class _Download:
+    """A tensor on its way from ``device``, where ``compute`` makes it, to the host."""
+
+    def __init__(self, tensor: Tensor, device: Device) -> None:
+        self._host = device.host_like(tensor)
+        stream = device.activations_down
+        stream.wait(device.compute.record())
+        stream.copy(self._host, tensor)
+        self._end = stream.record()
+
+    def wait(self) -> Tensor:
+        """The tensor on the host."""
+        self._end.wait()
+        return self._host.clone()  # in ordinary memory, as loggers may keep it
+
+
+def _arrived(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _to_host(item) for key, item in value.items()}
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+        return {key: _arrived(item) for key, item in value.items()}
+    return value.wait() if isinstance(value, _Download) else value
 
 
 @contextlib.contextmanager
@@ -136,7 +172,7 @@ def issue(
         said: dict[str, int] = {}
         for name, value, kwargs in recorder.calls:
             nth = said[name] = said.get(name, -1) + 1
-            merged.setdefault((name, nth), []).append((index, value, kwargs))
+            merged.setdefault((name, nth), []).append((index, _arrived(value), kwargs))
     for (name, _), parts in merged.items():
         kwargs = dict(parts[-1][2])
         given = [p[2].get("batch_size") for p in parts]

@@ -66,11 +66,11 @@ class MicrobatchRun:
 
     def __init__(self, step: Step, index: int, trace: Trace | None, slots: Slots, recent: Trace | None = None) -> None:
         self.index = index
-        self.logs = LogRecorder()
         self.learning = trace is None
         self.segments = Segments(step, index, learning=self.learning)
         self.kept = self.segments.kept
         self._step, self.engine, self._control = step, (engine := step.engine), step.control
+        self.logs = LogRecorder(engine.devices)
         self.mode = GlueMode(
             engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
             kept=self.kept, devices=engine.devices,
@@ -84,7 +84,7 @@ class MicrobatchRun:
         self.trace = trace or Trace()
         self._foresight = Foresight(slots, step.sums_of, recent)
         self._slots = slots
-        self.boundaries = Boundaries(index, step.recorder)
+        self.boundaries = Boundaries(index, step.recorder, engine.staging)
         self._courier = Courier(index, step.engine.workers, slots, self.boundaries)
         self.tape: list[Entry] = []
         self.reached = 0

@@ -143,6 +143,78 @@ class Nowhere(SimpleNamespace):
         self.kept += tensors
 
 
+THERE = torch.ones(4, device="meta")
+HALF = torch.zeros(1, dtype=torch.float16, device="meta")
+
+UPDATES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda host: host.add_(THERE),
+    "augmented": lambda host: host.__iadd__(THERE),
+    "a number": lambda host: host.sum().add_(THERE.sum()),
+    "masked": lambda host: host.__setitem__(THERE > 0, 1.0),
+    "by index": lambda host: host.index_add_(0, torch.arange(4), THERE),
+    "averaged": lambda host: host.mul_(0.9).add_(THERE, alpha=0.1),
+    "interpolated": lambda host: host.lerp_(THERE, 0.1),
+    "out": lambda host: torch.add(torch.ones(4), THERE, out=host),
+    "several": lambda host: torch._foreach_add_([host, torch.zeros(4)], [THERE, THERE]),
+    "of a parameter": lambda host: nn.Parameter(host).data.sub_(THERE),
+}
+
+
+@pytest.mark.parametrize("way", UPDATES)
+def test_an_update_of_host_state_brings_what_it_is_updated_with(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metric states, running averages and counters stay on the host, where plain Lightning has them on the GPU."""
+    carried: list[torch.device] = []
+
+    def carry(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+        carried.append(where)
+        return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+    monkeypatch.setattr(bringing, "carry", carry)
+    host = torch.zeros(4)
+    with mode(accelerator="meta", devices=[Nowhere()]):
+        UPDATES[way](host)
+    assert carried and set(carried) == {torch.device("cpu")}
+    assert host.any() or way in ("a number",)
+
+
+def test_an_update_on_the_device_brings_what_is_on_the_host() -> None:
+    device = Nowhere()
+    with mode(accelerator="meta", devices=[device]):
+        THERE.clone().add_(torch.ones(4))
+        torch.empty(4, device="meta").copy_(torch.ones(4))
+    assert len(device.staged) == 1
+
+
+MADE: dict[str, Callable[[], torch.Tensor]] = {
+    "torch.tensor": lambda: torch.tensor([1.0, 2.0], device="meta"),
+    "torch.tensor of numbers": lambda: torch.tensor(3, device=THERE.device, dtype=torch.float16),
+    "torch.as_tensor": lambda: torch.as_tensor([1, 2], device="meta"),
+    "new_tensor": lambda: THERE.new_tensor([1.0, 2.0]),
+    "cast on the way": lambda: torch.ones(3, dtype=torch.long).to("meta", torch.bfloat16),
+    "cast by keyword": lambda: torch.ones(3).to(device="meta", dtype=torch.float16, non_blocking=True),
+    "like another": lambda: torch.ones(3).to(HALF),
+}
+
+
+@pytest.mark.parametrize("way", MADE)
+def test_nobody_waits_for_what_is_made_on_the_host(way: str) -> None:
+    """torch's own copy of ordinary memory returns when the device has come that far, and the lock is held meanwhile."""
+    device = Nowhere()
+    expected = MADE[way]()
+    with mode(accelerator="meta", devices=[device]):
+        made = MADE[way]()
+    assert len(device.staged) == 1
+    assert (made.device, made.dtype, made.shape) == (expected.device, expected.dtype, expected.shape)
+
+
+def test_lengths_stay_on_the_host() -> None:
+    """``pack_padded_sequence`` takes them there, whatever it packs."""
+    device = Nowhere()
+    with mode(accelerator="meta", devices=[device]), contextlib.suppress(RuntimeError, NotImplementedError):
+        nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 5, device="meta"), torch.tensor([3, 1]))
+    assert device.staged == []
+
+
 LABELS = torch.tensor([[1, -100], [2, 3]])
 
 WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -203,7 +275,6 @@ def test_what_stays_on_the_host_is_not_staged(asked: Any) -> None:
     assert device.staged == []
 
 
-HALF = torch.zeros(1, dtype=torch.float16, device="meta")
 MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "like another": lambda x: x.to(HALF),
     "like another, by keyword": lambda x: x.to(tensor=HALF),

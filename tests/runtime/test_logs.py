@@ -67,6 +67,46 @@ def test_what_is_logged_is_kept_as_it_was() -> None:
     assert float(kept) == 2.0 and not kept.requires_grad
 
 
+class Busy:
+    """A device that takes its time: nothing is copied before the host waits."""
+
+    torch_device = torch.device("meta")
+
+    def __init__(self) -> None:
+        self.compute = self.activations_down = self
+        self.waited = 0
+        self.hosts: list[Tensor] = []
+
+    def host_like(self, t: Tensor) -> Tensor:
+        return torch.full(t.shape, -1.0)
+
+    def record(self) -> Any:
+        return self
+
+    def copy(self, host: Tensor, tensor: Tensor) -> None:
+        assert tensor.device.type == "meta"
+        self.hosts.append(host)
+
+    def wait(self, event: object = None) -> None:
+        if event is None:
+            self.waited += 1
+            for host in self.hosts:
+                host.fill_(7.0)
+
+
+def test_a_value_on_a_device_is_waited_for_when_logs_are_issued() -> None:
+    """Within training_step, the microbatch would wait with the user-code lock in its hands."""
+    device: Any = Busy()
+    recorder, module = LogRecorder([device]), Module()
+    recorder.log("x", torch.ones((), device="meta"))
+    recorder.log("both", {"a": torch.ones((), device="meta"), "b": 2.0})
+    assert not device.waited
+    issue(module, [recorder], [1], [1.0])
+    assert device.waited == 2
+    (_, x, _), (_, both, _) = module.said
+    assert float(x) == 7.0 and {key: float(value) for key, value in both.items()} == {"a": 7.0, "b": 2.0}
+
+
 def test_batch_sizes_add_up() -> None:
     """What all microbatches logged without one is left to Lightning, which looks at the batch as ever."""
     recorders = [LogRecorder(), LogRecorder()]

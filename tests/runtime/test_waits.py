@@ -159,6 +159,10 @@ ELSEWHERE = {
         "runtime.model_runs:PartRun.forward",
         "self._control.wait(predecessor)",
     ),  # test_model_scope.py: test_parts_in_order
+    # Values on a GPU only: test_logs.py
+    ("runtime.logs:_Download.__init__", "stream.wait(device.compute.record())"),
+    ("runtime.logs:_Download.wait", "self._end.wait()"),
+    ("runtime.logs:_arrived", "return value.wait() if isinstance(value, _Download) else value"),
     ("runtime.worker:Worker.retire", "self._in_flight[0][0].wait()"),  # test_the_host_does_not_run_far_ahead
 }
 """Tested below, in a way of its own, or where it says."""

@@ -1,0 +1,146 @@
+"""Page-locked memory for boundary tensors, carved from a few large registrations.
+
+Registering memory with CUDA takes as long as copying it, holds a lock of the driver that kernel launches on all GPUs
+may wait for, and is only possible for whole pages. Boundary tensors come and go with every microbatch, and their sizes
+change with the lengths of a batch's sequences. So blocks are cut from slabs by best fit, neighbours merge when they
+come back, and a slab stays registered until the devices close. A step gives everything back, so the next one starts
+with whole slabs: after the largest batch has been seen, nothing registers any more, whatever the lengths.
+
+A block comes back in a destructor, which Python can run anywhere, even in here with the lock held. So the destructor
+only appends to a deque, and `take` settles the accounts.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256
+"""Bytes. Blocks begin and end at multiples of it, as torch's own memory on a GPU does."""
+
+SLAB = 64 << 20
+"""Bytes of a slab, unless a block needs more."""
+
+GROWTH = 8
+"""A new slab has at least one part in so many of what is registered: many slabs would fragment."""
+
+_Block = tuple[int, int, int]
+"""Bytes, number of the slab, and where it begins: free blocks sort by size."""
+
+
+class Slabs:
+    """Blocks of page-locked memory.
+
+    Args:
+        register: returns so many bytes of page-locked memory (uint8), which its last view unregisters.
+        slab: bytes of a slab, at least.
+    """
+
+    def __init__(self, register: Callable[[int], Tensor], slab: int = SLAB) -> None:
+        self._register, self._slab = register, slab
+        self._lock = threading.Lock()
+        self._slabs: dict[int, Tensor] = {}
+        self._made = 0
+        self._free: list[_Block] = []
+        self._starts: dict[tuple[int, int], int] = {}
+        """Sizes of free blocks, by slab and start."""
+        self._ends: dict[tuple[int, int], int] = {}
+        """Their starts, by slab and end."""
+        self._returned: deque[_Block] = deque()
+
+    @property
+    def registered(self) -> int:
+        """Bytes that are page-locked now."""
+        with self._lock:
+            return sum(slab.numel() for slab in self._slabs.values())
+
+    def take(self, nbytes: int) -> Tensor:
+        """A block of shape ``(nbytes,)``, uint8, with anything in it. Its memory comes back with its last view.
+
+        Raises:
+            RuntimeError: what ``register`` raises, when no block fits and unused slabs are given back.
+        """
+        size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            self._settle()
+            found = self._best_fit(size)
+            if found is None:
+                self._grow(size)
+                found = self._best_fit(size)
+            assert found is not None
+            available, slab, start = found
+            self._remove(found)
+            if available > size:
+                self._add((available - size, slab, start + size))
+            block = self._slabs[slab][start : start + size]
+        lent = torch.frombuffer(block.numpy(), dtype=torch.uint8)  # a storage of its own, whose end can be seen
+        weakref.finalize(lent.untyped_storage(), self._returned.append, (size, slab, start)).atexit = False
+        return lent[:nbytes]
+
+    def reserve(self, nbytes: int) -> None:
+        """Register memory until ``nbytes`` are there in all, so that no step has to."""
+        with self._lock:
+            missing = nbytes - sum(slab.numel() for slab in self._slabs.values())
+            if missing > 0:
+                self._grow(missing)
+
+    def give_back(self) -> None:
+        """Unregister the slabs of which no block is in use."""
+        with self._lock:
+            self._settle()
+            self._give_unused_back()
+
+    def _best_fit(self, size: int) -> _Block | None:
+        index = bisect_left(self._free, (size, -1, -1))
+        return self._free[index] if index < len(self._free) else None
+
+    def _settle(self) -> None:
+        while self._returned:
+            size, slab, start = self._returned.popleft()
+            if (before := self._ends.get((slab, start))) is not None:
+                grown = self._starts[slab, before]
+                self._remove((grown, slab, before))
+                size, start = size + grown, before
+            if (behind := self._starts.get((slab, start + size))) is not None:
+                self._remove((behind, slab, start + size))
+                size += behind
+            self._add((size, slab, start))
+
+    def _add(self, block: _Block) -> None:
+        size, slab, start = block
+        insort(self._free, block)
+        self._starts[slab, start] = size
+        self._ends[slab, start + size] = start
+
+    def _remove(self, block: _Block) -> None:
+        size, slab, start = block
+        del self._free[bisect_left(self._free, block)]
+        del self._starts[slab, start], self._ends[slab, start + size]
+
+    def _grow(self, size: int) -> None:
+        """Register a slab for a block of ``size`` bytes: a generous one, or an exact one where that is refused."""
+        everything = sum(slab.numel() for slab in self._slabs.values())
+        for wanted in (max(size, self._slab, everything // GROWTH), size):
+            try:
+                slab = self._register(wanted)
+                break
+            except RuntimeError:
+                self._give_unused_back()  # there may be a limit, and these take of it
+        else:
+            slab = self._register(size)
+        self._slabs[self._made] = slab
+        self._add((slab.numel() // ALIGNMENT * ALIGNMENT, self._made, 0))
+        self._made += 1
+
+    def _give_unused_back(self) -> None:
+        for number, slab in list(self._slabs.items()):
+            whole = (slab.numel() // ALIGNMENT * ALIGNMENT, number, 0)
+            if self._starts.get((number, 0)) == whole[0]:
+                self._remove(whole)
+                del self._slabs[number]
