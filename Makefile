@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 export PIP_PROGRESS_BAR := off
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-processors test-gpu lint types bench bench-gpu wheel clean
+.PHONY: help install train test test-slow test-processors test-gpu lint types bench bench-gpu gpu-first-run wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-22s %s\n", $$1, $$2 }'
@@ -76,6 +76,9 @@ bench: $(STAMP) ## the figures of docs/benchmarks.md, in three quarters of an ho
 
 bench-gpu: $(STAMP) ## on a GPU: speed and memory beside other systems; ARGS="--rows ours,plain" and others choose
 	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
+
+gpu-first-run: $(STAMP) ## on a GPU: what decides whether the rest is worth measuring, in nine minutes a call
+	@$(BIN)/python benchmarks/gpu_first_run.py $(ARGS)
 
 wheel: $(STAMP) ## dist/*.whl
 	@rm -rf build dist

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -65,15 +65,29 @@ def run_apart(job: Job, script: Path, folder: Path, seconds: float) -> Record:
     Args:
         seconds: after which the process is ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     cap = "all" if job.cap is None else str(job.cap)
     stem = folder / f"{job.model}-{cap}-{job.row}-{job.sequence}"
+    return run_one(json.dumps(dataclasses.asdict(job)), script, stem, seconds)
+
+
+def run_one(what: str, script: Path, stem: Path, seconds: float, settings: Mapping[str, str] | None = None) -> Record:
+    """The record that ``script --one what`` leaves, from a process of its own.
+
+    Args:
+        stem: of the log's path.
+        seconds: after which the process is ended.
+        settings: environment variables that it has besides ours.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
     answer = stem.with_suffix(".json")
     answer.unlink(missing_ok=True)
     with stem.with_suffix(".log").open("w") as log:
-        command = [sys.executable, str(script), "--one", json.dumps(dataclasses.asdict(job)), "--into", str(answer)]
+        command = [sys.executable, str(script), "--one", what, "--into", str(answer)]
         # A group of its own, to end what it starts as well; no session, in which it would outlive this one's end.
-        child = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
+        child = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0,
+            env={**os.environ, **(settings or {})},
+        )  # fmt: skip
         with _ended_with_us(child):
             try:
                 code = child.wait(seconds)
@@ -103,8 +117,8 @@ def _ended_with_us(child: subprocess.Popen[bytes]) -> Iterator[None]:
         child.wait()
 
 
-def answer(job: Job, into: Path, measure: Callable[[Job], Record]) -> None:
-    """What a job's own process does: measure it and write down what was found, or why not."""
+def answer(job: Any, into: Path, measure: Callable[[Any], Record]) -> None:
+    """What the process of a job, or of a piece of `gpu_first_run`, does: measure it and write down what, or why not."""
     with suppress(OSError):  # should the host's memory run out, this process is to go, and not the one that waits
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:

@@ -89,16 +89,17 @@ class Clock(pl.Callback):
         return {"seconds": last - first, "losses": [sum(step) for step in steps]}
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """What a row shows of a job. Whatever goes wrong is raised."""
-    system = SYSTEMS[job.row]
+def measure(job: Job, system: System | None = None) -> dict[str, Any]:
+    """What a row shows of a job, or ``system`` in place of the row's own. Whatever goes wrong is raised."""
+    system = system or SYSTEMS[job.row]
     if job.device == "cpu" and job.cap is not None and not job.row.startswith("ours"):
         raise ValueError("without a GPU only emulated devices keep to a cap")
     if job.device == "cuda":
         with capped(job.cap), HostMemory() as host, DeviceMemory() as device:
             found = system.run(job)
             torch.cuda.synchronize()
-        found |= {"device_name": torch.cuda.get_device_name(0), **device.found()}
+        retries = torch.cuda.memory_stats(0).get("num_alloc_retries", 0)
+        found |= {"device_name": torch.cuda.get_device_name(0), "alloc_retries": retries, **device.found()}
     else:
         with HostMemory() as host:
             found = system.run(job)
@@ -142,7 +143,7 @@ def ours(job: Job, **settings: Any) -> dict[str, Any]:
         num_microbatches=job.microbatches, emulation=emulation, parallel_devices=gpus, **settings
     )
     clock = Clock(job.warmup, job.steps, 1)
-    task = Task(build(job, lean=True, checkpointed=False), lean=True)
+    task = Task(build(job, lean=True, checkpointed=False), lean=True, logs=job.logs)
     _trainer(job, strategy, clock, **options).fit(task, batches(job, job.microbatches * job.microbatch_size))
     report = strategy.report()
     kept = {key: report[key] for key in ("plan", "stall_pct", "bubble_pct", "planned_device_bytes")}
@@ -152,7 +153,7 @@ def ours(job: Job, **settings: Any) -> dict[str, Any]:
 def plain(job: Job, *, checkpointed: bool) -> dict[str, Any]:
     """Everything on the device, a microbatch a batch, gradients accumulated."""
     clock = Clock(job.warmup, job.steps, job.microbatches)
-    task = Task(build(job, lean=True, checkpointed=checkpointed), lean=True)
+    task = Task(build(job, lean=True, checkpointed=checkpointed), lean=True, logs=job.logs)
     trainer = _trainer(job, "auto", clock, accumulate_grad_batches=job.microbatches)
     trainer.fit(task, batches(job, job.microbatch_size))
     return clock.found()
@@ -205,7 +206,7 @@ def fsdp(job: Job) -> dict[str, Any]:
     strategy = FSDPStrategy(cpu_offload=True, auto_wrap_policy=_units(model))
     clock = Clock(job.warmup, job.steps, job.microbatches)
     trainer = _trainer(job, strategy, clock, accumulate_grad_batches=job.microbatches)
-    trainer.fit(Task(model, lean=True), batches(job, job.microbatch_size))
+    trainer.fit(Task(model, lean=True, logs=job.logs), batches(job, job.microbatch_size))
     return clock.found()
 
 
@@ -241,6 +242,7 @@ def deepspeed(job: Job) -> dict[str, Any]:
     task = Task(
         build(job, lean=False, checkpointed=True),
         lean=False,
+        logs=job.logs,
         optimizer=functools.partial(DeepSpeedCPUAdam, lr=LEARNING_RATE, adamw_mode=True),
     )
     clock = Clock(job.warmup, job.steps, job.microbatches)

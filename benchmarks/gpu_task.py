@@ -6,6 +6,7 @@ Shapes and adapters are those of ``conf/``; the files are read without hydra, wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class Job:
         device: ``"cuda"`` or ``"cpu"``.
         tiny: the model's twin of a fifth of a million weights.
         workers: of ours, all on the same device.
+        logs: whether ``training_step`` logs its loss, as a user's does.
     """
 
     row: str
@@ -63,6 +65,7 @@ class Job:
     device: str = "cuda"
     tiny: bool = False
     workers: int = 1
+    logs: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,23 +140,28 @@ class Task(pl.LightningModule):
         model: as `build` makes it.
         lean: whether it was built with a lean loss.
         optimizer: makes one of the parameters that are trained. Default: torch's fused AdamW.
+        logs: whether ``training_step`` logs its loss.
     """
 
     roundpipe_looks_away = True
 
     def __init__(
-        self, model: nn.Module, *, lean: bool, optimizer: Callable[[list[nn.Parameter]], Any] | None = None
+        self,
+        model: nn.Module,
+        *,
+        lean: bool,
+        optimizer: Callable[[list[nn.Parameter]], Any] | None = None,
+        logs: bool = True,
     ) -> None:
         super().__init__()
-        self.model, self.lean = model, lean
+        self.model, self.lean, self.logs = model, lean, logs
         self._optimizer = optimizer or (lambda trained: torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if not self.lean:
+        with lean_logits(self.model) if self.lean else nullcontext():
             loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
-            return loss
-        with lean_logits(self.model):
-            loss = self.model(input_ids=batch[0], labels=batch[0]).loss
+        if self.logs:
+            self.log("train_loss", loss)
         return loss
 
     def configure_optimizers(self) -> Any:
