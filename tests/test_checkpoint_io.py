@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,14 +179,18 @@ def test_other_places_are_lightnings() -> None:
 def killed(work: Callable[[Path], None], path: Path, seconds: float) -> None:
     """Let a process do ``work`` until it has written something, and kill it ``seconds`` later.
 
-    It is forked, so it need not import anything, and kept to one thread.
+    It is forked from a server that has imported this file and computed nothing: in a fork of this process neither
+    OpenMP nor autograd would have the threads that an earlier test made them start.
     """
 
     def written() -> tuple[int, int]:
         return path.stat().st_ino, path.stat().st_mtime_ns
 
     before = written()
-    process = multiprocessing.get_context("fork").Process(target=work, args=(path,), daemon=True)
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([work.__module__])
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    process = server.Process(target=work, args=(path,), daemon=True)
     process.start()
     until(lambda: written() != before or not process.is_alive())
     time.sleep(seconds)
