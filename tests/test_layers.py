@@ -20,7 +20,7 @@ LAYERS: list[set[str]] = [
     {"config", "messages", "extras"},
     {"devices", "planning", "model", "optim"},
     {"runtime"},
-    {"precision", "checkpoint_io", "one_process", "refusals", "listeners", "monitors", "windows"},
+    {"precision", "checkpoint_io", "one_process", "refusals", "listeners", "monitors", "windows", "resuming"},
     {"stepping"},
     {"strategy"},
     {"pytorch_lightning"},
