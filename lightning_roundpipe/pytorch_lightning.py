@@ -24,6 +24,7 @@ _PARTS = (
     "monitors",
     "one_process",
     "windows",
+    "resuming",
     "stepping",
     "strategy",
 )

@@ -46,6 +46,7 @@ from lightning_roundpipe.refusals import (
     unfitting_weights,
     unreadable_checkpoint,
 )
+from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.interrupts import held
 from lightning_roundpipe.stepping import Stepping
@@ -141,6 +142,7 @@ class RoundPipeStrategy(OneProcess):
         self._stepping: Stepping | None = None
         self._quieten: Callable[[], object] = lambda: None
         self._accumulated: dict[str, Tensor] = {}
+        self._holds_place = False
 
     # -- devices and processes ----------------------------------------------------------------------------------------
 
@@ -230,6 +232,7 @@ class RoundPipeStrategy(OneProcess):
     def on_train_start(self) -> None:
         if self._stepping is not None:
             self._stepping.started()
+            warn_of_lost_place(self._running()[0].trainer, self._holds_place)
 
     @override
     def on_train_end(self) -> None:
@@ -356,6 +359,7 @@ class RoundPipeStrategy(OneProcess):
             raise reason from (None if reason is error else error)
         refuse_strange_checkpoint(checkpoint_path, checkpoint)
         self._accumulated = dict(checkpoint.get(ACCUMULATED, {}))
+        self._holds_place = holds_place(checkpoint)
         return checkpoint
 
     @override

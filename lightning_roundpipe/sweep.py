@@ -20,6 +20,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_roundpipe.extras import is_installed, remedy
+
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("step_time_s", "step time", "{:,.3f} s".format),
     ("bubble_pct", "bubble", "{:.1f} %".format),
@@ -74,13 +76,16 @@ def finished_sweep() -> Path | None:
 
 def present(rows: list[dict[str, Any]], folder: Path) -> None:
     """Leaves the rows as a table and as a picture in ``folder``, and shows the table."""
+    write_table(rows, folder / "sweep.csv")
+    console = Console()
+    console.print(draw_table(rows, console.width))
+    if not is_installed("matplotlib"):
+        console.print(f"No picture of it is drawn, as {remedy('matplotlib')}", soft_wrap=True, markup=False)
+        return
     from lightning_roundpipe.sweep_picture import (
         draw_sweep,
     )  # matplotlib takes long, and a run without a sweep needs none
 
-    write_table(rows, folder / "sweep.csv")
-    console = Console()
-    console.print(draw_table(rows, console.width))
     if draw_sweep(rows, varied_settings(rows), folder / "sweep.png"):
         console.print(f"The picture of it: {folder / 'sweep.png'}", soft_wrap=True, highlight=False)
 

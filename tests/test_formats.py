@@ -12,12 +12,16 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException
 from tiny_tokenizer import tiny_tokenizer
 
 from lightning_roundpipe.data import TextFiles, sources
 from lightning_roundpipe.data.records import FORMATS, Fields, Record
 from lightning_roundpipe.data.rows import NO_TARGET
 from lightning_roundpipe.data.sources import read_records
+from lightning_roundpipe.model import loading
+from lightning_roundpipe.tasks.fine_tuning import build
 
 # What is learnt stands in brackets. In tokens Ċ is a line's end and Ġ a space.
 CHATTED = "<begin> <user> the Ċ Ċ ab <turn> Ċ <assistant> [b] [e] [<turn>] [Ċ]"
@@ -297,6 +301,43 @@ def test_the_extra_is_named(kind: str, package: str, tmp_path: Path, monkeypatch
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf"{package} is not installed: pip install 'lightning-roundpipe\[data\]'"):
         module(path).prepare_data()
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "message"),
+    [
+        ({"question": "the", "answer": "be"}, [], r"which no format has: set data\.fields\.prompt="),
+        ({"prompt": "the " * 50, "completion": "be"}, [], r"1 records of more than 32 tokens"),
+        ({"instruction": "the", "output": "be"}, ["data.tokenizer=bare"], "the tokenizer has no chat template"),
+        ({"prompt": "the", "completion": "be"}, ["data.fields.promt=the"], "promt"),
+        ({"question": "the", "answer": "be"}, ["data.fields.prompt=question", "data.fields.completion=answer"], None),
+    ],
+)
+def test_data_are_checked_before_weights_are_read(
+    record: dict[str, Any], settings: list[str], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reading(BaseException):
+        pass
+
+    def read(*_: Any, **__: Any) -> Any:
+        raise Reading
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "_whole_model", read)
+    loading.from_config("llama", vocab_size=300, hidden_size=32, num_hidden_layers=1).model.save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    tiny_tokenizer(None).save_pretrained("bare")
+    path = write(tmp_path, "jsonl", [record])
+    options = ["model=folder", "model.folder=model", "data=completions", f"data.path={path}", "data.cache_folder=cache"]
+    options += [f"data.validation_path={path}", "data.sequence_length=32", "data.batch_size=1", "run_folder=here"]
+    with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
+        try:
+            cfg = compose("train", [*options, *settings])
+        except ConfigCompositionException as error:  # a setting that there is not
+            assert message is not None and message in str(error)
+            return
+    with pytest.raises(ValueError if message else Reading, match=message):
+        build(cfg, tmp_path)
 
 
 def test_other_fields_of_messages_reach_the_template() -> None:

@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_roundpipe"
 
 LAYERS: list[set[str]] = [
-    {"config", "messages"},
+    {"config", "messages", "extras"},
     {"devices", "planning", "model", "optim"},
     {"runtime"},
-    {"precision", "checkpoint_io", "one_process", "refusals", "listeners", "monitors", "windows"},
+    {"precision", "checkpoint_io", "one_process", "refusals", "listeners", "monitors", "windows", "resuming"},
     {"stepping"},
     {"strategy"},
     {"pytorch_lightning"},

@@ -12,6 +12,8 @@ from typing_extensions import override
 
 from lightning_roundpipe.callbacks.plan_table import strategy_report
 from lightning_roundpipe.devices.permit import cores
+from lightning_roundpipe.extras import is_installed, remedy
+from lightning_roundpipe.messages import PREFIX, warn
 from lightning_roundpipe.pictures import count
 from lightning_roundpipe.replay import replay_of
 from lightning_roundpipe.timeline import draw_timeline
@@ -26,7 +28,8 @@ class RunFolder(Callback):
     * ``replay.png``: the step of several emulated devices as if each of them computed alone (`replay`);
     * ``adapters/``: PEFT adapters, which plain PEFT loads.
 
-    What there is not (a strategy without a report, a model without adapters) is left out.
+    What there is not (a strategy without a report, a model without adapters) is left out; so are the pictures where
+    matplotlib is not installed.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -56,6 +59,9 @@ class RunFolder(Callback):
 
     def _draw(self, trainer: Trainer) -> None:
         if not (report := strategy_report(trainer)):
+            return
+        if not is_installed("matplotlib"):
+            warn(f"{PREFIX}no picture of the step is drawn, as {remedy('matplotlib')}")
             return
         replayed = replay_of(trainer.strategy)
         shared = f"As it ran: {count(report['workers'], 'emulated device')} that share {count(cores(), 'core')}"

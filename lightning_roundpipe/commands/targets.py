@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from lightning_roundpipe.extras import is_installed, remedy
+
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 
@@ -22,6 +24,8 @@ def check_targets(sources: Mapping[str, Path], targets: Mapping[str, Path | None
     for name, path in ((name, path) for name, path in targets.items() if path is not None):
         if name == "picture" and path.suffix.lower() not in PICTURE_SUFFIXES:
             raise ValueError(f"picture={path} must be the name of a file that ends in {', '.join(PICTURE_SUFFIXES)}.")
+        if name == "picture" and not is_installed("matplotlib"):
+            raise ValueError(f"picture={path} cannot be drawn, as {remedy('matplotlib')}")
         if path.is_dir() or not path.parent.is_dir():
             what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
             raise ValueError(f"{name}={path} {what}. Give the name of a file in a folder that exists.")

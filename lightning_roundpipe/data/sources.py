@@ -10,11 +10,11 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lightning_roundpipe.data.records import BadRecord, Fields, Record, Text, Wrong
+from lightning_roundpipe.extras import need
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 KINDS = ".jsonl, .json, .parquet or .txt"
@@ -292,7 +292,7 @@ def _decoded(line: bytes, encoding: str) -> str:
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    pq = _needed("pyarrow.parquet", f"{path.name} is a Parquet file")
+    pq = need("pyarrow.parquet", f"{path.name} is a Parquet file")
     number = 0
     try:
         with pq.ParquetFile(path) as file:
@@ -316,7 +316,7 @@ def _is_saved(folder: Path, setting: str) -> bool:
 
 
 def _saved(folder: Path) -> Iterator[tuple[int, Any]]:
-    datasets = _needed("datasets", f"{folder.name} is a folder that Dataset.save_to_disk() wrote")
+    datasets = need("datasets", f"{folder.name} is a folder that Dataset.save_to_disk() wrote")
     number = 0
     try:
         for values in datasets.load_from_disk(str(folder)):
@@ -324,16 +324,6 @@ def _saved(folder: Path) -> Iterator[tuple[int, Any]]:
             yield number, values
     except Exception as error:  # whatever the library makes of a broken folder
         yield number + 1, Wrong(f"the folder cannot be read ({_first_line(error)}): save it again")
-
-
-def _needed(module: str, why: str) -> Any:
-    """A module that only some files need."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"{why}, and {module.partition('.')[0]} is not installed: pip install 'lightning-roundpipe[data]'"
-        ) from error
 
 
 def _first_line(error: Exception) -> str:

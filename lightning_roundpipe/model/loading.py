@@ -14,8 +14,8 @@ Everything that can be missing or broken here is on the user's disk, so each mes
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -44,11 +44,24 @@ _AGAIN = "copy or download the folder again"
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model, the tokenizer it was trained with (``None``: it has none), and where they are from, in words."""
+    """A model whose weights are read when it is first asked for: that can take minutes, and what is wrong with data and
+    settings can be said before.
 
-    model: PreTrainedModel
+    Attributes:
+        config: the model's.
+        tokenizer: the one that the model was trained with; ``None``: it has none.
+        source: where they are from, in words.
+        load: makes the model. Raises ``ValueError`` for weights that cannot be read.
+    """
+
+    config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase | None
     source: str
+    load: Callable[[], PreTrainedModel]
+
+    @functools.cached_property
+    def model(self) -> PreTrainedModel:
+        return self.load()
 
 
 def from_package(package: str, pattern: str = "*.gguf") -> Pretrained:
@@ -112,15 +125,21 @@ def from_config(model_type: str, weights: str | Path = RANDOM, dtype: str = "flo
         FileNotFoundError: there are no such weights.
     """
     _check_dtype(dtype)
-    try:
+
+    @contextmanager
+    def making() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise ValueError(
+                f"model.model_type={model_type!r} with {settings} makes no causal language model: "
+                f"{_first_line(error)}. Remedy: take an architecture that transformers has, and settings that fit it."
+            ) from error
+
+    with making():
         config = AutoConfig.for_model(model_type, **settings)
-        if weights == RANDOM:
-            return Pretrained(_random_model(config, dtype), None, f"a random {model_type}")
-    except Exception as error:
-        raise ValueError(
-            f"model.model_type={model_type!r} with {settings} makes no causal language model: {_first_line(error)}. "
-            "Remedy: take an architecture that transformers has, and settings that fit it."
-        ) from error
+    if weights == RANDOM:
+        return Pretrained(config, None, f"a random {model_type}", making()(lambda: _random_model(config, dtype)))
     setting = f"model.weights={str(weights)!r}"
     path = _find(str(weights), setting, weights=True)
     if (path / "config.json").is_file():
@@ -151,8 +170,10 @@ def from_name(name: str, weights: str | Path = PRETRAINED, dtype: str = "float32
         return _from_files(path, setting, dtype)
     config = _configuration(path, setting)
     if weights == RANDOM:
+        reading = _reading(path, setting, _AGAIN)
         with _reading(path, setting, _AGAIN):
-            return Pretrained(_random_model(config, dtype), _tokenizer(path), f"a random {name}")
+            tokenizer = _tokenizer(path)
+        return Pretrained(config, tokenizer, f"a random {name}", reading(lambda: _random_model(config, dtype)))
     setting = f"model.weights={str(weights)!r}"
     found = _from_files(_find(str(weights), setting, weights=True), setting, dtype, config)
     return replace(found, tokenizer=found.tokenizer or _tokenizer(path))
@@ -200,9 +221,11 @@ def _from_files(path: Path, setting: str, dtype: str, config: PretrainedConfig |
     for file, names in files.items():
         with _reading(file, setting, _AGAIN):
             check_file(file, names)
+    options: dict[str, Any] = {} if config is None else {"config": config}
     with _reading(path, setting, _AGAIN):
-        options: dict[str, Any] = {} if config is None else {"config": config}
-        return Pretrained(_whole_model(path, dtype=dtype, **options), _tokenizer(path), str(path))
+        tokenizer = _tokenizer(path)
+    load = _reading(path, setting, _AGAIN)(lambda: _whole_model(path, dtype=dtype, **options))
+    return Pretrained(_configuration(path, setting) if config is None else config, tokenizer, str(path), load)
 
 
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
@@ -249,11 +272,18 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained
         if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
             raise ValueError(f"{setting}: {path} is no GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
     folder, name = str(path.parent), path.name
-    with _reading(path, setting, remedy), _parsing_once():
-        model = _whole_model(folder, gguf_file=name, **_unpacked())
+    parsing_once = _parsing_once()
+    with _reading(path, setting, remedy), parsing_once():
+        config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
-    _forget_quantisation(model)
-    return Pretrained(model, tokenizer, source)
+
+    def load() -> PreTrainedModel:
+        with _reading(path, setting, remedy), parsing_once():
+            model = _whole_model(folder, gguf_file=name, **_unpacked())
+        _forget_quantisation(model)
+        return model
+
+    return Pretrained(config, tokenizer, source, load)
 
 
 def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> PreTrainedModel:
@@ -279,17 +309,25 @@ def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> Pr
     return whole
 
 
-@contextmanager
-def _parsing_once() -> Iterator[None]:
-    """Transformers parses the file for the configuration, the weights and the tokenizer; each time takes seconds."""
+def _parsing_once() -> Callable[[], AbstractContextManager[None]]:
+    """Contexts in all of which a file is parsed only once.
+
+    Transformers parses it for the configuration, the weights and the tokenizer; each time takes seconds.
+    """
     import gguf
 
     original = gguf.GGUFReader
-    gguf.GGUFReader = functools.cache(original)  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = original  # type: ignore[misc]
+    cached = functools.cache(original)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        gguf.GGUFReader = cached  # type: ignore[misc, assignment]
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = original  # type: ignore[misc]
+
+    return context
 
 
 def _unpacked() -> dict[str, Any]:

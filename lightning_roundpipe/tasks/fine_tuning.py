@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_roundpipe.callbacks import Measurements
+from lightning_roundpipe.data import TextFiles
 from lightning_roundpipe.tasks.results import Completion, Outcome, show_job, show_outcome, summarise
 
 _FILLED_IN = {"data.tokenizer", "data.vocab_size"}
@@ -61,8 +62,10 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     seed_everything(cfg.seed, workers=True, verbose=False)
     pretrained = _make(cfg.model)
-    facts = {"tokenizer": pretrained.tokenizer, "vocab_size": pretrained.model.config.vocab_size}
+    facts = {"tokenizer": pretrained.tokenizer, "vocab_size": pretrained.config.get_text_config().vocab_size}
     data = _make(cfg.data, **{key: fact for key, fact in facts.items() if OmegaConf.is_missing(cfg.data, key)})
+    if isinstance(data, TextFiles):
+        data.setup("fit")  # every record is looked at before the weights are read, which may take minutes
     task = _make(
         cfg.task,
         model=pretrained.model,

@@ -148,7 +148,7 @@ def _folder(change: Callable[[Path], Any], **options: Any) -> Callable[[User], P
     def way(user: User) -> Pretrained:
         from_config("llama", **LLAMA).model.save_pretrained(user.folder)
         change(user.folder)
-        return from_folder(user.folder, **options)
+        return from_folder(user.folder, **options).model
 
     return way
 
@@ -159,7 +159,7 @@ def _weights(change: Callable[[Path], Any], **settings: Any) -> Callable[[User],
     def way(user: User) -> Pretrained:
         from_config("llama", **LLAMA).model.save_pretrained(user.folder, max_shard_size="8KB")
         change(user.folder)
-        return from_config("llama", weights=user.folder, **(LLAMA | settings))
+        return from_config("llama", weights=user.folder, **(LLAMA | settings)).model
 
     return way
 
