@@ -311,6 +311,21 @@ def test_a_sweep_leaves_a_table(
     assert max(len(line) for line in table.splitlines()) <= 80
 
 
+def test_plans_of_a_sweep_follow_from_shapes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """So two runs with the same layers and microbatches have the same plan, and a setting of the user's stays."""
+    ways = ["strategy.emulation.delay_seed=1,2", "trainer.max_steps=2", "prompt=null", "callbacks=none"]
+    run(monkeypatch, "-m", "experiment=tiny", *ways)
+    folder = Path(last_line(capfd.readouterr()[0]))
+    one, other = (json.loads((folder / name / "summary.json").read_text()) for name in "01")
+    assert one["plan_policy"] == other["plan_policy"] == "static"
+    assert one["plan"] == other["plan"]
+    run(monkeypatch, "-m", "experiment=tiny", *ways[1:], "partition.plan=measured")
+    folder = Path(last_line(capfd.readouterr()[0]))
+    assert json.loads((folder / "0" / "summary.json").read_text())["plan_policy"] == "measured"
+
+
 def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         run(monkeypatch, "-m", "strategy.num_microbatches=0,2", "trainer.max_steps=1", "prompt=null")

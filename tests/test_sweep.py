@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
+from omegaconf import OmegaConf
 
-from lightning_roundpipe.sweep import present, read_runs, varied_settings
+from lightning_roundpipe.sweep import make_plans_static, present, read_runs, varied_settings
 from lightning_roundpipe.sweep_picture import figure_of
 
 NUMBERS = {"bubble_pct": 50.0, "peak_host_gib": 2.0, "train_loss": 1.0, "val_loss_after": 1.5}
@@ -92,6 +93,28 @@ def test_everything_is_left_and_shown(
     assert [row["microbatches"] for row in written] == ["2", "8", "2", ""]
     assert [row["trainer.max_steps"] for row in written] == ["3"] * 4
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("partition", "plan"),
+    [
+        ({"plan": None, "stage_seconds": None}, "static"),
+        ({"plan": None, "stage_seconds": 0.5}, None),
+        ({"plan": "measured", "stage_seconds": None}, "measured"),
+        ({"plan": "forward none; fused 0; backward none; round 1"}, "forward none; fused 0; backward none; round 1"),
+    ],
+)
+def test_what_a_sweeps_runs_plan_by(partition: dict[str, Any], plan: str | None) -> None:
+    config = OmegaConf.create({"partition": partition, "strategy": {"plan": "${partition.plan}"}})
+    make_plans_static(config)
+    assert config.strategy.plan == plan
+
+
+def test_a_sweep_without_a_partition_or_a_plan_stays_as_it_is() -> None:
+    for settings in ({}, {"partition": None}, {"partition": {"plan": "???"}}):
+        config = OmegaConf.create(settings)
+        make_plans_static(config)
+        assert OmegaConf.to_container(config) == settings
 
 
 def names(*settings: str) -> list[tuple[str, dict[str, Any]]]:

@@ -272,6 +272,10 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def process_settings(self) -> AbstractContextManager[None]:
+        """What devices of this kind change for the whole process, as long as it is entered. For the main thread."""
+
+    @abstractmethod
     def activate(self) -> AbstractContextManager[None]:
         """Make this the calling thread's current device, and ``compute`` its current stream."""
 

@@ -178,6 +178,9 @@ class CudaDevice(Device):
         self._switch.check()
         yield
 
+    def process_settings(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     @contextmanager
     def activate(self) -> Iterator[None]:
         begin_on(self.torch_device)

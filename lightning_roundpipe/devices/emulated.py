@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import generators, permit, wire
+from lightning_roundpipe.devices import generators, permit, teams, wire
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import POISON, Device, Hold, Stream
@@ -162,6 +162,9 @@ class EmulatedDevice(Device):
         self._switch.sleep(0 if self._permit_delays is None else self._permit_delays.next())
         with permit.holding(self._permits):
             yield
+
+    def process_settings(self) -> AbstractContextManager[None]:
+        return teams.limited()
 
     @contextmanager
     def activate(self) -> Iterator[None]:

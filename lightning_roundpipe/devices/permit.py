@@ -1,33 +1,27 @@
 """One process-wide semaphore for the cores that emulated devices share.
 
-Four forwards at once on a machine that is busy with one take longer than one after another, since each uses all
-intra-op threads. A thread that waited with a permit in hand could wait for somebody who needs that permit, so waiting
+Four forwards at once on a machine that is busy with two take longer than two after two others. A layer takes as many
+cores as an emulated device has intra-op threads (`teams`). A thread that waited with a permit in hand could wait for somebody who needs that permit, so waiting
 checks for it.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+from lightning_roundpipe.devices import teams
 
 _semaphores: dict[int, threading.Semaphore] = {}
 _semaphores_lock = threading.Lock()
 _mine = threading.local()
 
 
-def cores() -> int:
-    """How many cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def semaphore() -> threading.Semaphore:
-    """The one for the present number of intra-op threads: devices made under the same number share it."""
-    permits = max(1, cores() // torch.get_num_threads())
+    """The one for the present size of teams: devices made under the same size share it."""
+    permits = max(1, teams.cores() // teams.team_size())
     with _semaphores_lock:
         return _semaphores.setdefault(permits, threading.Semaphore(permits))
 

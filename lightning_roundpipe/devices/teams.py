@@ -4,17 +4,29 @@ GNU's OpenMP, with which torch comes on Linux, lets a team's threads look out fo
 milliseconds, unless the teams of the process together have more threads than there are cores: then it puts them to
 sleep after each operation, and waking them costs more than many operations take. So whoever waits has no team. Another
 OpenMP is left alone.
+
+A thread of a team that has lost its core to another process keeps the others waiting, operation by operation. So
+emulated devices compute with small teams, and several devices at once: with fewer than eight cores an operation has
+one thread, and there is no team. How many threads an operation has decides how sums are rounded, so the number does not
+depend on how many devices there are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+AT_ONCE = 4
+"""Emulated devices that compute at once, if there are so many cores."""
+_before: list[int] = []
+"""For each who limits teams now, how large they were before."""
 
 _SOFT = 1
 """``omp_pause_soft``: threads go, settings stay."""
@@ -37,6 +49,42 @@ def _openmp() -> ctypes.PyDLL | None:
 def _pause() -> Callable[[int], object]:
     openmp = _openmp()
     return (lambda kind: None) if openmp is None else openmp.omp_pause_resource_all
+
+
+def cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def team_size() -> int:
+    """Intra-op threads of an emulated device: a share of the cores, or fewer if the process is told to use fewer."""
+    return min(torch.get_num_threads(), max(1, cores() // AT_ONCE))
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Within, threads that `enlist` compute as emulated devices do, and so does the calling one. For the main thread.
+
+    Several may be within at the same time; the last one out restores the number that the first one found.
+    """
+    size = team_size()
+    _before.append(torch.get_num_threads())
+    torch.set_num_threads(size)
+    try:
+        yield
+    finally:
+        before = _before.pop()
+        if not _before:
+            torch.set_num_threads(before)
+
+
+def enlist() -> None:
+    """At the start of a thread: its team is as large as torch was told last.
+
+    Without this, a thread takes OpenMP's own default until torch first asks how large the team is, which comes after
+    the thread's first matrix product.
+    """
+    torch.get_num_threads()
 
 
 def disband() -> None:

@@ -166,10 +166,14 @@ class Runner:
         leaves: list[Any],
         kind: str,
         replay: Replay | None = None,
-        forwards: Forwards | None = None,
+        as_written: Counter | None = None,
     ) -> Ran:
-        """The layer's own code, in everything that was around it when glue called it."""
-        forwards = forwards or self._forwards
+        """The layer's own code, in everything that was around it when glue called it.
+
+        ``as_written``: counts it, uncompiled.
+        """
+        forwards = self._forwards if as_written is None else Forwards()
+        counter = as_written or (self._counter() if kind == "forward" and not forwards.compiled else None)
         name = call.layer.name
         replica = self._worker.replica(call.layer)
         replica.apply(call.state)
@@ -195,7 +199,8 @@ class Runner:
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
-            with self._computing(slot, kind, where, call.microbatch), saved, calling(Inside(name)), watching, choosing:
+            computing = self._computing(slot, kind, where, call.microbatch, counter)
+            with computing, saved, calling(Inside(name)), watching, choosing:
                 output = call.context.run(collecting, forwards.of(call.layer, replica), *args, **kwargs)
         written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if written:
@@ -281,8 +286,7 @@ class Runner:
             return
         replica, buffers = self._worker.replica(call.layer), self._worker.buffers(call.layer)
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # the layer may write to them
-        with forward:
-            ran = self._run(slot, dataclasses.replace(call, graph=True), copies, "", forwards=Forwards())
+        ran = self._run(slot, dataclasses.replace(call, graph=True), copies, "", as_written=forward)
         roots = [t for t in ran.tensors() if t.requires_grad]
         ends = [t for t in (*ran.given.values(), *replica.parameters) if t.requires_grad]
         if roots and ends:
@@ -295,8 +299,9 @@ class Runner:
         buffers.load()
 
     @contextlib.contextmanager
-    def _computing(self, slot: Slot, kind: str, where: Where, microbatch: int) -> Iterator[None]:
-        counter = None if self._forwards.compiled or not kind else self._counter()
+    def _computing(
+        self, slot: Slot, kind: str, where: Where, microbatch: int, counter: Counter | None = None
+    ) -> Iterator[None]:
         with self._device.permit(), self._device.named(f"{kind} slot {slot.index} {where.layer} of {microbatch}"):
             start = self._device.compute.record(timed=True)
             with counter or contextlib.nullcontext():
@@ -304,8 +309,8 @@ class Runner:
             end = self._device.compute.record(timed=True)
         if kind:
             slot.recorder.add(kind, self._worker.index, start, end, microbatch, 0, where)
-        if counter is not None:
-            slot.recorder.count(kind, microbatch, where.call, counter.work.seconds)
+            if counter is not None:
+                slot.recorder.count(kind, microbatch, where.call, counter.work.seconds)
 
     def _watching(self, layer: HostLayer) -> contextlib.AbstractContextManager[Any]:
         """Where that is to be found out, takes down what is done with the weights of ``layer``."""
@@ -367,7 +372,8 @@ class Runner:
             sums.attach(parameters, factor)
         where = Where(slot.index, slot.phase, entry.call, entry.layer.name)
         if pairs:
-            name, computing = entry.layer.name, self._computing(slot, "backward", where, entry.microbatch)
+            name, counter = entry.layer.name, None if self._forwards.compiled else self._counter()
+            computing = self._computing(slot, "backward", where, entry.microbatch, counter)
             given = self._device.hold(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
             watching = self._watching(entry.layer)
             with given, alone(name, self._device), computing, calling(Inside(name)), inlet, watching:

@@ -44,11 +44,12 @@ class Crew:
 
     def __init__(self, devices: list[Device], watchdog_timeout: float) -> None:
         self.devices = devices
+        self._around = contextlib.ExitStack()
+        self._around.enter_context(devices[0].process_settings())  # before there are threads, which take them over
         self.workers = [Worker(d) for d in devices]
         self.broken = False
         self._limit = watchdog_timeout
         self._threads: list[TaskThread] = []
-        self._around = contextlib.ExitStack()
         self._around.enter_context(one_at_a_time(devices))
 
     def refuse_broken(self) -> None:

@@ -28,6 +28,8 @@ class Gauge:
     def __init__(self, device: Device, given: Iterable[Tensor]) -> None:
         given = list(given)
         self._device = device
+        # A download keeps what it copies. Freed during the call, that would hide as many bytes of the call's own.
+        device.activations_down.synchronize()
         self._hold = device.hold(given, INPUTS)
         device.reset_peak()
         self._before = device.resident_bytes() - storage_bytes(given)

@@ -77,6 +77,7 @@ class TaskThread:
             self.died = error
 
     def _loop(self) -> None:
+        teams.enlist()
         with self._around():
             while (task := self._tasks.get()) is not None:
                 task.run()

@@ -64,6 +64,7 @@ def summarise(
         "peak_host_gib": measurements.peak_host_bytes / _GIB,
         "peak_device_gib": max(devices) / _GIB if devices else None,
         "plan": report.get("plan"),
+        "plan_policy": report.get("plan_policy"),
         "workers": report.get("workers"),
         "forward_stages": len(plan.forward) if plan else None,
         "fused_stages": 1 if plan else None,

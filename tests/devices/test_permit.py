@@ -11,7 +11,7 @@ import pytest
 import torch
 from patience import join, longer_each_try, start
 
-from lightning_roundpipe.devices import Device, emulated_work, permit
+from lightning_roundpipe.devices import Device, emulated_work, teams
 
 MakeAll = Callable[..., list[Device]]
 
@@ -36,16 +36,16 @@ def most_at_once(devices: list[Device], work: Callable[[float], object], times: 
     return most
 
 
-@pytest.mark.parametrize(("cores", "intra_op", "permits"), [(1, 2, 1), (4, 2, 2), (4, 1, 4)])
+@pytest.mark.parametrize(("cores", "intra_op", "permits"), [(1, 2, 1), (2, 2, 2), (4, 1, 4), (8, 8, 4), (8, 1, 8)])
 @longer_each_try
 def test_layers_share_the_cores_of_all_devices(
     make_all: MakeAll, monkeypatch: pytest.MonkeyPatch, cores: int, intra_op: int, permits: int, times: float
 ) -> None:
-    monkeypatch.setattr(permit, "cores", lambda: cores)
+    monkeypatch.setattr(teams, "cores", lambda: cores)
     torch.set_num_threads(intra_op)
-    devices = make_all(2) + make_all(2)  # of two strategies, even
+    devices = make_all(4) + make_all(4)  # of two strategies, even
     assert most_at_once(devices, time.sleep, times) == permits
-    assert most_at_once(devices, emulated_work, times) == 4
+    assert most_at_once(devices, emulated_work, times) == 8
 
 
 def test_pretended_work_takes_its_time_and_the_permit_is_back_afterwards(make_all: MakeAll) -> None:

@@ -15,7 +15,7 @@ import torch
 from harness import ours, run
 from patience import PATIENCE_S, until
 
-from lightning_roundpipe.devices import teams
+from lightning_roundpipe.devices import permit, teams
 from lightning_roundpipe.runtime.arrivals import Arrivals, Dropped
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.threads import TaskThread
@@ -163,7 +163,9 @@ class Between(pl.LightningModule):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_in_a_step_only_the_thread_that_computes_has_a_team(workers: int) -> None:
+def test_in_a_step_only_the_thread_that_computes_has_a_team(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teams, "cores", lambda: TEAM * teams.AT_ONCE)  # or there would be none
+    monkeypatch.setattr(permit, "_semaphores", {TEAM * teams.AT_ONCE // TEAM: threading.Semaphore(1)})
     alone = not_pythons()
     Large.one_team, Large.calls = alone + TEAM - 1, 0
     strategy = ours(num_microbatches=1, layers=["Large"], plan="forward 0; fused 1-2; backward 0; round 1")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from random import Random
@@ -141,6 +142,17 @@ def test_the_same_question_has_the_same_answer() -> None:
     costs = CASES["llama3.1-8b"].costs()
     one, two = (search_partition(costs, 8, 16, host=HostTime(hop_s=0.003), search_seconds=5.0) for _ in range(2))
     assert one == two
+
+
+@pytest.mark.parametrize("by_clock", [True, False])
+def test_without_the_clock_only_work_ends_a_search(by_clock: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine so busy that an hour passes between two looks at the clock."""
+    costs, host = CASES["llama3.1-8b"].costs(), HostTime(hop_s=0.003)
+    idle = search_partition(costs, 8, 16, host=host, search_seconds=5.0)
+    hours = itertools.count(0, 3600)
+    monkeypatch.setattr("lightning_roundpipe.planning.timing.time.monotonic", lambda: float(next(hours)))
+    busy = search_partition(costs, 8, 16, host=host, search_seconds=5.0, by_clock=by_clock)
+    assert (busy == idle) == (not by_clock)
 
 
 def test_longer_search_is_no_worse() -> None:

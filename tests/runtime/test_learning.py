@@ -14,6 +14,9 @@ from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import learning
 
+clocks: list[bool] = []
+"""Whether each of the searches could be ended by the clock."""
+
 FOUND = harness.per_call(6, 4)
 
 
@@ -29,11 +32,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Limits]:
     """The limits of every search, which finds `FOUND`."""
     made: list[Limits] = []
 
-    def search(costs: Any, workers: int, microbatches: int, limits: Limits, staleness: int) -> Plan:
+    def search(
+        costs: Any, workers: int, microbatches: int, limits: Limits, staleness: int, *, by_clock: bool = True
+    ) -> Plan:
         made.append(limits)
+        clocks.append(by_clock)
         return Plan.parse(FOUND)
 
     monkeypatch.setattr(learning, "search_partition", search)
+    clocks.clear()
     return made
 
 
@@ -52,6 +59,15 @@ def test_long_steps_are_worth_a_search(asked: list[Limits], monkeypatch: pytest.
     of_two = plan_of(round_microbatches=2)  # whether it says "recompute ahead" depends on measured times
     assert "round 2" in of_two and of_two != FOUND
     assert len(asked) == 2, "who sets the round has decided"
+    assert clocks == [True, True]
+
+
+def test_the_clock_does_not_end_the_search_for_a_static_plan(
+    asked: list[Limits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "WORTH_S", 0.0)
+    assert plan_of(staleness=1, plan="static") == FOUND
+    assert clocks == [False]
 
 
 @pytest.mark.parametrize("found_s", [0.9, 1.1])
