@@ -25,6 +25,7 @@ _PARTS = (
     "one_process",
     "windows",
     "stepping",
+    "announcements",
     "strategy",
 )
 """The modules that import Lightning, each after those that it imports."""
