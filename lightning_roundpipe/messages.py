@@ -5,9 +5,14 @@ Every warning begins with ``roundpipe:``, as every line of information does, so 
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 PREFIX = "roundpipe: "
+
+_NOT_THE_USER = ("lightning_roundpipe", "lightning", "lightning_utilities", "contextlib", "torch", "threading")
 
 
 class RoundPipeWarning(UserWarning):
@@ -17,7 +22,16 @@ class RoundPipeWarning(UserWarning):
 def warn(text: str) -> None:
     """Warn of ``text``, which begins with ``roundpipe:``."""
     assert text.startswith(PREFIX)
-    rank_zero_warn(text, stacklevel=4, category=RoundPipeWarning)
+    rank_zero_warn(text, stacklevel=3 + _frames_to_the_user(), category=RoundPipeWarning)
+
+
+def _frames_to_the_user() -> int:
+    """How many calls of ours and of Lightning's, from `warn` on, are on the stack above the user's own code."""
+    frame: FrameType | None = sys._getframe(1)
+    number = 1
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USER:
+        frame, number = frame.f_back, number + 1
+    return number if frame is not None else 1
 
 
 def plural(number: int, noun: str, several: str | None = None) -> str:

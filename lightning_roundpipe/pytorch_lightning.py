@@ -26,6 +26,7 @@ _PARTS = (
     "windows",
     "resuming",
     "stepping",
+    "announcements",
     "strategy",
 )
 """The modules that import Lightning, each after those that it imports."""

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_roundpipe.listeners import Settle, looks_at_weights, needs_gradients, others, slowed_by
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.independence import goes_by_default_format
-from lightning_roundpipe.optim.shadow import fused_for, stepped_by_parameter
+from lightning_roundpipe.optim.shadow import stepped_by_parameter
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.windows import restore
@@ -116,7 +116,6 @@ class Stepping:
         if reason is None:
             if not self.apart:
                 self._engine.step_apart(True)
-                self._say_how()
         elif staleness := self._engine.options.staleness:
             raise MisconfigurationException(
                 f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "
@@ -126,13 +125,6 @@ class Stepping:
             self._engine.step_apart(False)
             self._inform(
                 f"roundpipe: the optimizer steps when all gradients are there, and training waits for it: {reason}."
-            )
-
-    def _say_how(self) -> None:
-        if any(fused_for(optimizer) for optimizer in self._optimizers):
-            self._inform(
-                "roundpipe: the optimizer steps with torch's fused kernel for the CPU, which rounds differently from "
-                "the loop that it uses by itself. Set fused=False on it to have the loop."
             )
 
     def step(self, optimizer: Optimizer, plugin: RoundPipePrecision, run: Callable[[], Any]) -> Any:

@@ -26,9 +26,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_roundpipe.announcements import Announcements, changed_settings, name_devices
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices import make_devices
+from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.monitors import profile_all_threads, tell_of_all_workers
 from lightning_roundpipe.one_process import OneProcess
@@ -47,8 +49,10 @@ from lightning_roundpipe.refusals import (
     unreadable_checkpoint,
 )
 from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
+from lightning_roundpipe.runtime.budget import over_capacity
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.interrupts import held
+from lightning_roundpipe.runtime.report import Report
 from lightning_roundpipe.stepping import Stepping
 from lightning_roundpipe.windows import ACCUMULATED, save
 
@@ -137,7 +141,8 @@ class RoundPipeStrategy(OneProcess):
             refuse_plan(text, round_microbatches, microbatch_scope)
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._engine: Engine | None = None
-        self._last_report: dict[str, Any] = {}
+        self._last_report = Report()
+        self._announcements: Announcements | None = None
         self._seed = 0
         self._stepping: Stepping | None = None
         self._quieten: Callable[[], object] = lambda: None
@@ -226,6 +231,8 @@ class RoundPipeStrategy(OneProcess):
             self.setup_optimizers(trainer)
             refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
+            precision = str(self.precision_plugin.precision)
+            self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
         self.setup_precision_plugin()
 
     @override
@@ -253,6 +260,8 @@ class RoundPipeStrategy(OneProcess):
             for device in devices:
                 device.close()
             raise
+        if text := over_capacity(self.options, devices):
+            warn(PREFIX + text)
 
     @override
     def model_to_device(self) -> None:
@@ -270,7 +279,7 @@ class RoundPipeStrategy(OneProcess):
 
     @held()
     def _stop_engine(self) -> None:
-        stepping, self._stepping = self._stepping, None
+        stepping, self._stepping, self._announcements = self._stepping, None, None
         if stepping is not None:
             stepping.close()
         engine, self._engine = self._engine, None
@@ -291,14 +300,18 @@ class RoundPipeStrategy(OneProcess):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, engine = self._running()
-        assert self._stepping is not None
+        assert self._stepping is not None and self._announcements is not None
         anew = self._stepping.begin(self._accumulated)
         seed = (self._seed, self._stepping.batch_number())
         batch, *rest = (*args, *kwargs.values())
+        self._announcements.before(batch)
         with self.precision_plugin.train_step_context():
-            if not module.automatic_optimization:
-                return engine.train_manually(functools.partial(module.training_step, *args, **kwargs), seed)
-            return engine.train_batch(module.training_step, batch, tuple(rest), seed, anew=anew)
+            if module.automatic_optimization:
+                output = engine.train_batch(module.training_step, batch, tuple(rest), seed, anew=anew)
+            else:
+                output = engine.train_manually(functools.partial(module.training_step, *args, **kwargs), seed)
+        self._announcements.after()
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,10 +335,11 @@ class RoundPipeStrategy(OneProcess):
         assert self.lightning_module is not None and self._engine is not None, "a step before setup()"
         return self.lightning_module, self._engine
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """What the last finished training step really did; empty before there was one. Survives ``teardown``.
 
         Returns:
+            a dict, of which ``print`` shows a summary:
             ``plan`` (text), ``plan_policy`` (``"measured"``, ``"static"`` or ``"text"``), ``workers``,
             ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
             ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (each per worker),
@@ -335,7 +349,23 @@ class RoundPipeStrategy(OneProcess):
             call a slot of its own), ``costs`` (of each call, as the plan was made from them; or None), and
             ``events`` and ``stalls``: every call, copy and wait with its worker, slot and times in seconds.
         """
-        return self._engine.report() if self._engine is not None and self._engine.report() else self._last_report
+        return (self._engine.report() if self._engine is not None else None) or self._last_report
+
+    def __repr__(self) -> str:
+        """The settings that are not the defaults, as they would be written in a script."""
+        named = ", ".join(f"{name}={value}" for name, value in changed_settings(self.options).items())
+        return f"{type(self).__name__}({named})"
+
+    def __str__(self) -> str:
+        """Settings, devices, state and plan, a line each."""
+        engine = self._engine
+        if engine is None:
+            lines = ["not training" if self._last_report else "not set up yet, which Trainer.fit() does"]
+        else:
+            precision = self.precision_plugin.precision
+            lines = [f"{name_devices(engine)}, {precision}, {plural(len(engine.layers), 'layer')}"]
+        plan = str(engine.plan or "") if engine is not None else self._last_report.get("plan")
+        return "\n  ".join([repr(self), *lines, f"plan: {plan or 'none yet, the first batch shows what it needs'}"])
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

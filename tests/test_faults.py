@@ -86,15 +86,15 @@ def check(batch: int, where: str, sample: int, time: int, num_microbatches: int,
     said = notes(error)
     inside = re.fullmatch(r"block (\d)( backward)?|hook inside", where)
     if inside is None:
-        expected = "glue"
+        expected = "the code "
     elif where == "hook inside":
-        expected = r"layer 'model\.blocks\.2', phase (forward|recomputation)"
+        expected = r"layer 'model\.blocks\.2', (forward pass|recomputation)"
     else:
-        expected = rf"layer 'model\.blocks\.{inside[1]}', phase {'backward' if inside[2] else '(forward|recomput)'}"
+        expected = rf"layer 'model\.blocks\.{inside[1]}', {'backward' if inside[2] else '(forward|recomput)'}"
     assert re.search(expected, said), said
     if where != "hook inside":  # which knows no samples
         assert f"microbatch {microbatch_of(sample, num_microbatches)}," in said, said
-    assert re.search(r"slot (\d+ \((forward|fused|backward)\)|none yet), device (cpu \(worker \d\)|none)", said), said
+    assert re.search(r"(slot \d+ \((forward|fused|backward)\), )?(device cpu \(worker \d\)|on the host)", said), said
     assert said.count("microbatch") == 1, said
 
 
@@ -118,13 +118,13 @@ def test_many_exceptions(drawn: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("where", "sample", "time", "says"),
     [
-        ("block 1", 5, 0, r"layer 'model.blocks.1', phase forward, microbatch 2, slot \d+ \(forward\)"),
-        ("block 2", 2, 1, r"layer 'model.blocks.2', phase recomputation, microbatch 1, slot \d+ \(backward\)"),
-        ("block 0 backward", 0, 0, r"layer 'model.blocks.0', phase backward, microbatch 0, slot \d+ \(backward\)"),
-        ("training_step", 4, 0, "glue after the start, phase forward, microbatch 2, slot none yet, device none"),
-        ("between 1", 3, 0, r"glue after layer 'model.blocks.1', phase forward, microbatch 1, slot \d+ \(forward\)"),
-        ("loss", 1, 0, r"glue after layer 'model.head', phase forward, microbatch 0, slot \d+ \(fused\)"),
-        ("loss backward", 1, 0, r"glue after layer 'model.head', phase backward, microbatch 0, slot \d+ \(fused\)"),
+        ("block 1", 5, 0, r"layer 'model.blocks.1', forward pass, microbatch 2, slot \d+ \(forward\)"),
+        ("block 2", 2, 1, r"layer 'model.blocks.2', recomputation, microbatch 1, slot \d+ \(backward\)"),
+        ("block 0 backward", 0, 0, r"layer 'model.blocks.0', backward pass, microbatch 0, slot \d+ \(backward\)"),
+        ("training_step", 4, 0, "the code before the first layer, forward pass, microbatch 2, on the host"),
+        ("between 1", 3, 0, r"the code after layer 'model.blocks.1', forward pass, microbatch 1, slot \d+ \(forward\)"),
+        ("loss", 1, 0, r"the code after layer 'model.head', forward pass, microbatch 0, slot \d+ \(fused\)"),
+        ("loss backward", 1, 0, r"the code after layer 'model.head', backward pass, microbatch 0, slot \d+ \(fused\)"),
     ],
 )
 def test_the_note_says_where(where: str, sample: int, time: int, says: str) -> None:
@@ -225,8 +225,8 @@ def test_in_validation(where: str, time: int) -> None:
     """Before training, where it is the sanity check that fails."""
     trainer = {"val_dataloaders": harness.loader(BATCHES[:2]), "num_sanity_val_steps": 2}
     error = fail(None, where, None, time, again=where == "block 2", trainer=trainer)
-    what = "layer 'model.blocks.2'" if where == "block 2" else "glue"
-    assert f"roundpipe: {what}, phase evaluation" in notes(error)
+    what = "layer 'model.blocks.2'" if where == "block 2" else "the code between layers"
+    assert f"roundpipe: in {what}, evaluation" in notes(error)
 
 
 class BadMetric(torchmetrics.MeanMetric):

@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"devices", "planning", "model", "optim"},
     {"runtime"},
     {"precision", "checkpoint_io", "one_process", "refusals", "listeners", "monitors", "windows", "resuming"},
-    {"stepping"},
+    {"stepping", "announcements"},
     {"strategy"},
     {"pytorch_lightning"},
     {"callbacks", "pictures", "replay", "timeline", "gantt", "tasks", "data", "sweep", "sweep_picture"},

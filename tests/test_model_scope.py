@@ -429,15 +429,15 @@ def test_calls_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("where", "sample", "said"),
     [
-        pytest.param("loss", None, "glue after .*, phase forward, whole batch,", marks=pytest.mark.slow),
-        ("loss backward", None, "glue after .*, phase backward, whole batch,"),
-        pytest.param("between 1", 3, "glue after layer .*, phase forward, microbatch 1,", marks=pytest.mark.slow),
-        ("block 2", 5, r"layer 'model\.blocks\.2', phase forward, microbatch 2,"),
+        pytest.param("loss", None, "the code after .*, forward pass, whole batch,", marks=pytest.mark.slow),
+        ("loss backward", None, "the code after .*, backward pass, whole batch,"),
+        pytest.param("between 1", 3, "the code after layer .*, forward pass, microbatch 1,", marks=pytest.mark.slow),
+        ("block 2", 5, r"layer 'model\.blocks\.2', forward pass, microbatch 2,"),
         pytest.param(
-            "block 1 backward", 0, r"layer 'model\.blocks\.1', phase backward, microbatch 0,", marks=pytest.mark.slow
+            "block 1 backward", 0, r"layer 'model\.blocks\.1', backward pass, microbatch 0,", marks=pytest.mark.slow
         ),
         pytest.param(
-            "training_step", None, "glue after the start, phase forward, whole batch,", marks=pytest.mark.slow
+            "training_step", None, "the code before the first layer, forward pass, whole batch,", marks=pytest.mark.slow
         ),
     ],
 )

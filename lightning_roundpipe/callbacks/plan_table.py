@@ -19,6 +19,7 @@ class PlanTable(Callback):
     """
 
     roundpipe_looks_away = True
+    roundpipe_announces = True  # what else there is to say stands in the header of `roundpipe-train`
 
     def __init__(self) -> None:
         self._printed: str | None = None

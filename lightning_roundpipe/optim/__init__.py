@@ -8,9 +8,8 @@ clipping in pieces (``clipping``).
 from __future__ import annotations
 
 from lightning_roundpipe.optim.clipping import Clip
-from lightning_roundpipe.optim.fused import fused_for
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.independence import stepped_by_parameter
 from lightning_roundpipe.optim.shadow import Shadow
 
-__all__ = ["Clip", "Hyperparameters", "Shadow", "fused_for", "stepped_by_parameter"]
+__all__ = ["Clip", "Hyperparameters", "Shadow", "stepped_by_parameter"]

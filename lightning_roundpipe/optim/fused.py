@@ -20,21 +20,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_roundpipe.optim.independence import unwrapped
-
 _CLASSES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 DTYPES = (torch.float32, torch.float64)
 """That the kernels compute in as the ordinary code does."""
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "lr_decay")
-
-
-def fused_for(optimizer: Optimizer) -> bool:
-    """Whether fused kernels are used for some parameter where the user's own ``step()`` uses none."""
-    optimizer = unwrapped(optimizer)
-    return any(
-        is_open(type(optimizer), group) and any(fits(p, None, {}) for p in group["params"])
-        for group in optimizer.param_groups
-    )
 
 
 def is_open(cls: type[Optimizer], group: Mapping[str, Any]) -> bool:

@@ -26,11 +26,11 @@ from torch.optim import SGD, Optimizer
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.optim import direct
-from lightning_roundpipe.optim.fused import fits, fused_for
+from lightning_roundpipe.optim.fused import fits
 from lightning_roundpipe.optim.hyperparameters import Hyperparameters
 from lightning_roundpipe.optim.independence import DECLARATION, KNOWN, stepped_by_parameter, unwrapped
 
-__all__ = ["Hyperparameters", "Shadow", "fused_for", "stepped_by_parameter"]
+__all__ = ["Hyperparameters", "Shadow", "stepped_by_parameter"]
 
 State = defaultdict[Tensor, Any]
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.messages import gib
 from lightning_roundpipe.model.layers import find_layers, find_requested
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
@@ -48,7 +49,20 @@ def _budget_of(options: Options, devices: Sequence[Device]) -> int | None:
         budget = int(budget * capacity)
     elif budget is None:
         budget = None if capacity is None else int(_SHARE * capacity)
-    return None if budget is None else int(budget)
+    if budget is None or capacity is None:
+        return None if budget is None else int(budget)
+    return min(int(budget), capacity)
+
+
+def over_capacity(options: Options, devices: Sequence[Device]) -> str | None:
+    """What to say of a ``memory_budget`` that is more than a device has."""
+    budget, capacity = options.memory_budget, capacity_of(devices)
+    if isinstance(budget, float) or budget is None or capacity is None or int(budget) <= capacity:
+        return None
+    return (
+        f"memory_budget={gib(int(budget))} is more than the {gib(capacity)} that a device has: stages are planned for "
+        f"{gib(capacity)}."
+    )
 
 
 def library_bytes(devices: Sequence[Device]) -> int:

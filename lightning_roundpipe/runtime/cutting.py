@@ -48,12 +48,12 @@ def cut_batch(engine: Engine, batch: Any) -> Cut:
     options = engine.options
     if options.microbatch_scope == "model" and options.num_microbatches != 1:
         return Cut([batch], None)
-    sizes = _sizes_for(engine, batch)
+    sizes = sizes_for(engine, batch)
     parts = microbatch.split(batch, sizes)
     return Cut(parts, sizes, _given_weights_of(engine, parts))
 
 
-def _sizes_for(engine: Engine, batch: Any) -> list[int]:
+def sizes_for(engine: Engine, batch: Any) -> list[int]:
     """How many samples each microbatch of ``batch`` gets."""
     count, size = engine.options.num_microbatches, engine.options.microbatch_size
     if count == 1:

@@ -34,7 +34,7 @@ from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_f
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
 from lightning_roundpipe.runtime.queues import WorkerQueue
-from lightning_roundpipe.runtime.report import report_of
+from lightning_roundpipe.runtime.report import Report, report_of
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.rounding import is_surprised, is_watched
 from lightning_roundpipe.runtime.run import MicrobatchRun
@@ -116,7 +116,7 @@ class Engine:
         self.belongings = Belongings(module, self.layers)
         self._in_glue = parameters_outside(module, [x.module for x in self.layers])
         self.hints = Hints(module, inform)
-        self._report: Callable[[], dict[str, Any]] | None = None
+        self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
         self.workers = self.crew.workers
@@ -389,9 +389,9 @@ class Engine:
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """See ``RoundPipeStrategy.report``."""
-        return self._report() if self._report is not None else {}
+        return self._report() if self._report is not None else Report()
 
     def close(self) -> None:
         """Stop all threads and give everything on the devices back. What was submitted is applied."""

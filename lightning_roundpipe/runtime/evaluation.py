@@ -94,7 +94,7 @@ class Evaluation:
         return output
 
     def _place(self) -> Place:
-        return Place("glue", "evaluation", 0, self._slot, self._device)
+        return Place("the code between layers", "evaluation", 0, self._slot, self._device)
 
     # -- calls of a model ---------------------------------------------------------------------------------------------
 

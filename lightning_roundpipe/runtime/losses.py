@@ -86,15 +86,15 @@ def _adds_up(node: Any, nodes: set[Any]) -> bool:
     """Whether ``node`` computes sums and differences of what ``nodes`` computed [2]."""
     if node in nodes:
         return True
-    if node is None or node.name() not in _LINEAR or getattr(node, "_saved_alpha", 1) != 1:
+    if node is None or type(node).__name__ not in _LINEAR or getattr(node, "_saved_alpha", 1) != 1:
         return False
     return all(_adds_up(below, nodes) for below, _ in node.next_functions)
 
 
 def _sums_rows(node: Any, samples: int) -> bool:
-    while node.name() in _LINEAR and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
+    while type(node).__name__ in _LINEAR and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
-    shape: Sequence[int] = getattr(node, "_saved_self_sym_sizes", ()) if node.name() in _SUM else ()
+    shape: Sequence[int] = getattr(node, "_saved_self_sym_sizes", ()) if type(node).__name__ in _SUM else ()
     return bool(shape) and int(shape[0]) == samples
 
 

@@ -207,7 +207,7 @@ class WholeRun(MicrobatchRun):
             self._announce()
             step.forward(call, function, parts, self._device)
             last = call.runs[-1]
-            self._slot, self._last = last._slot or self._slot, call.what
+            self._slot, self._last = last._slot or self._slot, f"after {call.what}"
             self._device = last.device or self._device
             self._enter_glue()
             if step.belongings is not None and len(call.runs) > 1:

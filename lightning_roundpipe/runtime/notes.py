@@ -17,7 +17,7 @@ _MARK = "roundpipe: "
 
 
 class Place(NamedTuple):
-    """Somewhere in a step. ``what`` is a layer, or glue after or in front of one."""
+    """Somewhere in a step. ``what`` is a layer, or code between layers."""
 
     what: str
     phase: str
@@ -26,9 +26,10 @@ class Place(NamedTuple):
     device: Device | None
 
     def __str__(self) -> str:
-        where = f"slot {self.slot.index} ({self.slot.phase})" if self.slot else "slot none yet"
+        phase = f"{self.phase} pass" if self.phase in ("forward", "backward") else self.phase
         who = f"microbatch {self.microbatch}" if self.microbatch >= 0 else "whole batch"
-        return f"{self.what}, phase {self.phase}, {who}, {where}, {_named(self.device)}"
+        slot = f"slot {self.slot.index} ({self.slot.phase}), " if self.slot else ""
+        return f"in {self.what}, {phase}, {who}, {slot}{_named(self.device)}"
 
 
 @contextlib.contextmanager
@@ -59,9 +60,10 @@ def add_note(error: BaseException, place: Place) -> None:
 
 def add_waiting_note(error: BaseException, slots: Sequence[Slot]) -> None:
     """For an exception of the main thread, which only waits: what others were doing. ``slots`` are the open ones."""
-    doing = "; ".join(f"slot {s.index} ({s.phase}) on worker {s.worker}" for s in slots) or "none"
-    error.add_note(f"{_MARK}raised while the main thread waited for a training step; open slots: {doing}")
+    running = "; ".join(f"slot {s.index} ({s.phase}) on worker {s.worker}" for s in slots)
+    doing = f"while these slots were running: {running}" if running else "while no slot was running"
+    error.add_note(f"{_MARK}raised in the main thread, which waited for the training step, {doing}")
 
 
 def _named(device: Device | None) -> str:
-    return f"device {device.torch_device} (worker {device.index})" if device else "device none (host)"
+    return f"device {device.torch_device} (worker {device.index})" if device else "on the host"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import resource
+import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning_roundpipe.messages import gib, plural, seconds
 from lightning_roundpipe.planning.memory import planned_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.budget import library_bytes, worker_bytes
@@ -14,8 +16,37 @@ from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, bubble_percen
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.step import Step
 
+_WIDTH = 80
 
-def report_of(step: Step) -> Callable[[], dict[str, Any]]:
+
+class Report(dict[str, Any]):
+    """A report as `RoundPipeStrategy.report` describes it, whose ``str`` is a summary of it."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "No training step has finished yet."
+        parts = plural(self["microbatches"], "microbatch", "microbatches")
+        plan = "none: each call of a layer was a stage of its own" if self["profiled"] else self["plan"]
+        planned = self["planned_device_bytes"]
+        up, down = sum(self["bytes_uploaded"]), sum(self["bytes_downloaded"])
+        rows = {
+            "step": f"{seconds(self['step_time_s'])}, {parts} on {plural(self['workers'], 'worker')}",
+            "plan": plan,
+            "bubble": f"{self['bubble_pct']:.1f} % of the workers' time without computation, "
+            f"{self['stall_pct']:.1f} % waiting for copies",
+            "device": f"{gib(max(self['peak_device_bytes']))} at the peak"
+            + (f", {gib(planned)} planned" if planned is not None else ""),
+            "host": f"{gib(self['peak_host_bytes'])} at the peak of the process",
+            "copies": f"{gib(up)} to the devices, {gib(down)} back",
+        }
+        width = max(map(len, rows)) + 2
+        return "\n".join(
+            textwrap.fill(text, _WIDTH, initial_indent=f"{name:{width}}", subsequent_indent=" " * width)
+            for name, text in rows.items()
+        )
+
+
+def report_of(step: Step) -> Callable[[], Report]:
     """A function that makes the report when it is asked for, as most steps' is not.
 
     Args:
@@ -23,7 +54,7 @@ def report_of(step: Step) -> Callable[[], dict[str, Any]]:
     """
     engine = step.engine
     recorder, plan, workers, costs = step.recorder, step.plan, len(engine.workers), engine.costs
-    seconds = step.seconds
+    took = step.seconds
     peaks = [d.peak_bytes() for d in engine.devices]
     limit = worker_bytes(engine.options, engine.devices)
     planned = None
@@ -43,29 +74,31 @@ def report_of(step: Step) -> Callable[[], dict[str, Any]]:
     microbatches, total = len(step.sizes), engine.weights_uploaded
     text = str(plan) if plan is not None else str(Plan.per_call(len(step.traces[0].calls) or 1))
 
-    def report() -> dict[str, Any]:
+    def report() -> Report:
         rows = recorder.rows()
         stalls = recorder.stalls()
         span, stalled = workers * span_of(rows), sum(s["end_s"] - s["start_s"] for s in stalls)
-        return {
-            "plan": text,
-            "plan_policy": engine.options.plan_policy,
-            "profiled": plan is None,
-            "workers": workers,
-            "microbatches": microbatches,
-            "slots": slots,
-            "bytes_uploaded": recorder.nbytes(UPLOADS, workers),
-            "bytes_downloaded": recorder.nbytes(DOWNLOADS, workers),
-            "weights_bytes_uploaded_total": total,
-            "peak_device_bytes": peaks,
-            "planned_device_bytes": planned,
-            "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "bubble_pct": bubble_percent(rows, workers),
-            "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,
-            "step_time_s": seconds,
-            "costs": costs.to_dict() if costs is not None else None,
-            "events": rows,
-            "stalls": stalls,
-        }
+        return Report(
+            {
+                "plan": text,
+                "plan_policy": engine.options.plan_policy,
+                "profiled": plan is None,
+                "workers": workers,
+                "microbatches": microbatches,
+                "slots": slots,
+                "bytes_uploaded": recorder.nbytes(UPLOADS, workers),
+                "bytes_downloaded": recorder.nbytes(DOWNLOADS, workers),
+                "weights_bytes_uploaded_total": total,
+                "peak_device_bytes": peaks,
+                "planned_device_bytes": planned,
+                "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "bubble_pct": bubble_percent(rows, workers),
+                "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,
+                "step_time_s": took,
+                "costs": costs.to_dict() if costs is not None else None,
+                "events": rows,
+                "stalls": stalls,
+            }
+        )
 
     return report

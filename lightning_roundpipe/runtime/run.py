@@ -95,7 +95,7 @@ class MicrobatchRun:
         self._spot: Spot = (-1, 0)
         self._device: Device | None = None
         self._slot: Slot | None = None
-        self._phase, self._last = "forward", "the start"
+        self._phase, self._last = "forward", "before the first layer"
         self._surroundings: Surroundings | None = None
         self._watched = Watched()
         self._gauge: Gauge | None = None
@@ -148,7 +148,7 @@ class MicrobatchRun:
         self._walk_tape()
 
     def _noted(self) -> contextlib.AbstractContextManager[None]:
-        return noted(lambda: Place(f"glue after {self._last}", self._phase, self.index, self._slot, self._device))
+        return noted(lambda: Place(f"the code {self._last}", self._phase, self.index, self._slot, self._device))
 
     def _announce(self) -> None:
         if not self._announced:
@@ -160,7 +160,7 @@ class MicrobatchRun:
     def _enter_glue(self) -> None:
         slot = self._slot.index if self._slot else -1
         spot = None if self.walking else self._spot
-        self.segments.enter(slot, spot, self._device, f"glue after {self._last}", astray=self._astray)
+        self.segments.enter(slot, spot, self._device, f"the code {self._last}", astray=self._astray)
 
     def _leave_glue(self) -> None:
         self.segments.leave(None if self.walking else self._spot)
@@ -176,7 +176,7 @@ class MicrobatchRun:
             self._announce()
             self._spot = (layer.index, self._uses[layer.index])
             forward, slot = self._run_forward(call, entry, traced)
-            self._slot, self._last = slot, f"layer {layer.name!r}"
+            self._slot, self._last = slot, f"after layer {layer.name!r}"
             self._device = self.engine.workers[slot.worker].device
             self.boundaries.settle()
             self._courier.after(slot, call.index)
@@ -359,7 +359,7 @@ class MicrobatchRun:
             self._courier.following(slot, self.tape)
             grads = worker.run(lambda: runner.backward(slot, entry, self.boundaries, factor, measured), self._control)
         self._courier.done(entry, sent)
-        self._slot, self._last = slot, f"layer {entry.layer.name!r}"
+        self._slot, self._last = slot, f"before layer {entry.layer.name!r}"
         if self.learning and entry.found != traced.flags:
             traced.precedent = None
         self._hand_on(entry, grads, worker.device)
@@ -379,7 +379,7 @@ class MicrobatchRun:
         """User code runs once more, when the microbatch walks back."""
         with (
             self._step.ambient.entered(),
-            noted(lambda: Place(f"glue in front of {self._last}", "backward", self.index, self._slot, device)),
+            noted(lambda: Place(f"the code {self._last}", "backward", self.index, self._slot, device)),
         ):
             self._device = device
             self._enter_glue()

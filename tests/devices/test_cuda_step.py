@@ -163,7 +163,7 @@ def test_out_of_memory_in_a_layer(gpus: list[CudaDevice], monkeypatch: pytest.Mo
     with pytest.raises(torch.cuda.OutOfMemoryError, match="Tried to allocate") as caught:
         run(used, zoo.make_module("mlp"), zoo.make_batches("mlp", 3), devices=2, callbacks=[arms])
     place, room = caught.value.__notes__
-    assert "layer 'model.blocks.0', phase forward" in place
+    assert "layer 'model.blocks.0', forward pass" in place
     assert " held " in room and "weights of the next stage" in room and "gradients" in room and "other tensors" in room
     assert "Set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget" in room
     assert harness.roundpipe_threads() == []

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_roundpipe.optim import Hyperparameters, Shadow, fused_for, stepped_by_parameter
+from lightning_roundpipe.optim import Hyperparameters, Shadow, stepped_by_parameter
 from lightning_roundpipe.optim.independence import KNOWN
 
 KNOWN_BY_NAME = sorted(KNOWN, key=lambda cls: cls.__name__)
@@ -157,7 +157,7 @@ def test_lightnings_wrapper_stands_for_what_it_wraps() -> None:
     for inner in (optim.AdamW([parameter()]), Independent([parameter()]), Undeclared([parameter()])):
         wrapped: Any = LightningOptimizer(inner)
         assert stepped_by_parameter(wrapped) == stepped_by_parameter(inner)
-        assert fused_for(wrapped) == fused_for(inner)
+        assert Hyperparameters.of(wrapped).fused == Hyperparameters.of(inner).fused
     master = parameter()
     optimizer = optim.SGD([master], lr=1.0, momentum=0.5)
     wrapped = LightningOptimizer(optimizer)

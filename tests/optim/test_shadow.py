@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.optim import Hyperparameters, Shadow, fused_for
+from lightning_roundpipe.optim import Hyperparameters, Shadow
+from lightning_roundpipe.optim.fused import fits
 
 STEPS = 10
 SHAPES = [(7, 5), (33,), (4, 6), (), (6, 4), (130, 9), (3,)]
@@ -194,6 +195,15 @@ def maker(cls: str, options: dict[str, Any]) -> Make:
         return made
 
     return make
+
+
+def fused_for(optimizer: optim.Optimizer) -> bool:
+    """Whether fused kernels are used for some parameter where the user's own ``step()`` uses none."""
+    fused = Hyperparameters.of(optimizer).fused
+    return any(
+        taken and any(fits(p, None, {}) for p in group["params"])
+        for taken, group in zip(fused, optimizer.param_groups, strict=True)
+    )
 
 
 def can_be_late(cls: str, options: dict[str, Any]) -> bool:

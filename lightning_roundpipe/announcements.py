@@ -1,0 +1,258 @@
+"""What a run says of itself: what is about to happen, and the plan; on the screen and to loggers.
+
+    first batch ── devices, microbatches, precision, model, host memory ── settings that were clamped ── [1]
+    the plan is there ── stages, memory of a device, seconds of a step ── [2]
+    behind the first batch ── settings and plan to the loggers' hyperparameters ── [3]
+
+Nothing of this is said in each step. A callback that shows all this in its own way has a class attribute
+``roundpipe_announces = True``: then [1] and [2] are left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_roundpipe.config import Emulation, Options
+from lightning_roundpipe.devices.permit import cores
+from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
+from lightning_roundpipe.planning.memory import planned_bytes
+from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.budget import library_bytes, worker_bytes
+from lightning_roundpipe.runtime.cutting import sizes_for
+from lightning_roundpipe.runtime.engine import Engine
+
+ANNOUNCES = "roundpipe_announces"
+"""Class attribute of callbacks that show all this in their own way."""
+
+_NAMESPACE = "roundpipe/"
+_PROBE = 64
+"""Rows and columns of a parameter on which an optimizer shows how much state it keeps."""
+
+
+class Announcements:
+    """Of one fit.
+
+    Args:
+        trainer: whose callbacks and loggers these are.
+        module: that is trained.
+        engine: that trains it.
+        precision: Lightning's flag.
+        inform: is given each line.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, engine: Engine, precision: str, inform: Callable[[str], None]
+    ) -> None:
+        self._trainer, self._module, self._engine = trainer, module, engine
+        self._precision, self._inform = precision, inform
+        self._sizes: list[int] | None = None
+        self._begun = self._logged = False
+        self._plan: Plan | None = None
+
+    def before(self, batch: Any) -> None:
+        """Before a batch; the first one is announced [1]."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._module.automatic_optimization:
+            try:
+                self._sizes = sizes_for(self._engine, batch)
+            except ValueError:  # the engine says what is wrong with the batch
+                return
+        self._say(self._beginning())
+        for text in clamped(self._engine.options, self._sizes or []):
+            warn(PREFIX + text)
+
+    def after(self) -> None:
+        """Behind a batch: its plan, if that is new [2]; and what there is to log, once [3]."""
+        plan = self._engine.plan
+        if plan is not None and plan is not self._plan:
+            self._plan = plan
+            self._say(self._planned(plan))
+        if not self._logged:
+            self._logged = True
+            self._log()
+
+    def _say(self, text: str) -> None:
+        if not any(getattr(callback, ANNOUNCES, False) for callback in vars(self._trainer)["callbacks"]):
+            self._inform(PREFIX + text)
+
+    # -- lines --------------------------------------------------------------------------------------------------------
+
+    def _beginning(self) -> str:
+        engine = self._engine
+        parameters = list({id(p): p for p in self._module.parameters()}.values())
+        total, trained = (sum(p.numel() for p in ps) for ps in (parameters, [p for p in parameters if p.requires_grad]))
+        share = "all trained" if trained == total else f"{count(trained)} trained"
+        facts = [
+            name_devices(engine),
+            how_cut(self._sizes) if self._module.automatic_optimization else "manual optimization on whole batches",
+            self._precision,
+            plural(len(engine.layers), "layer"),
+            f"{count(total)} parameters ({share})",
+            f"about {gib(host_bytes(engine, parameters, self._trainer.optimizers))} of host memory",
+        ]
+        return ", ".join(facts) + "."
+
+    def _planned(self, plan: Plan) -> str:
+        engine = self._engine
+        costs, workers = engine.costs, len(engine.workers)
+        assert costs is not None
+        limit = worker_bytes(engine.options, engine.devices)
+        memory = planned_bytes(plan, costs, workers, limit) + library_bytes(engine.devices)
+        microbatches = len(self._sizes or [1])
+        run = run_steps(plan, costs, workers, microbatches)
+        took = run.makespan_s
+        if engine.accelerator is None:  # the devices share the cores
+            busy = sum(event.end_s - event.start_s for event in run.events if event.kind in COMPUTE)
+            took = max(took, busy / max(1, cores() // torch.get_num_threads()))
+        stages = len(plan.stages()) * -(-microbatches // plan.round_microbatches)
+        few = f" ({stages} of {workers} devices are in use at a time)" if stages < workers else ""
+        return (
+            f"plan '{plan}': {plural(len(plan.stages()), 'stage')}{few}, about {gib(memory)} on each device, at least "
+            f"{seconds(took)} a step."
+        )
+
+    # -- loggers ------------------------------------------------------------------------------------------------------
+
+    def _log(self) -> None:
+        """Settings and the plan become hyperparameters. What the user logs under the same name stays."""
+        trainer = self._trainer
+        own = [self._module, getattr(trainer, "datamodule", None)]
+        taken = {str(key) for holder in own if holder is not None for key in holder.hparams}
+        given = {key: value for key, value in self.hyperparameters().items() if key not in taken}
+        for logger in trainer.loggers:
+            known = getattr(logger, "hparams", None)  # TensorBoard shows those of the last call only
+            try:
+                logger.log_hyperparams({**(known if isinstance(known, Mapping) else {}), **given})
+            except Exception as error:
+                warn(
+                    f"{PREFIX}{type(logger).__name__} did not take the strategy's settings as hyperparameters "
+                    f"({type(error).__name__}: {error}). Training goes on without them in its log."
+                )
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The strategy's settings, how many devices and microbatches there are, and the plan, as plain values."""
+        engine = self._engine
+        settings = {f.name: getattr(engine.options, f.name) for f in fields(Options) if f.name != "emulation"}
+        values = settings | {
+            "devices": len(engine.workers),
+            "microbatches": None if self._sizes is None else len(self._sizes),
+            "plan": None if engine.plan is None else str(engine.plan),
+        }
+        return {_NAMESPACE + name: plain(value) for name, value in values.items()}
+
+
+def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
+    """Settings that a batch of these microbatches cannot have, each with what it has instead."""
+    samples, texts = sum(sizes), []
+    batch = f"a batch of {plural(samples, 'sample')}"
+    if options.num_microbatches is not None and 0 < len(sizes) < options.num_microbatches:
+        texts.append(
+            f"num_microbatches={options.num_microbatches} is more than {batch} has: it is cut into "
+            f"{plural(len(sizes), 'microbatch', 'microbatches')}."
+        )
+    if options.microbatch_size is not None and 0 < samples < options.microbatch_size:
+        texts.append(
+            f"microbatch_size={options.microbatch_size} is more than {batch} has: it is one microbatch, and nothing is "
+            "pipelined."
+        )
+    asked = options.round_microbatches
+    if asked is not None and 0 < len(sizes) < asked:
+        texts.append(
+            f"round_microbatches={asked} is more than {plural(len(sizes), 'microbatch', 'microbatches')} of a batch: "
+            "each round has all of them."
+        )
+    return texts
+
+
+def name_devices(engine: Engine) -> str:
+    """``"4 emulated devices"`` or ``"2 GPUs"``."""
+    return plural(len(engine.workers), "emulated device" if engine.accelerator is None else "GPU")
+
+
+def how_cut(sizes: Sequence[int] | None) -> str:
+    """``"4 microbatches of 1 to 2 samples"``."""
+    if not sizes:
+        return "microbatches of the model's calls"
+    least, most = min(sizes), max(sizes)
+    samples = plural(most, "sample") if least == most else f"{least} to {most} samples"
+    return f"{plural(len(sizes), 'microbatch', 'microbatches')} of {samples}"
+
+
+def count(number: int) -> str:
+    """``"950"``, ``"13.4 k"``, ``"134.5 M"``, ``"7.2 B"``."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return str(number)
+
+
+def host_bytes(engine: Engine, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> int:
+    """What training keeps on the host from step to step: weights, their copies, gradients and optimizer state."""
+    in_files = {id(p) for layer in engine.layers for flat in layer.flats if flat.in_place for p in flat.masters}
+    weights = sum(p.nbytes for p in parameters if id(p) not in in_files)
+    copies = sum(flat.nbytes for layer in engine.layers for flat in layer.flats if flat.copied)
+    gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+    return weights + copies + gradients + sum(map(_state_bytes, optimizers))
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """What the state will take, or takes already; 0 if that is not known before a step of the user's own optimizer."""
+    stepped = optimizer.state_dict()["state"].values()
+    if stepped:
+        return sum(t.nbytes for state in stepped for t in state.values() if isinstance(t, torch.Tensor))
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return 0
+    probe = nn.Parameter(torch.zeros(_PROBE, _PROBE))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        trial = type(optimizer)([{**group, "params": [probe]}])  # type: ignore[call-arg]
+        trial.step()
+    except Exception:
+        return 0
+    kept = sum(t.nbytes for t in trial.state[probe].values() if isinstance(t, torch.Tensor))
+    masters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return int(sum(4 * p.numel() for p in masters) * kept / probe.nbytes)  # masters are fp32
+
+
+def changed_settings(options: Options) -> dict[str, str]:
+    """Those that are not the defaults, each as it would be written in a script."""
+    default, changed = Options(), {}
+    for name in (f.name for f in fields(Options)):
+        value = getattr(options, name)
+        if value != getattr(default, name):
+            changed[name] = _size(value) if name == "memory_budget" else name_setting(value)
+    return changed
+
+
+def _size(value: Any) -> str:
+    whole = isinstance(value, int) and value % 2**20 == 0
+    return repr(f"{value >> 30}GiB" if whole and value % 2**30 == 0 else f"{value >> 20}MiB" if whole else value)
+
+
+def plain(value: Any) -> Any:
+    """A setting as loggers take it: a number, text, or None."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return name_setting(value)
+
+
+def name_setting(value: Any) -> str:
+    """A setting's value as it would be written in a script, functions and classes by their names."""
+    if isinstance(value, Emulation):
+        value = {f.name: v for f in fields(value) if (v := getattr(value, f.name)) != f.default}
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(name_setting, value))}]"
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        return str(value.__qualname__)
+    return repr(value)
