@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,25 @@ def varied_settings(rows: list[dict[str, Any]]) -> list[str]:
     return [key for key in keys if len({row.get(key) for row in rows}) > 1 or len(rows) == 1]
 
 
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """What settings are called in table and picture: as much of each one's end as tells it from the others.
+
+    A letter alone says little, so it is ``lora r`` and not ``r``.
+    """
+
+    def endings(key: str) -> list[str]:
+        parts = key.split(".")
+        return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+
+    def suits(ending: str, key: str) -> bool:
+        return ending == key or (
+            len(ending) > 1 and not any(ending in endings(other) for other in keys if other != key)
+        )
+
+    found = {key: next(ending for ending in endings(key) if suits(ending, key)) for key in keys}
+    return {key: re.sub(r"[._]", " ", ending) for key, ending in found.items()}
+
+
 def write_table(rows: list[dict[str, Any]], path: Path) -> None:
     """The rows as CSV, with every key that any of them has."""
     with path.open("w", newline="") as file:
@@ -122,12 +142,10 @@ def draw_table(rows: list[dict[str, Any]], width: int) -> RenderableType:
     Settings have a column each, or, where those are too wide, one line each.
     """
     varied = varied_settings(rows)
-    names = {key: key.rpartition(".")[2] for key in varied}
-    apart = _table(rows, [names[key].replace("_", "\n") for key in varied], _settings_apart(rows, varied))
+    names = short_names(varied)
+    apart = _table(rows, [names[key].replace(" ", "\n") for key in varied], _settings_apart(rows, varied))
     if Console(width=10 * width).measure(apart).minimum > width:
-        together = [
-            ["\n".join(f"{names[key].replace('_', ' ')} {row.get(key, 'default')}" for key in varied)] for row in rows
-        ]
+        together = [["\n".join(f"{names[key]} {row.get(key, 'default')}" for key in varied)] for row in rows]
         apart = _table(rows, ["settings"], together)
     failed = [Text(f"run {row['run']} failed: {row['error']}") for row in rows if row["error"]]
     return Group(apart, *failed)
