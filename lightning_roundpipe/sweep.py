@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra import compose
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -37,9 +47,19 @@ _current: list[Path] = []
 
 
 class SweepTable(Callback):
-    """Tells where the sweep of this process leaves its runs; ``conf/train.yaml`` has Hydra call it."""
+    """Refuses a sweep of which a run cannot be, and tells where its runs are; ``conf/train.yaml`` has Hydra call it.
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+    Args:
+        check: dotted name of the function that takes the configuration of each run before the first one begins, and
+            whose errors refuse the whole sweep. A name, as what it imports takes seconds.
+    """
+
+    def __init__(self, check: str | None = None) -> None:
+        self._check = check
+
+    def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **kwargs: Any) -> None:
+        if self._check is not None:
+            refuse_impossible(combinations_of(config), config_name, self._check)
         # Resolved here, before the first run: its time stamp is then the same for all of them.
         _current.append(Path(config.hydra.sweep.dir).absolute())
 
@@ -48,6 +68,54 @@ class SweepTable(Callback):
             overrides = OmegaConf.to_container(config.hydra.overrides.task)
             assert isinstance(overrides, list)
             print(f"\nRun {config.hydra.job.num}: {' '.join(map(str, overrides))}", flush=True)
+
+
+def combinations_of(config: DictConfig) -> list[list[str]]:
+    """The overrides of each run of a sweep; empty where a sweeper finds them as it goes, or Hydra refuses them."""
+    if not str(config.hydra.sweeper.get("_target_")).endswith("BasicSweeper"):
+        return []
+    parameters = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    try:
+        overrides = parser.parse_overrides([*parameters, *config.hydra.overrides.task])
+        return [run for batch in BasicSweeper.split_arguments(overrides, None) for run in batch]
+    except HydraException:
+        return []
+
+
+def refuse_impossible(combinations: Sequence[Sequence[str]], config_name: str | None, check: str) -> None:
+    """Ends the process with status 2, and a message that names the run, where ``check`` refuses a combination."""
+    refuse = get_method(check)
+    for number, overrides in enumerate(combinations):
+        try:
+            config = compose(config_name, list(overrides))
+        except (HydraException, OmegaConfBaseException):
+            return  # Hydra composes all runs before the first one begins, and says itself what is wrong
+        config.run_folder = "."  # of the run; there is none yet
+        try:
+            with silence():
+                refuse(config)
+        except Exception as error:
+            mistake = isinstance(error, (ValueError, TypeError, OSError, ImportError))
+            if not mistake and type(error).__name__ != "MisconfigurationException":
+                continue  # the run shows it with its traceback
+            reason = " ".join(str(error).split())
+            run = f"run {number} of {len(combinations)} ({' '.join(overrides)})"
+            print(f"roundpipe-train: {run} cannot be, so the sweep has not begun: {reason}", file=sys.stderr)
+            raise SystemExit(2) from None  # Hydra would make a warning of any Exception in a callback
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Nothing is logged or warned of: each run says again what there is to say."""
+    disabled = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
 
 
 def forget_sweep() -> None:
@@ -75,9 +143,7 @@ def finished_sweep() -> Path | None:
 
 def present(rows: list[dict[str, Any]], folder: Path) -> None:
     """Leaves the rows as a table and as a picture in ``folder``, and shows the table."""
-    from lightning_roundpipe.sweep_picture import (
-        draw_sweep,
-    )  # matplotlib takes long, and a run without a sweep needs none
+    from lightning_roundpipe.sweep_picture import draw_sweep  # which imports this module
 
     write_table(rows, folder / "sweep.csv")
     console = Console()
