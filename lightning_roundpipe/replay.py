@@ -7,9 +7,10 @@ say: the replay walks the plan that the step followed with the seconds that were
 
 What a replay assumes:
 
-* **Computing.** A call takes on any device what it took in the first batch, where each call is timed by itself while it
-  has the cores that it computes on; of the microbatches of that batch, the fastest counts. Each device computes by
-  itself, as fast as those cores.
+* **Computing.** A call takes the same on any device: the shortest time that it was measured at, in the first batch
+  (whose times the plan was made from) and in the step itself. Each of these is taken while the call has the cores that
+  it computes on, so waiting for them is not in it; what else the machine does can only make it longer. Each device is
+  as fast as those cores.
 * **Copies** take what ``emulation.bandwidth`` and ``emulation.latency`` say, on a link for each device and direction;
   no time without them.
 * **The step** stands alone: all devices are idle when it begins, and it ends with the last backward. The optimizer
@@ -18,6 +19,9 @@ What a replay assumes:
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -66,7 +70,7 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
     """
     if not report or report["workers"] == 1 or report["profiled"] or not report["costs"]:
         return None
-    plan, costs = Plan.parse(report["plan"]), Costs.from_dict(report["costs"])
+    plan, costs = Plan.parse(report["plan"]), _fastest(Costs.from_dict(report["costs"]), report["events"])
     if [slot["phase"] for slot in report["slots"] if not slot["round"]] != [stage.phase for stage in plan.stages()]:
         return None  # the model alone is cut, and its calls have slots of their own
     emulation = emulation or Emulation()
@@ -76,14 +80,13 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
         host=HostTime(hop_s=2 * emulation.latency),  # down to the host, and up again
     )
     run = run_steps(plan, costs, report["workers"], report["microbatches"], rules)
-    slots = {slot["slot"]: slot for slot in report["slots"]}
-    first = min(slots)
+    first = min(report["slots"], key=lambda slot: int(slot["slot"]))
     events = [
         {
             "kind": kind,
             "phase": stage.phase,
-            "worker": event.worker,
-            "slot": event.slot,
+            "worker": (event.worker + first["worker"]) % run.workers,
+            "slot": event.slot + first["slot"],
             "layer": _name(costs.layers[stage.first : stage.last + 1]),
             "microbatch": event.microbatch,
             "start_s": start_s,
@@ -98,11 +101,29 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
         "plan": report["plan"],
         "workers": run.workers,
         "microbatches": report["microbatches"],
-        "slots": [slot | {"slot": n - first, "worker": (n - first) % run.workers} for n, slot in slots.items()],
+        "slots": report["slots"],
         "events": events,
         "step_time_s": run.makespan_s,
         "bubble_pct": bubble_percent(events, run.workers),
     }
+
+
+def _fastest(costs: Costs, events: Sequence[Mapping[str, Any]]) -> Costs:
+    """The costs, with the times of calls that took less in a step."""
+    took: dict[tuple[str, int], float] = defaultdict(lambda: math.inf)
+    for event in events:
+        kind = "forward" if event["kind"] == "recompute" else event["kind"]
+        took[kind, event["call"]] = min(took[kind, event["call"]], event["end_s"] - event["start_s"])
+    return Costs(
+        tuple(
+            dataclasses.replace(
+                call,
+                forward_s=min(call.forward_s, took["forward", number]),
+                backward_s=min(call.backward_s, took["backward", number]),
+            )
+            for number, call in enumerate(costs)
+        )
+    )
 
 
 def _parts(event: Event, run: Run, costs: Costs) -> Iterator[tuple[str, float, float]]:

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
+import re
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra import compose
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -38,9 +49,19 @@ _current: list[Path] = []
 
 
 class SweepTable(Callback):
-    """Tells where the sweep of this process leaves its runs; ``conf/train.yaml`` has Hydra call it."""
+    """Refuses a sweep of which a run cannot be, and tells where its runs are; ``conf/train.yaml`` has Hydra call it.
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+    Args:
+        check: dotted name of the function that takes the configuration of each run before the first one begins, and
+            whose errors refuse the whole sweep. A name, as what it imports takes seconds.
+    """
+
+    def __init__(self, check: str | None = None) -> None:
+        self._check = check
+
+    def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **kwargs: Any) -> None:
+        if self._check is not None:
+            refuse_impossible(combinations_of(config), config_name, self._check)
         # Resolved here, before the first run: its time stamp is then the same for all of them.
         _current.append(Path(config.hydra.sweep.dir).absolute())
 
@@ -49,6 +70,54 @@ class SweepTable(Callback):
             overrides = OmegaConf.to_container(config.hydra.overrides.task)
             assert isinstance(overrides, list)
             print(f"\nRun {config.hydra.job.num}: {' '.join(map(str, overrides))}", flush=True)
+
+
+def combinations_of(config: DictConfig) -> list[list[str]]:
+    """The overrides of each run of a sweep; empty where a sweeper finds them as it goes, or Hydra refuses them."""
+    if not str(config.hydra.sweeper.get("_target_")).endswith("BasicSweeper"):
+        return []
+    parameters = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    try:
+        overrides = parser.parse_overrides([*parameters, *config.hydra.overrides.task])
+        return [run for batch in BasicSweeper.split_arguments(overrides, None) for run in batch]
+    except HydraException:
+        return []
+
+
+def refuse_impossible(combinations: Sequence[Sequence[str]], config_name: str | None, check: str) -> None:
+    """Ends the process with status 2, and a message that names the run, where ``check`` refuses a combination."""
+    refuse = get_method(check)
+    for number, overrides in enumerate(combinations):
+        try:
+            config = compose(config_name, list(overrides))
+        except (HydraException, OmegaConfBaseException):
+            return  # Hydra composes all runs before the first one begins, and says itself what is wrong
+        config.run_folder = "."  # of the run; there is none yet
+        try:
+            with silence():
+                refuse(config)
+        except Exception as error:
+            mistake = isinstance(error, (ValueError, TypeError, OSError, ImportError))
+            if not mistake and type(error).__name__ != "MisconfigurationException":
+                continue  # the run shows it with its traceback
+            reason = " ".join(str(error).split())
+            run = f"run {number} of {len(combinations)} ({' '.join(overrides)})"
+            print(f"roundpipe-train: {run} cannot be, so the sweep has not begun: {reason}", file=sys.stderr)
+            raise SystemExit(2) from None  # Hydra would make a warning of any Exception in a callback
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Nothing is logged or warned of: each run says again what there is to say."""
+    disabled = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
 
 
 def forget_sweep() -> None:
@@ -82,9 +151,7 @@ def present(rows: list[dict[str, Any]], folder: Path) -> None:
     if not is_installed("matplotlib"):
         console.print(f"No picture of it is drawn, as {remedy('matplotlib')}", soft_wrap=True, markup=False)
         return
-    from lightning_roundpipe.sweep_picture import (
-        draw_sweep,
-    )  # matplotlib takes long, and a run without a sweep needs none
+    from lightning_roundpipe.sweep_picture import draw_sweep  # which imports this module
 
     if draw_sweep(rows, varied_settings(rows), folder / "sweep.png"):
         console.print(f"The picture of it: {folder / 'sweep.png'}", soft_wrap=True, highlight=False)
@@ -113,6 +180,25 @@ def varied_settings(rows: list[dict[str, Any]]) -> list[str]:
     return [key for key in keys if len({row.get(key) for row in rows}) > 1 or len(rows) == 1]
 
 
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """What settings are called in table and picture: as much of each one's end as tells it from the others.
+
+    A letter alone says little, so it is ``lora r`` and not ``r``.
+    """
+
+    def endings(key: str) -> list[str]:
+        parts = key.split(".")
+        return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+
+    def suits(ending: str, key: str) -> bool:
+        return ending == key or (
+            len(ending) > 1 and not any(ending in endings(other) for other in keys if other != key)
+        )
+
+    found = {key: next(ending for ending in endings(key) if suits(ending, key)) for key in keys}
+    return {key: re.sub(r"[._]", " ", ending) for key, ending in found.items()}
+
+
 def write_table(rows: list[dict[str, Any]], path: Path) -> None:
     """The rows as CSV, with every key that any of them has."""
     with path.open("w", newline="") as file:
@@ -127,12 +213,10 @@ def draw_table(rows: list[dict[str, Any]], width: int) -> RenderableType:
     Settings have a column each, or, where those are too wide, one line each.
     """
     varied = varied_settings(rows)
-    names = {key: key.rpartition(".")[2] for key in varied}
-    apart = _table(rows, [names[key].replace("_", "\n") for key in varied], _settings_apart(rows, varied))
+    names = short_names(varied)
+    apart = _table(rows, [names[key].replace(" ", "\n") for key in varied], _settings_apart(rows, varied))
     if Console(width=10 * width).measure(apart).minimum > width:
-        together = [
-            ["\n".join(f"{names[key].replace('_', ' ')} {row.get(key, 'default')}" for key in varied)] for row in rows
-        ]
+        together = [["\n".join(f"{names[key]} {row.get(key, 'default')}" for key in varied)] for row in rows]
         apart = _table(rows, ["settings"], together)
     failed = [Text(f"run {row['run']} failed: {row['error']}") for row in rows if row["error"]]
     return Group(apart, *failed)

@@ -313,8 +313,8 @@ class _Block:
     fill: str
     start_s: float
     end_s: float
-    number_s: tuple[float, float]
-    """Where its number has room: not in what was recomputed ahead, which may lie far in front."""
+    number_s: float
+    """Where its number stands: halfway through its computing, never in a pause or in what was recomputed ahead."""
 
 
 def _blocks(events: Sequence[Event]) -> list[_Block]:
@@ -328,10 +328,19 @@ def _blocks(events: Sequence[Event]) -> list[_Block]:
             microbatch,
             _LEGEND[members[-1].label],
             *_extent(members),
-            _extent([event for event in members if event.label == members[-1].label]),
+            _halfway([event for event in members if event.label == members[-1].label]),
         )
         for (worker, _, microbatch, _), members in groups.items()
     ]
+
+
+def _halfway(events: Sequence[Event]) -> float:
+    left = sum(event.end_s - event.start_s for event in events) / 2
+    for event in sorted(events, key=lambda event: event.start_s):
+        if left <= event.end_s - event.start_s:
+            return event.start_s + left
+        left -= event.end_s - event.start_s
+    return events[-1].end_s
 
 
 def _extent(events: Sequence[Event]) -> tuple[float, float]:
@@ -362,13 +371,12 @@ def _write_numbers(axes: Axes, events: Sequence[Event], points_per_s: float, row
     digits = len(str(max(event.microbatch for event in events)))  # of the widest: half a row with numbers looks broken
     highest = min(8.5, 0.8 * rows.points(_PLACE[_COMPUTE][1]))
     for block in _blocks(events):
-        start_s, end_s = block.number_s
-        size = min(highest, (points_per_s * (end_s - start_s) - 2.0) / (0.65 * digits))
+        size = min(highest, (points_per_s * (block.end_s - block.start_s) - 2.0) / (0.65 * digits))
         if block.microbatch < 0 or size < _LEAST_TEXT:
             continue
         dark = block.fill in (_FUSED, _BACKWARD)
         axes.text(
-            (start_s + end_s) / 2,
+            block.number_s,
             rows.middle(block.worker, _COMPUTE),
             str(block.microbatch),
             ha="center",

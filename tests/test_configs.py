@@ -170,7 +170,16 @@ def test_tiny_leaves_everything(
         json.loads((folder / "costs.json").read_text())["calls"]
     )
     assert planned["period_ms"] > 0
-    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("timeline.png", "replay.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    # Both bubbles, and what each is: the devices take turns on this machine's cores, and would not on their own.
+    assert summary["replay_bubble_pct"] < summary["bubble_pct"]
+    assert 0 < summary["replay_step_time_s"] < 2 * summary["step_time_s"]
+    for kind, means in (
+        ("bubble_pct", "as 4 emulated devices share"),
+        ("replay_bubble_pct", "the same times on devices of their own"),
+    ):
+        assert re.search(rf"bubble.* {summary[kind]:.1f} %, {means}", out), kind
     assert (folder / "adapters" / "adapter_model.safetensors").is_file()
     rows = list(csv.DictReader((folder / "csv" / "metrics.csv").open()))
     assert [row["tokens"] for row in rows if row["tokens"]] == ["128.0", "128.0"]
@@ -328,16 +337,48 @@ def test_plans_of_a_sweep_follow_from_shapes(
 
 def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        run(monkeypatch, "-m", "strategy.num_microbatches=0,2", "trainer.max_steps=1", "prompt=null")
+        run(monkeypatch, "-m", "strategy.emulation.memory=2KB,1GB", "trainer.max_steps=1", "prompt=null")
     assert exit_.value.code == 1
     out, _ = capfd.readouterr()
     failed, finished = csv.DictReader((Path(last_line(out)) / "sweep.csv").open())
-    assert "num_microbatches=0 must be" in failed["error"]
+    assert "workers may use 2,000 bytes" in failed["error"]
     assert not finished["error"]
     assert float(finished["step_time_s"]) > 0
-    assert "run 0 failed: ValueError: num_microbatches=0" in out
-    assert re.search(r"^ *0 +0 +failed +–", out, re.MULTILINE)
+    assert "run 0 failed: ValueError: layer" in out
+    assert re.search(r"^ *0 +2KB +failed +–", out, re.MULTILINE)
     assert (Path(last_line(out)) / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused", "message"),
+    [
+        (["strategy.num_microbatches=2,0"], 1, "num_microbatches=0 must be a whole number of at least 1"),
+        (["strategy.staleness=0,1,2", "lora.r=4,8", "lora=all_linear"], 4, "staleness=2 must be 0"),
+        (["strategy.emulation.memory=1GB,lots"], 1, "emulation.memory='lots' is not a size"),
+        (["partition.plan=null,forward 0"], 1, "lacks 'fused'"),
+        (["trainer.accelerator=cpu,gpu"], 1, "needs a CUDA device"),
+        (["trainer.precision=32-true,64-true"], 1, "64-true"),
+        (["data=random_tokens,texts"], 1, "data.path must be set"),
+        (["model=tiny_llama,no_such_model"], None, "Could not find 'model/no_such_model'. There are folder"),
+    ],
+)
+def test_a_sweep_with_an_impossible_run_does_not_begin(
+    settings: list[str],
+    refused: int | None,
+    message: str,
+    working_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit_:
+        run(monkeypatch, "-m", *settings, "trainer.max_steps=1")
+    assert exit_.value.code == 2
+    out, err = capfd.readouterr()
+    assert message in err and len(err.splitlines()) == 1
+    assert refused is None or re.search(rf"roundpipe-train: run {refused} of \d+ \(.*\) cannot be, so the sweep", err)
+    assert "Run " not in out
+    assert not list(working_folder.glob("runs/*/[0-9]*"))
 
 
 @pytest.mark.slow

@@ -57,8 +57,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         ValueError, OSError, ImportError, MisconfigurationException: something cannot be; the message says what.
     """
     started = time.monotonic()
-    if unset := set(_unset(OmegaConf.to_container(cfg))) - _FILLED_IN:
-        raise ValueError(f"{min(unset)} must be set, for example on the command line: {min(unset)}=VALUE")
+    _refuse_unset(cfg)
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     seed_everything(cfg.seed, workers=True, verbose=False)
     pretrained = _make(cfg.model)
@@ -89,6 +88,19 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     )
 
 
+def check(cfg: DictConfig) -> None:
+    """Refuses what cannot be a run, as far as that shows without a model and data: before the first run of a sweep.
+
+    Raises:
+        ValueError, OSError, ImportError, MisconfigurationException: as `build`.
+    """
+    _refuse_unset(cfg)
+    for node in (cfg.lora, cfg.optimizer, cfg.scheduler):
+        if node:
+            _make(node)
+    _make_trainer(cfg, Measurements())
+
+
 def run(job: Job) -> dict[str, Any]:
     """Trains, prints what it changed, and returns the summary that it leaves in ``summary.json``."""
     trainer, task, data = job.trainer, job.task, job.data
@@ -104,6 +116,11 @@ def run(job: Job) -> dict[str, Any]:
     show_outcome(summary, job.prompt)
     gc.collect()  # a sweep runs the next job in this process
     return summary
+
+
+def _refuse_unset(cfg: DictConfig) -> None:
+    if unset := set(_unset(OmegaConf.to_container(cfg))) - _FILLED_IN:
+        raise ValueError(f"{min(unset)} must be set, for example on the command line: {min(unset)}=VALUE")
 
 
 def _unset(node: Any, path: str = "") -> Iterator[str]:
