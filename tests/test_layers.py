@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"stepping"},
     {"strategy"},
     {"pytorch_lightning"},
-    {"callbacks", "timeline", "gantt", "tasks", "data", "sweep", "sweep_picture"},
+    {"callbacks", "timeline", "gantt", "tasks", "data", "sweep", "sweep_picture", "overrides"},
     {"train", "commands"},
 ]
 STRANGERS = {"devices", "planning", "model", "optim"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ class RunFolder(Callback):
     * ``plan.txt``: the plan as text, which ``partition.plan`` takes again;
     * ``costs.json``: what each layer takes, which ``roundpipe-plan costs=`` reads;
     * ``timeline.png``: the last step as it ran; ``step.json``: the same as numbers;
-    * ``adapters/``: PEFT adapters, which plain PEFT loads.
+    * ``adapters/``: PEFT adapters, which plain PEFT loads; with every checkpoint, too.
 
     What there is not (a strategy without a report, a model without adapters) is left out.
     """
@@ -34,10 +35,23 @@ class RunFolder(Callback):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_report(strategy_report(trainer))
+        self._write_adapters(pl_module)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.is_global_zero:
+            self._write_adapters(pl_module)
+
+    def _write_adapters(self, pl_module: LightningModule) -> None:
+        """Beside those that are there, and then in their place: a run that is killed leaves one or the other whole."""
         for module in pl_module.modules():
             if isinstance(module, PeftModel):
+                final, unfinished = self.folder / "adapters", self.folder / "adapters.unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)
                 # Left to itself, PEFT asks the Hugging Face Hub whether the vocabulary was resized.
-                module.save_pretrained(str(self.folder / "adapters"), save_embedding_layers=False)
+                module.save_pretrained(str(unfinished), save_embedding_layers=False)
+                shutil.rmtree(final, ignore_errors=True)
+                unfinished.rename(final)
                 break
 
     def _write_report(self, report: dict[str, Any]) -> None:
