@@ -111,7 +111,8 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
     if found := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         group, choice = found.groups()
         there = choices(group) if group in GROUPS else re.findall(r"^\t(\w+)$", text, re.MULTILINE)
-        close = [f"{group}={name}" for name in get_close_matches(choice, there, 1, 0.5)]
+        near = get_close_matches(choice, there, 1, 0.5) or [name for name in there if name.startswith(choice)][:1]
+        close = [f"{group}={name}" for name in near]
         return _joined(f"there is no {group}={choice}.", close, f"There are {', '.join(there)}.")
     if found := re.match(r"You must specify '(\w+)'", text):
         group, root = found[1], _example()

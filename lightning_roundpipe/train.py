@@ -163,8 +163,8 @@ def by_adapters(with_adapters: float, without: float, *, _root_: DictConfig) -> 
 
 
 def tenth_of(steps: int) -> int:
-    """A tenth of ``steps``, rounded up. What is no number is refused where it is set."""
-    return max(0, -(-steps // 10)) if isinstance(steps, int) else 0
+    """A tenth of ``steps``, rounded down. What is no number is refused where it is set."""
+    return max(0, steps // 10) if isinstance(steps, int) else 0
 
 
 OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)

@@ -6,15 +6,30 @@ Its tokens are whole words where those are frequent, so that even a model of a m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from lightning_roundpipe.data.pydoc_topics import pydoc_topics
 from lightning_roundpipe.model.loading import Pretrained, from_config
 
 END = "<end>"
+
+_PROSE = re.compile(r"[A-Z][a-z]*,? [\w ,;:'’()\"*.-]{80,}\.")
+"""A paragraph of words and sentences."""
+
+
+def prose() -> dict[str, str]:
+    """The help topics of Python without their tables, grammars and examples, a line for each paragraph: plain English."""
+    found = {}
+    for name, text in pydoc_topics().items():
+        paragraphs = (" ".join(block.split()) for block in text.split("\n\n"))
+        if kept := [paragraph for paragraph in paragraphs if _PROSE.fullmatch(paragraph)]:
+            found[name] = "\n".join(kept)
+    return found
 
 
 def from_texts(texts: Mapping[str, str], model_type: str, vocab_size: int, **settings: Any) -> Pretrained:
