@@ -158,7 +158,7 @@ def _close(key: str, root: DictConfig) -> list[str]:
 def _keys(node: Any, path: str = "") -> Iterator[str]:
     """The dotted names of all settings, whatever their values are."""
     for key in node if isinstance(node, DictConfig) else ():
-        name = f"{path}{key}"
+        name = f"{path}{key!s}"
         if name != "hydra" and not str(key).startswith("_"):
             yield name
             yield from _keys(node._get_node(key), f"{name}.")

@@ -30,7 +30,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -110,8 +110,8 @@ def _run_application() -> None:
     Raises:
         SystemExit: 2 for a mistake in the settings, 1 after the traceback of any other failure.
     """
-    if (mistake := wrong_option(sys.argv[1:])) is not None:
-        _exit(mistake)
+    if (wrong := wrong_option(sys.argv[1:])) is not None:
+        _exit(wrong)
     full = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"  # with which Hydra raises
     try:
@@ -162,7 +162,7 @@ def by_adapters(with_adapters: float, without: float, *, _root_: DictConfig) -> 
     return with_adapters if _root_.lora else without
 
 
-def tenth_of(steps: int) -> int:
+def tenth_of(steps: Any) -> int:
     """A tenth of ``steps``, rounded down. What is no number is refused where it is set."""
     return max(0, steps // 10) if isinstance(steps, int) else 0
 
@@ -185,11 +185,11 @@ def _application(cfg: DictConfig) -> None:
         started = True
         try:
             run(job)
-        except BaseException as error:
-            _say_how_to_go_on(job, error)
+        except BaseException as ended:
+            _say_how_to_go_on(job, ended)
             raise
-    except SystemExit as error:  # of an interrupt
-        _leave_error(folder, error)
+    except SystemExit as ended:  # by an interrupt
+        _leave_error(folder, ended)
         raise
     except Exception as error:
         _leave_error(folder, error)

@@ -70,7 +70,9 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def of_an_experiment(arguments: tuple[str, ...]) -> tuple[str, ...]:
     """With the one that takes no time, unless another one is chosen, or a model and data."""
     groups = {argument.partition("=")[0] for argument in arguments}
-    return arguments if "experiment" in groups or {"model", "data"} <= groups else ("experiment=random_tokens", *arguments)
+    return (
+        arguments if "experiment" in groups or {"model", "data"} <= groups else ("experiment=random_tokens", *arguments)
+    )
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -191,7 +193,13 @@ def test_a_checkpoint_of_adapters_holds_no_frozen_weights_and_resumes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["lora=all_linear", "prompt=null"]
-    run(monkeypatch, *options, "trainer.max_steps=3", "callbacks.checkpoint.every_n_train_steps=2", "callbacks.checkpoint.save_top_k=2")
+    run(
+        monkeypatch,
+        *options,
+        "trainer.max_steps=3",
+        "callbacks.checkpoint.every_n_train_steps=2",
+        "callbacks.checkpoint.save_top_k=2",
+    )
     whole = Path(last_line(capfd.readouterr().out))
     assert sorted(file.name for file in (whole / "checkpoints").iterdir()) == ["step-2.ckpt", "step-3.ckpt"]
     checkpoint = whole / "checkpoints" / "step-3.ckpt"
@@ -363,7 +371,11 @@ def test_folders_with_spaces(
     run(monkeypatch, *given, *setting)
     folder = Path(last_line(capfd.readouterr().out))
     assert folder.is_relative_to(working_folder / "my work")
-    assert (folder.parent.name, folder.name) == ("runs of mine", "first, (again)") if setting else folder.parent.name == "runs"
+    assert (
+        (folder.parent.name, folder.name) == ("runs of mine", "first, (again)")
+        if setting
+        else folder.parent.name == "runs"
+    )
     assert (folder / "summary.json").is_file()
     assert (folder / "checkpoints" / "step-1.ckpt").is_file()
 

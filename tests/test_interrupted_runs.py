@@ -87,16 +87,19 @@ def test_what_a_signal_ends_goes_on(number: signal.Signals, working_folder: Path
     subprocess.run([*program, *arguments, "hydra.run.dir=whole"], cwd=place, check=True, timeout=6 * PATIENCE_S)
 
     with subprocess.Popen(
-        [*program, *arguments], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*program, *arguments],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what is in the background ignores it
     ) as process:
         assert process.stdout is not None
-        printed = []
         for line in process.stdout:
-            printed.append(line)
             if line.startswith("Training") and " 3/" in line:
                 os.kill(process.pid, number)
                 break
-        out, err = process.communicate(timeout=6 * PATIENCE_S)
+        _, err = process.communicate(timeout=6 * PATIENCE_S)
     assert process.returncode == 128 + number, err
     assert "Traceback" not in err
     [interrupted] = (place / "runs").iterdir()

@@ -172,7 +172,7 @@ class Checkpoints(ModelCheckpoint):
         if not self.save_on_exception or trainer.state.fn != TrainerFn.FITTING or self._loops is None:
             return False
         whole: bool | None = getattr(trainer.strategy, "whole", None)
-        total = trainer.fit_loop.epoch_loop.batch_progress.total
+        total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         if whole is not False and _batches(trainer) == self._batch + 1:  # it was another callback that failed behind it
             self._remember(trainer)
         elif _batches(trainer) != self._batch or trainer.global_step != self._step:
@@ -242,4 +242,5 @@ class Checkpoints(ModelCheckpoint):
 
 
 def _batches(trainer: Trainer) -> int:
-    return int(trainer.fit_loop.epoch_loop.batch_progress.total.processed)
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(total.processed)

@@ -1,7 +1,8 @@
 """A model for demonstrations: small enough to learn some English from random weights while one watches.
 
-Nothing is downloaded: the tokenizer is made on the spot from the texts that the model is to learn, in less than a second.
-Its tokens are whole words where those are frequent, so that even a model of a million weights completes in words.
+Nothing is downloaded: the tokenizer is made on the spot from the texts that the model is to learn, in less than a
+second. Its tokens are whole words where those are frequent, so that even a model of half a million weights completes in
+words.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PROSE = re.compile(r"[A-Z][a-z]*,? [\w ,;:'’()\"*.-]{80,}\.")
 
 
 def prose() -> dict[str, str]:
-    """The help topics of Python without their tables, grammars and examples, a line for each paragraph: plain English."""
+    """What Python's help topics say in whole sentences, a line for each paragraph: no tables, grammars or examples."""
     found = {}
     for name, text in pydoc_topics().items():
         paragraphs = (" ".join(block.split()) for block in text.split("\n\n"))
@@ -55,4 +56,4 @@ def train_tokenizer(texts: Mapping[str, str], vocab_size: int) -> PreTrainedToke
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=sorted(alphabet), show_progress=False
     )
     backend.train_from_iterator((texts[name] for name in sorted(texts)), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)  # type: ignore[no-untyped-call]

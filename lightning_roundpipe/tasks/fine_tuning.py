@@ -141,12 +141,12 @@ def _check_types(node: Any) -> None:
     if not isinstance(node, DictConfig):
         return
     wanted = _annotations(node["_target_"]) if "_target_" in node else {}
-    for key in node:
+    for key in map(str, node):
         if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key):
             continue
         value = node[key]
         _check_types(value)
-        kinds = set(get_args(wanted.get(str(key)))) or {wanted.get(str(key))}
+        kinds = set(get_args(wanted.get(key))) or {wanted.get(key)}
         known = kinds & _NUMBERS.keys()
         if not known or not isinstance(value, (str, int, float)) or {get_origin(kind) for kind in kinds} & {Literal}:
             continue
@@ -162,8 +162,8 @@ def _annotations(target: str) -> dict[str, Any]:
     """What the arguments of ``target`` are to be; empty for a library whose annotations cannot be resolved."""
     made: Any = get_object(target)
     try:
-        return get_type_hints(made if is_dataclass(made) or not isinstance(made, type) else made.__init__)
-    except (NameError, TypeError, AttributeError):
+        return get_type_hints(made if is_dataclass(made) or not isinstance(made, type) else vars(made)["__init__"])
+    except (NameError, TypeError, KeyError):
         return {}
 
 
