@@ -74,7 +74,7 @@ def stated(before: int, budget: int) -> tuple[list[tuple[str, int]], list[tuple[
 
 def train(options: argparse.Namespace, folder: str, budget: int) -> tuple[Any, Losses, Stopwatch]:
     overrides = [*MODEL.split(), f"strategy.memory_budget={budget}", f"trainer.max_steps={options.steps}"]
-    overrides += ["~experiment", f"run_folder={folder}", "callbacks=none", "logger=none"]
+    overrides += ["scheduler=constant", f"run_folder={folder}", "callbacks=none", "logger=none"]
     overrides += ["+trainer.enable_progress_bar=false"]
     with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
         job = build(compose("train", overrides), Path(folder))

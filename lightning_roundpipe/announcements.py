@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Emulation, Options
-from lightning_roundpipe.devices.permit import cores
+from lightning_roundpipe.devices.teams import cores
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 from lightning_roundpipe.planning.memory import planned_bytes
 from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps

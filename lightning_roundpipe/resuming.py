@@ -32,7 +32,8 @@ def warn_of_lost_place(trainer: Trainer, held: bool) -> None:
         held: what ``holds_place`` says of the checkpoint that was loaded.
     """
     loop = trainer.fit_loop.epoch_loop
-    done, all_ = loop.batch_progress.current.processed, trainer.num_training_batches
+    progress: Any = loop.batch_progress.current
+    done, all_ = progress.processed, trainer.num_training_batches
     if not loop.restarting or not 0 < done < all_:
         return
     loader = trainer.fit_loop._combined_loader

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.announcements import Announcements, changed_settings, name_devices
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
-from lightning_roundpipe.config import Emulation, Options
+from lightning_roundpipe.config import Emulation, Options, RoundPipeError
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
@@ -367,6 +367,12 @@ class RoundPipeStrategy(OneProcess):
         plan = str(engine.plan or "") if engine is not None else self._last_report.get("plan")
         return "\n  ".join([repr(self), *lines, f"plan: {plan or 'none yet, the first batch shows what it needs'}"])
 
+    @property
+    def whole(self) -> bool | None:
+        """Whether weights and optimizer state are those of a whole step, after an error too; None: it is not known."""
+        updates = self._engine.updates if self._engine is not None else None
+        return None if updates is None else updates.whole
+
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """As in the base class; callbacks may have replaced the optimizer or added groups to it."""
@@ -394,6 +400,11 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.whole is False:
+            raise RoundPipeError(
+                f"{filepath} is not written: the last optimizer step has not stepped all layers. Go on from an earlier "
+                "checkpoint."
+            )
         if self._engine is not None and self._stepping is not None:
             save(checkpoint, self._running()[0], self._engine.updates, self._engine.formats.scales.last)
         super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -151,7 +151,12 @@ def _panel(
             for row in rows
             if row[key] is not None
         ]
-        style = {"color": colour, "marker": marker, "linestyle": "-" if ordered else "None", "label": label}
+        style: dict[str, Any] = {
+            "color": colour,
+            "marker": marker,
+            "linestyle": "-" if ordered else "None",
+            "label": label,
+        }
         if points:
             axes.plot(*zip(*sorted(points), strict=True), markersize=5, **style)
     axes.set_title(f"{heading} ({unit})", loc="left", fontsize=9)

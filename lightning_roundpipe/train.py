@@ -4,11 +4,12 @@ The configuration lies in ``conf/``, which is installed as ``lightning_roundpipe
 
     roundpipe-train experiment=smollm2_lora                 the main job
     roundpipe-train experiment=smollm2_lora strategy=auto   the same job, plain Lightning on one device
-    roundpipe-train -m strategy.microbatch_size=1,2,4       a sweep, and a table of its runs
-    roundpipe-train --help                                  all groups and settings
+    roundpipe-train -m experiment=tiny strategy.microbatch_size=2,4,8      a sweep, and a table of its runs
+    roundpipe-train --help                                  all groups and choices
 
-The last line on standard output is the absolute path of the folder that the run wrote, alone and without spaces, so
-that scripts can take it: ``folder=$(roundpipe-train ... | tail -n 1)``.
+The last line on standard output is the absolute path of the folder that the run wrote, alone, so that scripts can take
+it: ``folder="$(roundpipe-train ... | tail -n 1)"``. A run that is ended by Ctrl-C, SIGTERM or an error says on standard
+error which command goes on with it.
 
 Only Hydra is imported here, so that a mistyped setting is answered at once.
 """
@@ -20,15 +21,16 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
-import tempfile
 import time
 import traceback
 import warnings
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -36,7 +38,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.overrides import USAGE, command, explained, help_text, wrong_option
 from lightning_roundpipe.sweep import finished_sweep, forget_sweep, make_plans_static
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.tasks.fine_tuning import Job
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 """Hydra's environment variable: 1 shows every traceback in full."""
@@ -62,10 +68,24 @@ _IRRELEVANT_WARNINGS = (
 
 _finished: list[Path] = []
 
+_left: list[str] = []
+"""What to say at the very end of runs that have not come to theirs."""
+
 
 def main() -> None:
     """The console command. Exits with 2, and one line that says what to change, for settings that cannot be."""
+    arguments = sys.argv[1:]
+    if not arguments:
+        print(USAGE, end="", file=sys.stderr)
+        raise SystemExit(2)
+    if {"-h", "--help"} & set(arguments):
+        print(help_text())
+        return
+    if "--version" in arguments:
+        print(f"lightning-roundpipe {version('lightning-roundpipe')}")
+        return
     _finished.clear()
+    _left.clear()
     forget_sweep()
     folder: Path | None = None
     try:
@@ -73,6 +93,8 @@ def main() -> None:
         folder = _finished[-1] if _finished else None
     finally:
         folder = finished_sweep() or folder
+        for line in _left:
+            print(line, file=sys.stderr)
         sys.stderr.flush()
         if folder is not None:
             print(folder, flush=True)
@@ -88,6 +110,8 @@ def _run_application() -> None:
     Raises:
         SystemExit: 2 for a mistake in the settings, 1 after the traceback of any other failure.
     """
+    if (wrong := wrong_option(sys.argv[1:])) is not None:
+        _exit(wrong)
     full = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"  # with which Hydra raises
     try:
@@ -101,7 +125,7 @@ def _run_application() -> None:
             raise
         trace = _of_the_job(error.__traceback__)
         if trace is None:
-            _exit(_explained(error))
+            _exit(explained(error, sys.argv[1:]))
         traceback.print_exception(error.with_traceback(trace))
         raise SystemExit(1) from None
     finally:
@@ -116,25 +140,14 @@ def _of_the_job(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _explained(error: Exception) -> str:
-    """The first line of what Hydra and OmegaConf say, the choices if they name some, and where to find the rest."""
-    first = [line for e in (error, error.__cause__) if e is not None for line in str(e).strip().splitlines()[:1]]
-    _, _, choices = str(error).partition("Available options in ")
-    names = re.findall(r"^\t(\w+)$", choices, re.MULTILINE)
-    listed = f" There are {', '.join(names)}." if names else ""
-    return f"{': '.join(line.strip('. ') for line in first)}.{listed} All settings: roundpipe-train --cfg job"
-
-
 def _exit(text: str) -> NoReturn:
     print(f"roundpipe-train: {' '.join(text.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def run_folder(name: str) -> str:
-    """A new folder's absolute path for a run of that name: in ``runs/`` here, elsewhere if that has spaces in it."""
+    """A new folder's absolute path for a run of that name, in ``runs/`` here."""
     here = Path.cwd() / "runs"
-    if re.search(r"\s", str(here)):
-        here = Path(tempfile.gettempdir()) / "roundpipe-runs"
     stem = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = here / stem
     number = 2
@@ -144,7 +157,19 @@ def run_folder(name: str) -> str:
     return str(folder)
 
 
+def by_adapters(with_adapters: float, without: float, *, _root_: DictConfig) -> float:
+    """The value for a run with adapters (the group ``lora``), or for one that trains all weights."""
+    return with_adapters if _root_.lora else without
+
+
+def tenth_of(steps: Any) -> int:
+    """A tenth of ``steps``, rounded down. What is no number is refused where it is set."""
+    return max(0, steps // 10) if isinstance(steps, int) else 0
+
+
 OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("by_adapters", by_adapters, replace=True)
+OmegaConf.register_new_resolver("tenth_of", tenth_of, replace=True)
 
 
 @hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="train")
@@ -155,29 +180,25 @@ def _application(cfg: DictConfig) -> None:
     try:
         if settings.mode == RunMode.MULTIRUN:
             make_plans_static(cfg)
-        _check(folder)
         _quiet()
         from lightning_roundpipe.tasks.fine_tuning import build, run
 
         job = build(cfg, folder)
         started = True
-        run(job)
+        try:
+            run(job)
+        except BaseException as ended:
+            _say_how_to_go_on(job, ended)
+            raise
+    except SystemExit as ended:  # by an interrupt
+        _leave_error(folder, ended)
+        raise
     except Exception as error:
         _leave_error(folder, error)
         if settings.mode != RunMode.MULTIRUN and _is_mistake(error, started):
             raise _Mistake(str(error)) from error
         raise
     _finished.append(folder)
-
-
-def _check(folder: Path) -> None:
-    if re.search(r"\s", str(folder)):
-        raise ValueError(
-            f"the run folder {str(folder)!r} has spaces in its path, and its path is to be one word for scripts. "
-            "Set hydra.run.dir (or hydra.sweep.dir) to a path without spaces."
-        )
-    if re.search(r"\s", str(Path.cwd())) and not folder.is_relative_to(Path.cwd()):
-        print(f"The current folder has spaces in its path, so this run writes to {folder}", flush=True)
 
 
 def _is_mistake(error: Exception, started: bool) -> bool:
@@ -195,10 +216,36 @@ def _is_mistake(error: Exception, started: bool) -> bool:
     return ours and isinstance(error, (ValueError, OSError, RoundPipeError))
 
 
-def _leave_error(folder: Path, error: Exception) -> None:
+def _say_how_to_go_on(job: Job, error: BaseException) -> None:
+    """Leaves for the end of the output what a run that has not come to its end has saved, and which command takes it.
+
+    Raises:
+        SystemExit: the run was interrupted; with the exit status that goes with the signal.
+    """
+    from lightning_roundpipe.callbacks import Checkpoints
+
+    found = [callback for callback in job.trainer.checkpoint_callbacks if isinstance(callback, Checkpoints)]
+    newest = next((callback.newest for callback in found if callback.newest is not None), None)
+    number = next((callback.interrupted_by for callback in found if callback.interrupted_by is not None), None)
+    interrupted = isinstance(error, (SystemExit, KeyboardInterrupt))
+    if interrupted:
+        _left.append(f"roundpipe-train: interrupted after {job.trainer.global_step} of {job.trainer.max_steps} steps.")
+    checkpoint = newest or job.ckpt_path
+    if checkpoint is None:
+        _left.append("No checkpoint was written.")
+    else:
+        overrides = HydraConfig.get().overrides.task
+        _left.append(f"The newest checkpoint is {checkpoint}. To go on from it:")
+        _left.append(command(overrides, sys.argv[1:], Path(checkpoint).absolute()))
+    if interrupted:
+        raise SystemExit(128 + (number or signal.SIGINT)) from None
+
+
+def _leave_error(folder: Path, error: BaseException) -> None:
     """The failure, for the table of a sweep."""
     lines = str(error).splitlines() or [""]
-    (folder / "summary.json").write_text(json.dumps({"error": f"{type(error).__name__}: {lines[0]}"}, indent=2))
+    text = "interrupted" if isinstance(error, SystemExit) else f"{type(error).__name__}: {lines[0]}"
+    (folder / "summary.json").write_text(json.dumps({"error": text}, indent=2))
 
 
 class _WithoutNoise(logging.Filter):

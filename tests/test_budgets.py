@@ -24,7 +24,7 @@ GIB = 2**30
 def composed(*overrides: str) -> RoundPipeStrategy:
     """The strategy that ``roundpipe-train`` would use."""
     with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
-        cfg = compose("train", list(overrides))
+        cfg = compose("train", ["experiment=random_tokens", *overrides])
     made: RoundPipeStrategy = instantiate(cfg.strategy, _convert_="all")
     return made
 

@@ -67,8 +67,17 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def of_an_experiment(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """With the one that takes no time, unless another one is chosen, or a model and data."""
+    groups = {argument.partition("=")[0] for argument in arguments}
+    return (
+        arguments if "experiment" in groups or {"model", "data"} <= groups else ("experiment=random_tokens", *arguments)
+    )
+
+
 def composed(*overrides: str) -> DictConfig:
     """What ``roundpipe-train`` would run with these overrides, with all interpolations resolved."""
+    overrides = of_an_experiment(overrides)
     with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
         cfg = compose("train", ["hydra.runtime.output_dir=/run", *overrides], return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
@@ -90,7 +99,7 @@ def targets(node: Any) -> Iterator[str]:
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """``roundpipe-train`` with these arguments, in this process."""
-    monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
+    monkeypatch.setattr(sys, "argv", ["roundpipe-train", *of_an_experiment(arguments)])
     train.main()
 
 
@@ -111,7 +120,7 @@ def test_every_experiment_composes(experiment: str) -> None:
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes(group: str, choice: str) -> None:
-    cfg = composed(f"{group}={choice}", *([NEEDED[choice]] if choice in NEEDED else []), "~experiment")
+    cfg = composed(f"{group}={choice}", *([NEEDED[choice]] if choice in NEEDED else []))
     for target in targets(OmegaConf.to_container(cfg)):
         assert callable(get_object(target)), target
 
@@ -119,7 +128,7 @@ def test_every_choice_composes(group: str, choice: str) -> None:
 @pytest.mark.parametrize("choice", ["by_hand", "by_memory", "by_seconds"])
 def test_what_a_partition_goes_by_must_be_said(choice: str) -> None:
     setting = NEEDED[choice].partition("=")[0]
-    cfg = composed(f"partition={choice}", "~experiment")
+    cfg = composed(f"partition={choice}")
     assert OmegaConf.is_missing(cfg.partition, setting.partition(".")[2])
     assert set(cfg.partition) == set(composed("partition=auto").partition)
 
@@ -144,10 +153,10 @@ def test_the_main_job_is_what_it_claims_to_be() -> None:
     assert cfg.lora.target_modules == "all-linear"
 
 
-def test_tiny_leaves_everything(
+def test_a_run_leaves_everything(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run(monkeypatch, "experiment=tiny", "lora=all_linear", "trainer.max_steps=2")
+    run(monkeypatch, "experiment=random_tokens", "lora=all_linear", "trainer.max_steps=2")
     out, err = capfd.readouterr()
     folder = Path(last_line(out))
     assert folder.parent == working_folder / "runs"
@@ -193,9 +202,16 @@ def test_a_checkpoint_of_adapters_holds_no_frozen_weights_and_resumes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["lora=all_linear", "prompt=null"]
-    run(monkeypatch, *options, "trainer.max_steps=3", "+callbacks.checkpoint.every_n_train_steps=2")
+    run(
+        monkeypatch,
+        *options,
+        "trainer.max_steps=3",
+        "callbacks.checkpoint.every_n_train_steps=2",
+        "callbacks.checkpoint.save_top_k=2",
+    )
     whole = Path(last_line(capfd.readouterr().out))
-    checkpoint = next((whole / "checkpoints").glob("*.ckpt"))
+    assert sorted(file.name for file in (whole / "checkpoints").iterdir()) == ["step-2.ckpt", "step-3.ckpt"]
+    checkpoint = whole / "checkpoints" / "step-3.ckpt"
     names = torch.load(checkpoint, weights_only=False)["state_dict"].keys()
     assert names
     assert all("lora_" in name for name in names)
@@ -398,19 +414,26 @@ def test_a_sweep_over_several_settings(monkeypatch: pytest.MonkeyPatch, capfd: p
         )
 
 
-def test_a_current_folder_with_spaces(
-    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("setting", [(), ("hydra.run.dir='runs of mine/first, (again)'",)])
+def test_folders_with_spaces(
+    setting: tuple[str, ...], working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The path is the last line, whatever is in it. What is read may lie in such a folder as well."""
     (working_folder / "my work").mkdir()
-    (working_folder / "temp").mkdir()
     monkeypatch.chdir(working_folder / "my work")
-    monkeypatch.setattr("tempfile.tempdir", str(working_folder / "temp"))
-    run(monkeypatch, "trainer.max_steps=1", "prompt=null")
-    out, _ = capfd.readouterr()
-    folder = Path(last_line(out))
-    assert folder.parent == working_folder / "temp" / "roundpipe-runs"
+    made = from_config(**{key: value for key, value in dict(composed().model).items() if key != "_target_"})
+    made.model.save_pretrained("base model")
+    given = ["model=folder", "model.folder=base model", "trainer.max_steps=1", "prompt=null"]
+    run(monkeypatch, *given, *setting)
+    folder = Path(last_line(capfd.readouterr().out))
+    assert folder.is_relative_to(working_folder / "my work")
+    assert (
+        (folder.parent.name, folder.name) == ("runs of mine", "first, (again)")
+        if setting
+        else folder.parent.name == "runs"
+    )
     assert (folder / "summary.json").is_file()
-    assert f"The current folder has spaces in its path, so this run writes to {folder}" in out
+    assert (folder / "checkpoints" / "step-1.ckpt").is_file()
 
 
 @pytest.mark.slow
@@ -418,7 +441,7 @@ def test_a_current_folder_with_spaces(
 def test_the_folder_is_the_last_thing_said(working_folder: Path) -> None:
     """On neither stream does anything follow, not even from what runs when the interpreter ends."""
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_roundpipe.train", "trainer.max_steps=1", "prompt=null"],
+        [sys.executable, "-m", "lightning_roundpipe.train", "experiment=random_tokens", "trainer.max_steps=1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

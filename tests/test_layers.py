@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"stepping", "announcements"},
     {"strategy"},
     {"pytorch_lightning"},
-    {"callbacks", "pictures", "replay", "timeline", "gantt", "tasks", "data", "sweep", "sweep_picture"},
+    {"callbacks", "pictures", "replay", "timeline", "gantt", "tasks", "data", "sweep", "sweep_picture", "overrides"},
     {"train", "commands"},
 ]
 STRANGERS = {"devices", "planning", "model", "optim"}

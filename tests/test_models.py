@@ -78,7 +78,7 @@ SHORT = ["data.sequence_length=32", "data.batch_size=4", "data.sequences=4", "tr
 def model(name: str) -> Any:
     """The model of ``conf/model``, without data."""
     with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
-        chosen = compose("train", ["hydra.runtime.output_dir=/run", f"model={name}"]).model
+        chosen = compose("train", ["hydra.runtime.output_dir=/run", f"model={name}", "data=random_tokens"]).model
     settings: Any = OmegaConf.to_container(chosen)
     settings = {key: value for key, value in settings.items() if key not in ("_target_", "weights", "dtype")}
     with torch.device("meta"):
@@ -141,6 +141,8 @@ def test_twins_run_the_same_code(name: str) -> None:
 
 def summary_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """What ``roundpipe-train`` leaves with these arguments."""
+    if not any(argument.startswith("experiment=") for argument in arguments):
+        arguments = ("experiment=random_tokens", *arguments)
     monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
     monkeypatch.setattr(train, "_quiet", lambda: None)  # it takes over what pytest listens with
     train.main()

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from lightning_roundpipe.callbacks.checkpoints import Checkpoints, Interrupted
 from lightning_roundpipe.callbacks.measurements import Measurements
 from lightning_roundpipe.callbacks.plan_table import PlanTable
 from lightning_roundpipe.callbacks.progress import ProgressLines, ProgressRich, progress_bar
 from lightning_roundpipe.callbacks.run_folder import RunFolder
 
-__all__ = ["Measurements", "PlanTable", "ProgressLines", "ProgressRich", "RunFolder", "progress_bar"]
+__all__ = [
+    "Checkpoints",
+    "Interrupted",
+    "Measurements",
+    "PlanTable",
+    "ProgressLines",
+    "ProgressRich",
+    "RunFolder",
+    "progress_bar",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from peft import PeftModel
 from typing_extensions import override
 
 from lightning_roundpipe.callbacks.plan_table import strategy_report
-from lightning_roundpipe.devices.permit import cores
+from lightning_roundpipe.devices.teams import cores
 from lightning_roundpipe.extras import is_installed, remedy
 from lightning_roundpipe.messages import PREFIX, warn
 from lightning_roundpipe.pictures import count
@@ -26,7 +27,7 @@ class RunFolder(Callback):
     * ``costs.json``: what each layer takes, which ``roundpipe-plan costs=`` reads;
     * ``timeline.png``: the last step as it ran; ``step.json``: the same as numbers;
     * ``replay.png``: the step of several emulated devices as if each of them computed alone (`replay`);
-    * ``adapters/``: PEFT adapters, which plain PEFT loads.
+    * ``adapters/``: PEFT adapters, which plain PEFT loads; with every checkpoint, too.
 
     What there is not (a strategy without a report, a model without adapters) is left out; so are the pictures where
     matplotlib is not installed.
@@ -42,10 +43,23 @@ class RunFolder(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_report(strategy_report(trainer))
         self._draw(trainer)
+        self._write_adapters(pl_module)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.is_global_zero:
+            self._write_adapters(pl_module)
+
+    def _write_adapters(self, pl_module: LightningModule) -> None:
+        """Beside those that are there, and then in their place: a run that is killed leaves one or the other whole."""
         for module in pl_module.modules():
             if isinstance(module, PeftModel):
+                final, unfinished = self.folder / "adapters", self.folder / "adapters.unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)
                 # Left to itself, PEFT asks the Hugging Face Hub whether the vocabulary was resized.
-                module.save_pretrained(str(self.folder / "adapters"), save_embedding_layers=False)
+                module.save_pretrained(str(unfinished), save_embedding_layers=False)
+                shutil.rmtree(final, ignore_errors=True)
+                unfinished.rename(final)
                 break
 
     def _write_report(self, report: dict[str, Any]) -> None:

@@ -117,6 +117,7 @@ class Updates:
     Attributes:
         submitted: how many optimizer steps there were.
         torn: whether a step's gradients stopped coming when some layers had been stepped.
+        whole: whether all that was submitted has been applied, or is still to be: no update failed or was left out.
     """
 
     def __init__(self, units: Sequence[Unit], staleness: int = 0, scales: Scales | None = None) -> None:
@@ -124,6 +125,7 @@ class Updates:
         self.staleness = staleness
         self.submitted = max(unit.version for unit in self.units)  # there may have been another one before
         self.torn = self._applying = False
+        self.whole = True
         self._controls: list[Control] = []
         self._thread = TaskThread("roundpipe-optimizer")
         self._error: BaseException | None = None
@@ -271,9 +273,9 @@ class Updates:
             try:
                 work()
             except (Dropped, StreamAborted):  # of gradients that it waited for, or that were on their way down
-                self.torn = self._applying  # the step says why
+                self.torn, self.whole = self._applying, False  # the step says why
             except BaseException as error:
-                self._error = error
+                self._error, self.whole = error, False
                 for control in self._controls:
                     control.fail(error)
 

@@ -10,15 +10,15 @@ import gc
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
@@ -48,6 +48,8 @@ class Job:
     measurements: Measurements
     prompt: str | None
     ckpt_path: str | None
+    settings: dict[str, Any]
+    """All of the configuration, with what it refers to."""
 
 
 def build(cfg: DictConfig, folder: Path) -> Job:
@@ -58,6 +60,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     """
     started = time.monotonic()
     _refuse_unset(cfg)
+    _check_types(cfg)
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     seed_everything(cfg.seed, workers=True, verbose=False)
     pretrained = _make(cfg.model)
@@ -85,6 +88,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         measurements=measurements,
         prompt=cfg.prompt,
         ckpt_path=cfg.ckpt_path,
+        settings=cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)),
     )
 
 
@@ -95,6 +99,7 @@ def check(cfg: DictConfig) -> None:
         ValueError, OSError, ImportError, MisconfigurationException: as `build`.
     """
     _refuse_unset(cfg)
+    _check_types(cfg)
     for node in (cfg.lora, cfg.optimizer, cfg.scheduler):
         if node:
             _make(node)
@@ -104,7 +109,7 @@ def check(cfg: DictConfig) -> None:
 def run(job: Job) -> dict[str, Any]:
     """Trains, prints what it changed, and returns the summary that it leaves in ``summary.json``."""
     trainer, task, data = job.trainer, job.task, job.data
-    show_job(job.name, job.source, task, trainer, job.folder)
+    show_job(job.name, job.source, task, trainer, job.folder, job.settings)
     trainer.validate(task, datamodule=data, verbose=False)
     before = _outcome(job)
     trainer.fit(task, datamodule=data, ckpt_path=job.ckpt_path)
@@ -145,6 +150,44 @@ def _make(node: DictConfig, **objects: Any) -> Any:
         raise (cause if isinstance(cause, (ValueError, OSError)) else ValueError(str(error))) from None
 
 
+_NUMBERS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _check_types(node: Any) -> None:
+    """A setting that is to be a number and is none would be found out late, by whoever computes with it.
+
+    Raises:
+        ValueError: a ``_target_`` annotates an argument with a number or a truth value, and it is given another kind.
+    """
+    if not isinstance(node, DictConfig):
+        return
+    wanted = _annotations(node["_target_"]) if "_target_" in node else {}
+    for key in map(str, node):
+        if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key):
+            continue
+        value = node[key]
+        _check_types(value)
+        kinds = set(get_args(wanted.get(key))) or {wanted.get(key)}
+        known = kinds & _NUMBERS.keys()
+        if not known or not isinstance(value, (str, int, float)) or {get_origin(kind) for kind in kinds} & {Literal}:
+            continue
+        fits = known | (kinds & {str}) | ({int} if float in known else set())
+        if type(value) not in fits:
+            named = known - {int} if float in known else known
+            meant = " or ".join(name for kind, name in _NUMBERS.items() if kind in named)
+            null = ", or null" if type(None) in kinds else ""
+            raise ValueError(f"{node._get_full_key(key)}={value!r} must be {meant}{null}.")
+
+
+def _annotations(target: str) -> dict[str, Any]:
+    """What the arguments of ``target`` are to be; empty for a library whose annotations cannot be resolved."""
+    made: Any = get_object(target)
+    try:
+        return get_type_hints(made if is_dataclass(made) or not isinstance(made, type) else vars(made)["__init__"])
+    except (NameError, TypeError, KeyError):
+        return {}
+
+
 def _shown(node: DictConfig) -> str:
     return ", ".join(f"{key!s}={value!r}" for key, value in node.items() if not str(key).startswith("_"))
 
@@ -158,12 +201,15 @@ def _make_trainer(cfg: DictConfig, measurements: Measurements) -> Trainer:
     named = "_target_" not in cfg.strategy
     strategy = cfg.strategy.name if named else _make(cfg.strategy)
     devices = cfg.strategy.get("devices") if named else None
+    callbacks = [measurements, *(_make(node) for node in cfg.callbacks.values() if node)]
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)  # else Lightning would add one of its own
     trainer: Trainer = _make(
         cfg.trainer,
         strategy=strategy,
-        callbacks=[measurements, *(_make(node) for node in cfg.callbacks.values() if node)],
+        callbacks=callbacks,
         logger=[_make(node) for node in cfg.logger.values() if node],
         **({} if devices is None else {"devices": devices}),
+        **({} if saves or "enable_checkpointing" in cfg.trainer else {"enable_checkpointing": False}),
     )
     return trainer
 

@@ -13,13 +13,14 @@ from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_roundpipe.callbacks import Measurements
+from lightning_roundpipe.callbacks import Checkpoints, Measurements
 from lightning_roundpipe.callbacks.measurements import peak_device_bytes
 from lightning_roundpipe.callbacks.plan_table import strategy_report
-from lightning_roundpipe.devices.permit import cores
+from lightning_roundpipe.devices.teams import cores
 from lightning_roundpipe.pictures import count
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.replay import replay_of
+from lightning_roundpipe.runtime.microbatch import sizes_of
 from lightning_roundpipe.sweep import memory
 
 Completion = NewType("Completion", str)
@@ -77,18 +78,85 @@ def summarise(
     }
 
 
-def show_job(name: str, source: str, task: LightningModule, trainer: Trainer, folder: Path) -> None:
-    """A few lines that say what is about to be trained, by what, and where the results will be."""
+def show_job(
+    name: str, source: str, task: LightningModule, trainer: Trainer, folder: Path, settings: Mapping[str, Any]
+) -> None:
+    """A few lines that say what is about to be trained, how and by what, and where the results will be."""
+    lines = {
+        "run": name,
+        "model": source,
+        "parameters": _parameters(task, settings),
+        "optimizer": _optimizer(settings),
+        "batch": _batch(trainer, settings),
+        "steps": _steps(trainer, settings),
+        "precision": str(trainer.precision),
+        "devices": _devices(trainer),
+        "checkpoints": _checkpoints(trainer),
+        "folder": str(folder),
+    }
+    for label, value in lines.items():
+        get_console().print(Text.assemble((f"{label:12}", "bold"), value), soft_wrap=True)
+
+
+def _parameters(task: LightningModule, settings: Mapping[str, Any]) -> str:
     total = sum(p.numel() for p in task.parameters())
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
+    if trained == total:
+        return f"{total:,}, all of them trained"
+    adapters = f"LoRA adapters of rank {settings['lora']['r']}" if "r" in settings["lora"] else "adapters"
+    return f"{total:,}, of which {trained:,} ({100 * trained / total:.2g} %) are trained: {adapters}"
+
+
+def _optimizer(settings: Mapping[str, Any]) -> str:
+    optimizer, scheduler = settings["optimizer"], settings["scheduler"]
+    kind = str(optimizer["_target_"]).rpartition(".")[2]
+    if not scheduler:
+        return f"{kind}, learning rate {optimizer['lr']:g}, constant"
+    shape = str(scheduler["_target_"]).rpartition(".")[2].removeprefix("get_").removesuffix("_schedule_with_warmup")
+    steps = scheduler.get("num_warmup_steps")
+    return f"{kind}, learning rate {optimizer['lr']:g} at its peak, {shape}" + (
+        f" after {_count(steps, 'warm-up step')}" if steps else ""
+    )
+
+
+def _batch(trainer: Trainer, settings: Mapping[str, Any]) -> str:
+    size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
+    if size is None or length is None:
+        return "as the data module makes it"
+    options, parts = getattr(trainer.strategy, "options", None), ""
+    if options is not None:
+        cut = sizes_of(size, options.num_microbatches, options.microbatch_size, trainer.num_devices)
+        parts = f", in {_count(len(cut), 'microbatch')}"
+    return f"{_count(size, 'sequence')} of {length:,} tokens{parts}"
+
+
+def _steps(trainer: Trainer, settings: Mapping[str, Any]) -> str:
+    steps = (
+        f"{trainer.max_steps:,}" if trainer.max_steps > 0 else f"as many as {_count(trainer.max_epochs, 'epoch')} take"
+    )
+    each = trainer.accumulate_grad_batches
+    size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
+    tokens = f" of {size * length * each:,} tokens" if size is not None and length is not None else ""
+    return f"{steps}{tokens}" + (f", {each} batches each" if each > 1 else "")
+
+
+def _devices(trainer: Trainer) -> str:
     strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
-    for label, value in (
-        ("run", name),
-        ("model", f"{source}, {total / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M of them trained"),
-        ("trainer", f"{strategy} on {trainer.num_devices} {trainer.accelerator.name()} device(s), {trainer.precision}"),
-        ("folder", str(folder)),
-    ):
-        get_console().print(Text.assemble((f"{label:8}", "bold"), value), soft_wrap=True)
+    kind = trainer.accelerator.name()
+    if strategy == "roundpipe" and kind == "cpu":
+        return f"{_count(trainer.num_devices, 'emulated device')}, strategy roundpipe"
+    return f"{trainer.num_devices} x {kind}, strategy {strategy}"
+
+
+def _checkpoints(trainer: Trainer) -> str:
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, Checkpoints):
+            return callback.describe()
+    return "none" if not trainer.checkpoint_callbacks else "by the callback that is configured"
+
+
+def _count(number: int | None, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:

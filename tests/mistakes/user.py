@@ -75,10 +75,15 @@ class User:
         return path
 
     def command(self, *arguments: str) -> None:
-        """``roundpipe-train`` with these arguments; that it exits with 2 and says one line is part of any refusal."""
+        """``roundpipe-train experiment=random_tokens`` with these arguments, or of another experiment.
+
+        That it exits with 2 and says one line is part of any refusal.
+        """
         from lightning_roundpipe import train
 
         self.monkeypatch.chdir(self.folder)
+        chosen = any(argument.startswith("experiment=") for argument in arguments)
+        arguments = arguments if chosen or not arguments else ("experiment=random_tokens", *arguments)
         self.monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
         with pytest.raises(SystemExit) as exit_:
             train.main()

@@ -1,0 +1,246 @@
+"""Checkpoints at an interval, at the end, on Ctrl-C and SIGTERM, and when training fails: nothing of it is lost.
+
+A checkpoint that training can go on from bit for bit is one of the moment between two batches. So the first signal only
+sets a mark: the batch that is running is finished, the checkpoint is written where all others are, and then the run
+ends. An error cannot wait. What the loops and the data loader had been at the end of the last batch is kept for it, and
+goes into the checkpoint in place of what they are in the middle of the next one. That is right only if the weights are
+those of that moment too: no checkpoint is written when the strategy cannot tell so (see ``RoundPipeStrategy.whole``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from typing_extensions import override
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NOTICE = b"\nStopping after this step, with a checkpoint. Once more to stop at once, without.\n"
+
+
+class Interrupted(SystemExit):
+    """Training was interrupted, and what it had reached is saved. Exits as a process does that the signal ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+
+
+class Checkpoints(ModelCheckpoint):
+    """Lightning's ``ModelCheckpoint`` that also knows time, signals and failures.
+
+    Args:
+        dirpath, filename, monitor, mode, save_last, save_weights_only, verbose: as there.
+        every_n_minutes: a checkpoint is written at the end of the batch in which so many minutes have passed since the
+            last one. ``None``: time does not matter.
+        every_n_train_steps: also every so many optimizer steps. ``None``: after each validation.
+        save_top_k: how many are kept: the newest, or the best by ``monitor``; -1: all; 0: none is written.
+        save_on_exception: whether one is written when training fails or is interrupted.
+
+    Attributes:
+        newest: what was written last.
+        interrupted_by: the signal that came.
+    """
+
+    roundpipe_looks_away = True
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        filename: str = "step-{step}",
+        every_n_minutes: float | None = 10,
+        every_n_train_steps: int | None = None,
+        save_top_k: int = 1,
+        monitor: str | None = None,
+        mode: str = "min",
+        save_last: bool | None = None,
+        save_weights_only: bool = False,
+        save_on_exception: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        if every_n_minutes is not None and every_n_minutes <= 0:
+            raise ValueError(f"every_n_minutes={every_n_minutes!r} must be more than 0, or null: not by time.")
+        if every_n_train_steps is not None and every_n_train_steps < 1:
+            raise ValueError(f"every_n_train_steps={every_n_train_steps!r} must be at least 1, or null.")
+        # Without a metric Lightning keeps one or all; several of the newest are kept here.
+        self._kept: list[str] | None = [] if monitor is None and save_top_k > 1 else None
+        super().__init__(
+            dirpath=dirpath,
+            filename=filename,
+            monitor=monitor,
+            mode=mode,
+            save_last=save_last,
+            save_top_k=-1 if self._kept is not None else save_top_k,
+            save_weights_only=save_weights_only,
+            save_on_exception=save_on_exception,
+            auto_insert_metric_name=False,
+            every_n_train_steps=every_n_train_steps,
+            every_n_epochs=None if every_n_train_steps else 1,
+            verbose=verbose,
+        )
+        self.every_n_minutes = every_n_minutes
+        self.every_n_train_steps = every_n_train_steps
+        self.keep = save_top_k
+        if every_n_minutes is not None:  # beside the steps; the constructor takes only one of them
+            self._train_time_interval = timedelta(minutes=every_n_minutes)
+        self.newest: Path | None = None
+        self.interrupted_by: int | None = None
+        self._handlers: dict[int, Any] = {}
+        self._loops: dict[str, Any] | None = None
+        """Lightning's loops, and the place in the data, at the end of the last batch."""
+        self._batch = self._step = self._saved_batch = 0
+        self._as_they_were = False
+
+    def describe(self) -> str:
+        """When checkpoints are written, in a few words."""
+        if self.keep == 0:
+            return "none (callbacks.checkpoint.save_top_k=0)"
+        steps = self.every_n_train_steps
+        when = [f"every {self.every_n_minutes:g} minutes"] if self.every_n_minutes is not None else []
+        when += ["after each validation" if steps is None else f"every {steps} steps" if steps > 1 else "every step"]
+        when += ["at the end"] if self.monitor is None else []
+        when += ["on Ctrl-C"] if self.save_on_exception else []
+        return ", ".join(when)
+
+    # -- when to save -------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._loops, self._saved_batch = None, _batches(trainer)
+        self._listen()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._remember(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._stop_if_asked(trainer)
+
+    @override
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._loops is not None and trainer.state.fn == TrainerFn.FITTING:
+            with self._rewound():
+                self._stop_if_asked(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.monitor is None and self._is_unsaved():
+            with self._rewound():
+                self._save(trainer)
+        super().on_train_end(trainer, pl_module)
+        self._ignore()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._ignore()
+        if isinstance(exception, (Interrupted, KeyboardInterrupt)) or not self._is_whole(trainer):
+            return
+        try:
+            with self._rewound():
+                self._save(trainer)
+        except Exception as error:
+            exception.add_note(f"No checkpoint could be written after this: {type(error).__name__}: {error}")
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        if self.interrupted_by is not None:
+            if self.save_on_exception and self._is_unsaved():
+                self._save(trainer)
+            raise Interrupted(self.interrupted_by)
+
+    def _remember(self, trainer: Trainer) -> None:
+        self._loops = copy.deepcopy(trainer.fit_loop.state_dict())
+        self._batch, self._step = _batches(trainer), trainer.global_step
+
+    def _is_unsaved(self) -> bool:
+        return self.keep != 0 and self._loops is not None and self._saved_batch != self._batch
+
+    def _is_whole(self, trainer: Trainer) -> bool:
+        """After an error: whether weights are those that the last finished batch left, and not saved yet."""
+        if not self.save_on_exception or trainer.state.fn != TrainerFn.FITTING or self._loops is None:
+            return False
+        whole: bool | None = getattr(trainer.strategy, "whole", None)
+        total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+        if whole is not False and _batches(trainer) == self._batch + 1:  # it was another callback that failed behind it
+            self._remember(trainer)
+        elif _batches(trainer) != self._batch or trainer.global_step != self._step:
+            return False
+        running = total.ready > total.processed
+        return self._is_unsaved() and (whole is True or (whole is None and not running))
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _rewound(self) -> Iterator[None]:
+        """Checkpoints that are written here have the loops as they were at the end of the last batch."""
+        self._as_they_were = True
+        try:
+            yield
+        finally:
+            self._as_they_were = False
+
+    def _save(self, trainer: Trainer) -> None:
+        metrics: dict[str, Tensor] = self._monitor_candidates(trainer)
+        if self.monitor is None:
+            self._save_topk_checkpoint(trainer, metrics)
+        else:  # as it is, whether it is one of the best or not
+            self._save_checkpoint(trainer, self.format_checkpoint_name(metrics))
+        self._save_last_checkpoint(trainer, metrics)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._as_they_were and self._loops is not None:
+            checkpoint["loops"]["fit_loop"] = self._loops
+
+    @override
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self.newest, self._saved_batch = Path(filepath), self._batch
+        if self._kept is None or Path(filepath).stem.startswith(self.CHECKPOINT_NAME_LAST):
+            return
+        self._kept = [*(path for path in self._kept if path != filepath), filepath]
+        while len(self._kept) > self.keep:
+            self._remove_checkpoint(trainer, self._kept.pop(0))
+
+    # -- signals ------------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """From here on the first signal is a request. Handlers belong to the main thread; what is ignored stays so."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.interrupted_by = None
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):
+                self._handlers[number] = handler
+                signal.signal(number, self._asked)
+
+    def _ignore(self) -> None:
+        while self._handlers:
+            number, handler = self._handlers.popitem()
+            if signal.getsignal(number) == self._asked:
+                signal.signal(number, handler)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted_by is not None:
+            raise KeyboardInterrupt
+        self.interrupted_by = number
+        with contextlib.suppress(OSError):
+            os.write(2, _NOTICE)  # a signal's handler must not print: it may have interrupted just that
+
+
+def _batches(trainer: Trainer) -> int:
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(total.processed)

@@ -1,0 +1,275 @@
+"""`roundpipe-train` loses nothing: it is interrupted or fails, and the command that it prints goes on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from patience import PATIENCE_S
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lightning_roundpipe import train
+from lightning_roundpipe.callbacks import Checkpoints
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.updates import Updates
+from lightning_roundpipe.tasks import CausalLM
+
+QUICK = ["experiment=random_tokens", "prompt=null", "strategy.num_microbatches=2"]
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """``roundpipe-train`` in this process."""
+    monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
+    train.main()
+
+
+def checkpoint_of(folder: Path) -> dict[str, Any]:
+    [file] = (folder / "checkpoints").iterdir()
+    found: dict[str, Any] = torch.load(file, weights_only=False)
+    return found
+
+
+def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Weights and the optimizer's state, to the bit."""
+    assert one["global_step"] == other["global_step"]
+    assert one["state_dict"].keys() == other["state_dict"].keys()
+    for name, value in one["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name]), name
+    moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in (one, other)]
+    assert moments[0] and moments[0].keys() == moments[1].keys()
+    for key, state in moments[0].items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(moments[1][key][name])), (key, name)
+
+
+def command_in(said: str) -> list[str]:
+    """The command that goes on, which is the last line, alone."""
+    *_, told, line = said.splitlines()
+    assert told.startswith("The newest checkpoint is ") and told.endswith(" To go on from it:")
+    return shlex.split(line)
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+WAYS = {
+    signal.SIGINT: ["lora=all_linear", "lora.lora_dropout=0.2"],  # adapters and dropout; in a folder with spaces
+    signal.SIGTERM: ["trainer.accumulate_grad_batches=2", "scheduler=cosine"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", list(WAYS), ids=lambda number: signal.Signals(number).name)
+def test_what_a_signal_ends_goes_on(number: signal.Signals, working_folder: Path) -> None:
+    """The signal comes in the middle of an epoch; what is pasted back ends as the run that nothing interrupted."""
+    place = working_folder / "it's my work (1)"
+    place.mkdir()
+    steps = 15
+    program = [sys.executable, "-m", "lightning_roundpipe.train"]
+    arguments = [*QUICK, *WAYS[number], f"trainer.max_steps={steps}", "data.sequences=44"]  # 11 batches an epoch
+    subprocess.run([*program, *arguments, "hydra.run.dir=whole"], cwd=place, check=True, timeout=6 * PATIENCE_S)
+
+    with subprocess.Popen(
+        [*program, *arguments],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what is in the background ignores it
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("Training") and " 3/" in line:
+                os.kill(process.pid, number)
+                break
+        _, err = process.communicate(timeout=6 * PATIENCE_S)
+    assert process.returncode == 128 + number, err
+    assert "Traceback" not in err
+    [interrupted] = (place / "runs").iterdir()
+    [file] = (interrupted / "checkpoints").iterdir()
+    assert 3 <= int(file.stem.removeprefix("step-")) < steps
+    assert (interrupted / "adapters" / "adapter_model.safetensors").is_file() == (number == signal.SIGINT)
+    assert json.loads((interrupted / "summary.json").read_text()) == {"error": "interrupted"}
+
+    command = command_in(err)
+    assert command[-1].startswith("ckpt_path=") and str(file) in err
+    subprocess.run(err.splitlines()[-1], shell=True, cwd=place, check=True, timeout=6 * PATIENCE_S)
+    [resumed] = [folder for folder in (place / "runs").iterdir() if folder != interrupted]
+    assert_same_state(checkpoint_of(place / "whole"), checkpoint_of(resumed))
+    if number == signal.SIGINT:
+        both = [load_file(folder / "adapters" / "adapter_model.safetensors") for folder in (place / "whole", resumed)]
+        assert all(torch.equal(value, both[1][name]) for name, value in both[0].items())
+
+
+def test_a_second_signal_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], working_folder: Path
+) -> None:
+    """Then nothing more is written, and what was written before is named."""
+    step = CausalLM.training_step
+
+    def interrupted(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(CausalLM, "training_step", interrupted)
+    handlers = [signal.getsignal(number) for number in WAYS]
+    with pytest.raises(SystemExit) as exit_:
+        run(monkeypatch, *QUICK, "callbacks.checkpoint.every_n_train_steps=2")
+    signal.signal(signal.SIGINT, handlers[0])  # which Lightning ignores from here on
+    assert exit_.value.code == 130
+    assert [signal.getsignal(number) for number in WAYS] == handlers
+    [folder] = (working_folder / "runs").iterdir()
+    assert [file.name for file in (folder / "checkpoints").iterdir()] == ["step-2.ckpt"]
+    err = capfd.readouterr().err
+    assert f"ckpt_path={folder}/checkpoints/step-2.ckpt" in " ".join(command_in(err))
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def failing_at(number: int, times: int = 1) -> Callable[..., Tensor]:
+    """A training step that fails, in its last microbatch, in the batch of that number."""
+    step, left = CausalLM.training_step, [times]
+
+    def failing(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss = step(self, batch, batch_idx)
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx == number and left[0]:
+            left[0] -= 1
+            raise RuntimeError("the weather")
+        return loss
+
+    return failing
+
+
+@pytest.mark.parametrize("options", [[], ["trainer.accumulate_grad_batches=2", "lora=all_linear"]])
+def test_what_an_error_ends_goes_on(
+    options: list[str], working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Batch 5 of 4 an epoch fails; with accumulation it is the second of its step."""
+    options = [*QUICK, *options, "trainer.max_steps=6"]
+    run(monkeypatch, *options, "hydra.run.dir=whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalLM, "training_step", failing_at(5))
+        with pytest.raises(SystemExit) as exit_:
+            run(monkeypatch, *options)
+    assert exit_.value.code == 1
+    err = capfd.readouterr().err
+    assert "RuntimeError: the weather" in err
+    [failed] = (working_folder / "runs").iterdir()
+    written = 2 if len(options) > 4 else 5
+    assert [file.name for file in (failed / "checkpoints").iterdir()] == [f"step-{written}.ckpt"]
+    program, *arguments = command_in(err)
+    assert program == "roundpipe-train"
+    run(monkeypatch, *arguments, "hydra.run.dir=resumed")
+    assert_same_state(checkpoint_of(working_folder / "whole"), checkpoint_of(working_folder / "resumed"))
+
+
+def test_a_torn_step_is_not_saved(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The optimizer fails after some layers: the last good checkpoint stays, and the strategy writes no other."""
+    apply, calls = Updates._apply, [0]
+    refused = []
+
+    def torn(self: Updates, step: Any, gathered: Any) -> None:
+        calls[0] += 1
+        if step.number == 4 and calls[0] > 1:
+            raise RuntimeError("out of something")
+        calls[0] = 0 if step.number != 4 else calls[0]
+        apply(self, step, gathered)
+
+    class Saves(pl.Callback):
+        def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+            with pytest.raises(RoundPipeError, match=r"mine\.ckpt is not written: the last optimizer step"):
+                trainer.save_checkpoint("mine.ckpt")
+            refused.append(trainer.strategy.whole)
+
+    monkeypatch.setattr(Updates, "_apply", torn)
+    monkeypatch.setattr("lightning_roundpipe.runtime.updates.PIECE", 1)  # a layer at a time
+    monkeypatch.setattr("lightning_roundpipe.callbacks.plan_table.PlanTable.on_exception", Saves.on_exception)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *QUICK, "callbacks.checkpoint.every_n_train_steps=2")
+    err = capfd.readouterr().err
+    assert "out of something" in err and refused == [False]
+    [folder] = (working_folder / "runs").iterdir()
+    assert [file.name for file in (folder / "checkpoints").iterdir()] == ["step-2.ckpt"]
+    assert "step-2.ckpt" in command_in(err)[-1]
+    assert not Path("mine.ckpt").exists()
+
+
+def test_a_disk_that_is_full_does_not_hide_the_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CausalLM, "training_step", failing_at(2))
+    monkeypatch.setattr(Checkpoints, "_save_checkpoint", full)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *QUICK)
+    err = capfd.readouterr().err
+    assert "RuntimeError: the weather" in err
+    assert "No checkpoint could be written after this: OSError: [Errno 28] No space left on device" in err
+    assert err.splitlines()[-1] == "No checkpoint was written."
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        (["every_n_train_steps=2", "save_top_k=3"], [2, 4, 5]),
+        (["every_n_minutes=1e-9"], [5]),
+        (["every_n_minutes=1e-9", "save_top_k=-1"], [1, 2, 3, 4, 5]),
+        (["every_n_train_steps=1", "save_top_k=2", "monitor=train_loss", "mode=max"], None),
+        (["save_top_k=0"], []),
+        (["save_last=true"], [5, "last"]),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if value is not None else "some",
+)
+def test_settings_need_no_plus(
+    settings: list[str], left: Any, working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(
+        monkeypatch, *QUICK, "trainer.max_steps=5", "hydra.run.dir=it", *(f"callbacks.checkpoint.{s}" for s in settings)
+    )
+    found = sorted(file.stem for file in Path("it").glob("checkpoints/*"))
+    if left is None:
+        assert len(found) == 2
+    else:
+        assert found == sorted(name if isinstance(name, str) else f"step-{name}" for name in left)
+
+
+def test_without_the_callback_nothing_is_saved(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning would add one of its own."""
+    run(monkeypatch, *QUICK, "trainer.max_steps=1", "callbacks.checkpoint=null")
+    assert not list(working_folder.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("setting", ["every_n_minutes=0", "every_n_train_steps=0"])
+def test_wrong_settings_are_refused(
+    setting: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *QUICK, f"callbacks.checkpoint.{setting}")
+    assert f"{setting} must be" in capfd.readouterr().err
