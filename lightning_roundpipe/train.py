@@ -35,6 +35,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.sweep import finished_sweep, forget_sweep
 
@@ -63,6 +64,7 @@ _IRRELEVANT_WARNINGS = (
 _finished: list[Path] = []
 
 
+@console_command
 def main() -> None:
     """The console command. Exits with 2, and one line that says what to change, for settings that cannot be."""
     _finished.clear()
@@ -96,6 +98,8 @@ def _run_application() -> None:
         if full == "1" and mistake.__cause__ is not None:
             raise mistake.__cause__ from None
         _exit(str(mistake))
+    except BrokenPipeError:
+        raise  # nobody reads on: `console_command` ends
     except Exception as error:
         if full == "1":
             raise
