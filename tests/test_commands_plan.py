@@ -7,13 +7,16 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from planning.judge import Times, step_ends
 
 from lightning_roundpipe.commands import plan
-from lightning_roundpipe.planning import CallCost, Plan, search
+from lightning_roundpipe.commands.plan_costs import Question, answer, does_not_fit
+from lightning_roundpipe.planning import CallCost, Costs, Plan, search
+from lightning_roundpipe.planning.limits import Limits
 
 PAPER = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 COSTS = {
@@ -92,6 +95,29 @@ def test_the_papers_algorithm_by_name(call: Any) -> None:
     paper = json.loads(call("partitioner=paper")[1])
     ours = json.loads(call()[1])
     assert ours["makespan_ms"] <= paper["makespan_ms"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_never_slower_than_the_papers_plan(seed: int) -> None:
+    """By the printed figure, for layers of any lengths and sizes, with and without a limit of memory."""
+    random = Random(seed)
+    for staleness in (0, 1):
+        calls = [
+            CallCost(
+                f"layers.{n}", random.uniform(0, 2), random.uniform(0, 5), random.randint(0, 99), random.randint(0, 99),
+                9, random.randint(0, 99), needs_backward=n > 1 or seed % 2 > 0, waiting_bytes=random.randint(0, 9),
+            )
+            for n in range(random.randint(2, 14))
+        ]  # fmt: skip
+        costs, workers, microbatches = Costs(tuple(calls)), random.randint(1, 6), random.randint(1, 18)
+        for memory in (None, 900, 700):
+            limits = Limits.usual(costs, workers, microbatches, memory)
+            question = Question(costs, random.choice((0.0, 0.3)), workers, microbatches, staleness, limits, "random")
+            if does_not_fit(question, None, "table") is not None:
+                continue
+            ours, papers = (answer(question, 0.1, partitioner) for partitioner in ("search", "paper"))
+            assert ours.period_s <= papers.period_s
+            assert limits.keeps(ours.plan, costs, workers)
 
 
 def test_memory_limits_stages(call: Any) -> None:

@@ -162,7 +162,7 @@ def _plan_model(options: PlanOptions) -> Reply:
         lora_settings=options.lora_settings,
         model_settings=options.model_settings,
         precision=options.precision or "bf16-mixed",
-        sequence_length=options.sequence_length or 2048,
+        sequence_length=options.sequence_length,
         microbatch_size=options.microbatch_size,
         microbatches=options.microbatches,
         workers=options.workers,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_shape import Shape, Wish
+from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, Shape, Wish
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
@@ -63,6 +63,7 @@ class Outlook:
     wish: Wish
     hardware: Hardware
     parameters: Parameters
+    sequence_length: int
     costs: Costs
     workers: int
     microbatches: int
@@ -111,7 +112,7 @@ class Outlook:
 
     @property
     def step_tokens(self) -> int:
-        return self.microbatches * self.microbatch_size * self.wish.sequence_length
+        return self.microbatches * self.microbatch_size * self.sequence_length
 
     @property
     def period_s(self) -> float:
@@ -165,20 +166,21 @@ def look_at(shape: Shape, wish: Wish, assumed: tuple[str, ...] = (), *, longest:
     """`look`, where the model has been built. ``longest``: also for the longest sequence, which takes some seconds."""
     machine = shape.hardware
     memory = memory_of(wish, machine)
-    if wish.sequence_length > shape.longest:
+    length = min(USUAL_LENGTH, shape.longest) if wish.sequence_length is None else wish.sequence_length
+    if length > shape.longest:
         raise ValueError(
-            f"sequence_length={wish.sequence_length} is longer than the {shape.longest} tokens that model={wish.model} "
+            f"sequence_length={length} is longer than the {shape.longest} tokens that model={wish.model} "
             "has positions for (max_position_embeddings)."
         )
     workers = wish.workers or machine.workers
     microbatches = wish.microbatches or 2 * workers
     sizes = _SIZES if wish.microbatch_size is None else (wish.microbatch_size,)
-    tries = [_Try(shape, wish, workers, microbatches, size) for size in sizes]
+    tries = [_Try(shape, wish, workers, microbatches, length, size) for size in sizes]
     chosen, plan = _fastest(tries)
     run = chosen.run(plan) if plan in chosen.judged else None
     return Outlook(
-        wish, machine, shape.parameters, chosen.costs, workers, microbatches, chosen.size, chosen.limits, chosen.rules,
-        plan, run,
+        wish, machine, shape.parameters, length, chosen.costs, workers, microbatches, chosen.size, chosen.limits,
+        chosen.rules, plan, run,
         find_longest(shape, workers, microbatches, memory, wish.min_round) if longest else None, shape.refined, assumed,
     )  # fmt: skip
 
@@ -191,13 +193,14 @@ class _Try:
     wish: Wish
     workers: int
     microbatches: int
+    length: int
     size: int
     judged: dict[Plan, float] = field(default_factory=dict)
     """Seconds of each of many steps, of the plans that fit."""
 
     @cached_property
     def costs(self) -> Costs:
-        return self.shape.costs(self.size, self.wish.sequence_length)
+        return self.shape.costs(self.size, self.length)
 
     @cached_property
     def rules(self) -> Rules:

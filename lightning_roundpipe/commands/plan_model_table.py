@@ -25,9 +25,15 @@ def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType
     head = [
         f"{wish.model}{adapters}: {_count(weights)} weights, {_count(found.parameters.trained)} of them trained.",
         f"{found.hardware.title}: {_plural(found.workers, 'worker')}, {_plural(found.microbatches, 'microbatch')} of "
-        f"{found.microbatch_size} x {wish.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}.",
+        f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}.",
     ]
     head += [f"Assumed {text}" for text in found.assumed]
+    if wish.precision.endswith("-mixed"):
+        true = wish.precision.replace("mixed", "true")
+        head.append(
+            f"Counted as if all were in 16 bits, as {true} has it; {wish.precision} keeps norms, embeddings and what "
+            "goes from layer to layer in fp32."
+        )
     if found.parameters.frozen and found.parameters.compute_bytes < 4:
         head.append("Frozen weights are counted in 16 bits: load them so (model.dtype=bfloat16).")
     if found.cuts:
@@ -50,14 +56,14 @@ def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType
 def _verdict(found: Outlook) -> str:
     """The answer, in a line."""
     if found.run is not None:
-        return f"Fits: {found.tokens_per_s:,.0f} tokens/s, {found.period_s:,.2f} s a step (estimated)."
+        return f"Fits: {found.tokens_per_s:,.0f} tokens/s, {_seconds(found.period_s)} a step (estimated)."
     device, host = total(found.device_items), total(found.host_items)
     needs = []
     if not found.fits_device:
         assert found.memory is not None
-        needs.append(f"{_gib(device)} of {_gib(found.memory)} GiB a worker")
+        needs.append(f"{_share(device, found.memory)} a worker")
     if not found.fits_host:
-        needs.append(f"{_gib(host)} of {_gib(found.hardware.host_memory)} GiB of the host")
+        needs.append(f"{_share(host, found.hardware.host_memory)} of the host")
     return f"Does not fit: needs {', '.join(needs)}."
 
 
@@ -143,12 +149,21 @@ def _runs(sizes: Sequence[int]) -> str:
     return ", ".join(f"{count} x {size}" if count > 1 else str(size) for count, size in parts) or "none"
 
 
+def _share(need: int, limit: int) -> str:
+    unit, name = (2**30, "GiB") if limit >= 2**30 else (2**20, "MiB")
+    return f"{need / unit:,.2f} of {limit / unit:,.2f} {name}"
+
+
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f}"
 
 
 def _count(number: int) -> str:
     return f"{number / 1e9:,.2f} billion" if number >= 1e8 else f"{number / 1e6:,.2f} million"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
 
 
 def _plural(number: int, what: str) -> str:
@@ -178,7 +193,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "workers": found.workers,
         "microbatches": found.microbatches,
         "microbatch_size": found.microbatch_size,
-        "sequence_length": wish.sequence_length,
+        "sequence_length": found.sequence_length,
         "parameters": parameters.trained + parameters.frozen,
         "trained_parameters": parameters.trained,
         "cut": found.cuts,

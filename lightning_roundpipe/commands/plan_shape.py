@@ -22,6 +22,9 @@ from lightning_roundpipe.planning.search import SEARCH_SECONDS
 from lightning_roundpipe.planning.simulate import HostTime
 from lightning_roundpipe.planning.updates import Updates
 
+USUAL_LENGTH = 2048
+"""Tokens, or as many as a model has positions for."""
+
 _MOST_LENGTH = 2**20
 _ADAMW_BYTES = 28
 """Memory traffic of an update: a weight, its gradient and its moments are read, all but the gradient written."""
@@ -35,7 +38,7 @@ class Wish:
     hardware: str | None
     lora: str
     precision: Precision
-    sequence_length: int
+    sequence_length: int | None
     microbatch_size: int | None
     microbatches: int | None
     workers: int | None

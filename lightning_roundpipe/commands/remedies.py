@@ -30,10 +30,10 @@ _SHORTEST = 128
 _LEAST_PART = 16
 
 _NARROWER: Mapping[Precision, tuple[Precision, ...]] = {
-    "32-true": ("bf16-mixed", "bf16-true"),
-    "bf16-mixed": ("bf16-true",),
-    "16-mixed": ("16-true", "bf16-true"),
+    "32-true": ("bf16-true",),
 }
+"""Mixed precision is estimated as if all of it were in 16 bits, so ``*-true`` would change no figure of it."""
+
 _ADAPTERS = ("all_linear", "attention")
 
 Changes = Mapping[str, Any]
@@ -157,7 +157,8 @@ class _Tries:
                 return None
             memory = memory_of(wish, shape.hardware)
             longest = find_longest(shape, found.workers, found.microbatches, memory, wish.min_round)
-        if not max(_SHORTEST, wish.sequence_length // _LEAST_PART) <= longest.tokens < wish.sequence_length:
+        wanted = found.sequence_length
+        if not max(_SHORTEST, wanted // _LEAST_PART) <= longest.tokens < wanted:
             return None
         return {"sequence_length": longest.tokens, "microbatch_size": 1}
 
