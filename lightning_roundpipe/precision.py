@@ -27,7 +27,7 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_roundpipe.config import PRECISIONS
+from lightning_roundpipe.config import PRECISION_ALIASES, PRECISIONS
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.scaling import LossScale
 from lightning_roundpipe.runtime.formats import Formats, widen
@@ -39,7 +39,6 @@ _OF_THE_FLAG = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 _KEY = MixedPrecision.__qualname__
 """Where Lightning's own plugin keeps its scaler in a checkpoint."""
 
-_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _SUPPORTED = f"{', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}"
 
 
@@ -55,7 +54,7 @@ class RoundPipePrecision(Precision):
     """
 
     def __init__(self, precision: str = "32-true", scaler: GradScaler | None = None) -> None:
-        precision = _ALIASES.get(str(precision), str(precision))
+        precision = PRECISION_ALIASES.get(str(precision), str(precision))
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r} is not supported by the roundpipe strategy; use {_SUPPORTED}.")
         self.precision: Any = precision

@@ -37,6 +37,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.overrides import USAGE, command, explained, help_text, wrong_option
 from lightning_roundpipe.sweep import finished_sweep, forget_sweep, make_plans_static
@@ -72,6 +73,7 @@ _left: list[str] = []
 """What to say at the very end of runs that have not come to theirs."""
 
 
+@console_command
 def main() -> None:
     """The console command. Exits with 2, and one line that says what to change, for settings that cannot be."""
     arguments = sys.argv[1:]
@@ -120,6 +122,8 @@ def _run_application() -> None:
         if full == "1" and mistake.__cause__ is not None:
             raise mistake.__cause__ from None
         _exit(str(mistake))
+    except BrokenPipeError:
+        raise  # nobody reads on: `console_command` ends
     except Exception as error:
         if full == "1":
             raise

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from patience import PATIENCE_S
+from rich.console import Group
 from rich.table import Table
 
-from lightning_roundpipe.commands.options import as_json, option, parse, run, usage
+import lightning_roundpipe
+from lightning_roundpipe.commands.console import CLOSED_PIPE, console_command
+from lightning_roundpipe.commands.options import Reply, Settings, as_json, option, parse, pasted, run, usage
+from lightning_roundpipe.commands.plan import PlanOptions
+from lightning_roundpipe.commands.simulate import SimulateOptions
 from lightning_roundpipe.config import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
     """Tries every kind of option."""
+
+    examples: ClassVar = ("file=a.json", "file=b.json workers=2")
 
     file: Path = option("what to read")
     workers: int = option("how many", default=8, at_least=1)
@@ -29,7 +37,8 @@ class ProbeOptions:
     format: Literal["table", "json"] = option("how to print it", default="table")
     ahead: bool = option("whether to hurry", default=False)
     memory: int | None = option("how much", default=None, read=parse_bytes)
-    name: str = option("whose", default="ours")
+    name: str = option("whose", default="ours", section="Of names")
+    name_settings: Settings = option("more of it, as name.size=3", below="name")
 
 
 def probe(*arguments: str) -> ProbeOptions:
@@ -61,10 +70,15 @@ def test_values_are_of_the_annotated_kinds() -> None:
         (["file="], "file= has no value"),
         (["file"], "file= has no value"),
         (["file=a", "file=b"], "file= is given twice"),
-        (["file=a", "worker=2"], r"no option 'worker'. Did you mean workers=\? Allowed are file, workers, rate, "),
-        (["file=a", "zzz=2"], r"no option 'zzz'. Allowed are file, workers"),
+        (["file=a", "worker=2"], r"no option 'worker'. Did you mean workers=\? All are in --help"),
+        (["file=a", "--worker", "2"], r"no option 'worker'. Did you mean workers=\?"),
+        (["file=a", "zzz=2"], r"no option 'zzz'. Allowed are file, workers, .*name.NAME; see --help"),
         (["a.json"], "'a.json' is no option of the form name=value"),
-        (["--file=a"], "write file=VALUE, without dashes"),
+        (["--file"], "file= has no value: write file=VALUE"),
+        (["--file", "workers=2"], "file= has no value"),
+        (["--file", "--workers", "2"], "file= has no value"),
+        (["file=a", "name.size=1", "name.size=2"], "name.size= is given twice"),
+        (["file=a", "rate.size=1"], "There is no option 'rate.size'"),
         (["file=a", "workers=0"], "workers=0 must be a whole number of at least 1"),
         (["file=a", "workers=2.5"], "workers='2.5' must be a whole number"),
         (["file=a", "workers=null"], "workers='null' must be a whole number"),
@@ -74,6 +88,7 @@ def test_values_are_of_the_annotated_kinds() -> None:
         (["file=a", "rate=-1"], "rate=-1 must be a number of at least 0"),
         (["file=a", "staleness=2"], "staleness='2' must be one of 0, 1"),
         (["file=a", "format=yaml"], "format='yaml' must be one of table, json"),
+        (["file=a", "format=jason"], r"must be one of table, json. Did you mean json\?"),
         (["file=a", "ahead=maybe"], "ahead='maybe' must be true or false"),
         (["file=a", "memory=lots"], "memory='lots' is not a size"),
     ],
@@ -83,7 +98,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         parse(ProbeOptions, arguments)
-    assert run("roundpipe-probe", ProbeOptions, lambda options: "answer", arguments) == 2
+    assert run("roundpipe-probe", ProbeOptions, lambda options: Reply("answer"), arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("roundpipe-probe: ")
@@ -91,9 +106,9 @@ def test_mistakes_are_one_line_and_exit_code_2(
 
 
 def test_only_the_answer_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    def answer(options: ProbeOptions) -> str:
+    def answer(options: ProbeOptions) -> Reply:
         print("a library talks")
-        return as_json({"workers": options.workers, "name": "x" * 200})
+        return Reply(as_json({"workers": options.workers, "name": "x" * 200}))
 
     assert run("roundpipe-probe", ProbeOptions, answer, ["file=a"]) == 0
     captured = capsys.readouterr()
@@ -104,19 +119,42 @@ def test_only_the_answer_is_on_standard_output(capsys: pytest.CaptureFixture[str
 def test_tables_go_through_rich(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("heading")
     table.add_row("cell")
-    assert run("roundpipe-probe", ProbeOptions, lambda options: table, ["file=a"]) == 0
+    assert run("roundpipe-probe", ProbeOptions, lambda options: Reply(table, code=1), ["file=a"]) == 1
     out = capsys.readouterr().out
     assert "heading" in out and "cell" in out
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "help"])
 def test_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("roundpipe-probe", ProbeOptions, lambda options: "answer", ["worker=1", word]) == 0
+    assert run("roundpipe-probe", ProbeOptions, lambda options: Reply("answer"), ["worker=1", word]) == 0
     out = capsys.readouterr().out
     assert out.rstrip() == usage("roundpipe-probe", ProbeOptions)
-    assert out.startswith("roundpipe-probe file=FILE [workers=NUMBER] [rate=NUMBER] [staleness=0|1]")
-    assert "Tries every kind of option." in out
-    assert "how many (default: 8)" in out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[:4] == ["roundpipe-probe NAME=VALUE ...", "", "Tries every kind of option.", ""]
+    assert lines[4:7] == ["Examples:", "roundpipe-probe file=a.json", "roundpipe-probe file=b.json workers=2"]
+    assert "workers=NUMBER how many (default: 8)" in lines
+    assert lines[-3:] == [
+        "Of names:",
+        "name=NAME whose (default: ours)",
+        "name.NAME=VALUE more of it, as name.size=3",
+    ]
+
+
+@pytest.mark.parametrize("given", [["--file=b.json"], ["--file", "b.json"], ["file=b.json"]])
+def test_dashes_are_allowed(given: list[str]) -> None:
+    found = parse(ProbeOptions, [*given, "--workers", "3", "--name.size", "4", "name.colour=[a=b, c]"])
+    assert (found.file, found.workers) == (Path("b.json"), 3)
+    assert found.name_settings == (("size", "4"), ("colour", "[a=b, c]"))
+
+
+def test_what_is_pasted_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = f"plan='{'forward [b]0-3[/b]; ' * 20}'"
+    group = Group("words " * 20, pasted(text))
+    assert run("roundpipe-probe", ProbeOptions, lambda options: Reply(group), ["file=a"]) == 0
+    *others, last = capsys.readouterr().out.splitlines()
+    assert last == text
+    assert len(others) > 2 and max(map(len, others)) <= 40
 
 
 def _raise(error: Exception) -> Any:
@@ -129,25 +167,60 @@ def test_a_bug_keeps_its_traceback_and_a_mistake_does_not(capsys: pytest.Capture
         with pytest.raises(type(error)):
             run("roundpipe-probe", ProbeOptions, lambda options, error=error: _raise(error), ["file=a"])
     with pytest.raises(ValueError, match="JSON"):
-        run("roundpipe-probe", ProbeOptions, lambda options: as_json(float("nan")), ["file=a"])
-    assert run("roundpipe-probe", ProbeOptions, lambda options: Path("no/such").read_text(), ["file=a"]) == 2
+        run("roundpipe-probe", ProbeOptions, lambda options: Reply(as_json(float("nan"))), ["file=a"])
+    assert run("roundpipe-probe", ProbeOptions, lambda options: Reply(Path("no/such").read_text()), ["file=a"]) == 2
     assert "no/such" in capsys.readouterr().err
 
 
-def test_a_reader_that_stops_early_is_no_error() -> None:
+ANSWERS = {
+    "text": "return run('p', O, lambda options: Reply('line\\n' * 200000), [])",
+    "a table": "return run('p', O, lambda options: Reply(Text('line\\n' * 200000)), [])",
+    "a little": "return run('p', O, lambda options: Reply('line'), [])",
+    "little, and the exit is elsewhere": "print('line'); sys.exit(0)",
+    "errors": "print('line\\n' * 200000, file=sys.stderr)",
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_reader_that_stops_early_is_no_error(kind: str) -> None:
+    """Without a word: neither a traceback, nor what Python says when it flushes at exit."""
     code = (
         "import sys; from dataclasses import dataclass\n"
-        "from lightning_roundpipe.commands.options import run\n"
+        "from rich.text import Text\n"
+        "from lightning_roundpipe.commands.console import console_command\n"
+        "from lightning_roundpipe.commands.options import Reply, run\n"
         "@dataclass\nclass O:\n    'Long.'\n"
-        "sys.exit(run('p', O, lambda options: 'line\\n' * 200000))"
+        f"@console_command\ndef main():\n    {ANSWERS[kind]}\n"
+        "sys.stdin.read()\nsys.exit(main())"
     )
     read, write = os.pipe()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    out, errors = (subprocess.PIPE, write) if kind == "errors" else (write, subprocess.PIPE)
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", code], stdout=out, stderr=errors, stdin=subprocess.PIPE, text=True, env=environment
     )
     os.close(write)
-    os.read(read, 10)
     os.close(read)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert errors == "" and process.returncode == 141
+    texts = process.communicate(timeout=PATIENCE_S)
+    assert not any(texts) and process.returncode == CLOSED_PIPE
+
+
+@pytest.mark.parametrize("program", ["roundpipe-plan", "roundpipe-simulate", "roundpipe-train"])
+def test_every_command_says_its_version(program: str) -> None:
+    script = Path(sys.executable).with_name(program)
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"lightning-roundpipe {lightning_roundpipe.__version__}\n"
+
+
+@pytest.mark.parametrize("options", [PlanOptions, SimulateOptions])
+def test_help_is_short_and_its_examples_are_right(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = usage("roundpipe-command", options).splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) <= 50
+    assert len(options.examples) >= 3
+    for example in options.examples:
+        parse(options, shlex.split(example))
+
+
+def test_a_command_returns_what_its_function_does() -> None:
+    assert console_command(lambda: 3)() == 3

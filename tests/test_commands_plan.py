@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from planning.judge import Times, step_ends
 
 from lightning_roundpipe.commands import plan
-from lightning_roundpipe.planning import Plan, search
+from lightning_roundpipe.commands.plan_costs import Question, answer, does_not_fit
+from lightning_roundpipe.planning import CallCost, Costs, Plan, search
+from lightning_roundpipe.planning.limits import Limits
 
 PAPER = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 COSTS = {
@@ -53,7 +58,9 @@ def test_json_says_what_an_independent_judge_finds(call: Any, staleness: int) ->
     code, out, err = call(f"staleness={staleness}")
     assert (code, err) == (0, "")
     found = json.loads(out)
-    assert list(found) == [
+    assert found["fits"] is True
+    assert [len(span) for span in Plan.parse(found["plan"]).forward] == found["forward"]
+    assert list(found)[2:] == [
         "forward",
         "fused",
         "backward",
@@ -90,6 +97,29 @@ def test_the_papers_algorithm_by_name(call: Any) -> None:
     assert ours["makespan_ms"] <= paper["makespan_ms"]
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_never_slower_than_the_papers_plan(seed: int) -> None:
+    """By the printed figure, for layers of any lengths and sizes, with and without a limit of memory."""
+    random = Random(seed)
+    for staleness in (0, 1):
+        calls = [
+            CallCost(
+                f"layers.{n}", random.uniform(0, 2), random.uniform(0, 5), random.randint(0, 99), random.randint(0, 99),
+                9, random.randint(0, 99), needs_backward=n > 1 or seed % 2 > 0, waiting_bytes=random.randint(0, 9),
+            )
+            for n in range(random.randint(2, 14))
+        ]  # fmt: skip
+        costs, workers, microbatches = Costs(tuple(calls)), random.randint(1, 6), random.randint(1, 18)
+        for memory in (None, 900, 700):
+            limits = Limits.usual(costs, workers, microbatches, memory)
+            question = Question(costs, random.choice((0.0, 0.3)), workers, microbatches, staleness, limits, "random")
+            if does_not_fit(question, None, "table") is not None:
+                continue
+            ours, papers = (answer(question, 0.1, partitioner) for partitioner in ("search", "paper"))
+            assert ours.period_s <= papers.period_s
+            assert limits.keeps(ours.plan, costs, workers)
+
+
 def test_memory_limits_stages(call: Any) -> None:
     free = json.loads(call(**SIZES)[1])
     tight = json.loads(call("memory=820", **SIZES)[1])
@@ -99,21 +129,70 @@ def test_memory_limits_stages(call: Any) -> None:
     assert tight != free
 
 
+def test_what_does_not_fit_is_an_answer(call: Any) -> None:
+    code, out, err = call("memory=500", **SIZES)
+    assert (code, err) == (1, "")
+    assert json.loads(out) == {"fits": False, "needed_bytes": 610, "limit_bytes": 500, "would_fit": []}
+    waiting = [call_of(f"layers.{n}", 1.0, 100) | {"waiting_bytes": 100} for n in range(6)]
+    data = json.dumps({"calls": waiting, "workers": 4, "microbatches": 8})
+    code, out, _ = call("memory=600", "format=table", data=data)
+    assert code == 1
+    first, second = out.splitlines()
+    assert first == "Does not fit: a cut at every layer needs 705 bytes of each worker, and memory=600."
+    assert second.startswith("What would fit: min_round=2, ")
+    assert call("memory=600", "min_round=2", data=data)[0] == 0
+
+
 def test_the_printed_plan_recomputes_ahead_as_it_was_simulated_where_memory_allows(call: Any) -> None:
     """Then a backward stage keeps the graphs of all its layers, here 3 x 300 bytes, and not only of one."""
     big = SIZES | {"activation_bytes": 300, "head_forward_ms": 30, "head_backward_ms": 80}
     found = {}
     for memory in (100_000, 3000):
         out = call("partitioner=paper", f"memory={memory}", "workers=5", "max_fused=0", "format=table", **big)[1]
-        shown = out[out.index("plan=") + 5 :]  # whole, though it takes more than a line
-        found[Plan.parse(shown).recompute_ahead] = out[out.index("one step") : out.index(" ms, each")]
-    assert found == {True: "one step 954.500", False: "one step 1,044.500"}
+        [shown] = [line.removeprefix("plan=") for line in out.splitlines() if line.startswith("plan=")]
+        [text] = shlex.split(shown)
+        found[Plan.parse(text).recompute_ahead] = out[: out.index(", bubble")]
+    assert found == {True: "Fits: 954.500 ms a step", False: "Fits: 1,044.500 ms a step"}
 
 
 def test_table(call: Any) -> None:
     code, out, _ = call("format=table")
     assert code == 0
-    assert "one step" in out and "plan=forward" in out and "head" in out
+    assert " ms a step, bubble " in out.splitlines()[0] and "plan='forward" in out and "head" in out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_is_cut(call: Any, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Neither by long names of layers, nor by large figures; and a plan is one line, however long."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = [f"model.base_model.model.model.layers.{number}.a_rather_long_name" for number in range(40)]
+    calls = [call_of(name, 123456.7, 7 * 2**30) for name in names]
+    code, out, _ = call(
+        "format=table", "workers=20", "max_fused=0", data=json.dumps({"calls": calls, "microbatches": 40})
+    )
+    assert code == 0
+    *table, last = out.splitlines()
+    assert last.startswith("plan='forward ") and len(last) > width
+    Plan.parse(shlex.split(last)[0].removeprefix("plan="))
+    assert max(map(len, table)) <= width
+    assert "…" not in out
+    assert any(line.endswith(" 7,168.0") for line in table)
+
+
+def call_of(layer: str, seconds: float, nbytes: int) -> dict[str, Any]:
+    return asdict(CallCost(layer, seconds, 2 * seconds, nbytes, nbytes, 5, 5, needs_backward=True))
+
+
+def test_cases_by_name(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # no checkout
+    there = call(f"costs={PAPER}", "case=llama3.1-8b", "partitioner=paper")[1]
+    assert call("costs=paper", "case=llama3.1-8b", "partitioner=paper")[1] == there
+    monkeypatch.setattr(sys, "argv", ["roundpipe-plan", "case=llama3.1-8b", "partitioner=paper", "format=json"])
+    assert plan.main() == 0
+    code, _, err = call("costs=papier")
+    assert code == 2 and "There is no costs=papier. Did you mean paper?" in err
+    code, _, err = call("costs=paper", "case=llama3-8b")
+    assert code == 2 and "Did you mean llama3.1-8b?" in err
 
 
 def test_a_case_of_a_list(call: Any) -> None:
@@ -151,7 +230,6 @@ def test_a_case_of_a_list(call: Any) -> None:
         (["staleness=2"], {}, "staleness=2 must be 0 or 1"),
         (["min_round=7"], {}, "min_round=7 must be at most microbatches=6"),
         (["memory=1GB"], {}, "memory= needs sizes"),
-        (["memory=500"], SIZES, "workers may use 500 bytes"),
         (["memory=much"], SIZES, "memory='much' is not a size"),
         (["search_seconds=-1"], {}, "search_seconds=-1 must be a number of at least 0"),
         (["layer=3"], {}, "There is no option 'layer'"),
@@ -195,9 +273,13 @@ def test_a_plan_of_ones_own_is_judged(call: Any) -> None:
     judged = json.loads(call(f"plan={text}")[1])
     assert (judged["forward"], judged["fused"], judged["backward"]) == ([4, 4], 1, [4, 4])
     assert judged["period_ms"] >= found["period_ms"]
-    code, _, err = call(f"plan={text}", "memory=100", **SIZES)
-    assert code == 2
-    assert "bytes of each worker, and memory=100: make its stages smaller" in err
+    code, out, err = call(f"plan={text}", "memory=100", "format=table", **SIZES)
+    assert (code, err) == (1, "")
+    assert out == "Does not fit: this plan needs 1,610 bytes of each worker, and memory=100.\n"
+    code, out, _ = call(f"plan={text}", "memory=820", **SIZES)
+    [instead] = json.loads(out)["would_fit"]
+    assert code == 1 and instead["settings"] == "without plan="
+    assert instead["period_ms"] == json.loads(call("memory=820", "partitioner=paper", **SIZES)[1])["period_ms"]
     assert "plan" in call("plan=forward 0; fused 1; backward 0; round 6")[2]
 
 

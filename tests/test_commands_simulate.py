@@ -62,7 +62,7 @@ def test_one_case_is_a_list_of_one(call: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("columns", "makespan", "bubble"), [(80, "39,716.5", "31.21"), (120, "39,716.460", "31.2119")])
 def test_table_fits_the_terminal(columns: int, makespan: str, bubble: str) -> None:
-    table = simulate.simulate(simulate.SimulateOptions(case=PAPER))
+    table = simulate.simulate(simulate.SimulateOptions(case=str(PAPER))).shown
     console = Console(width=columns, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - closed with the process
     console.print(table)
     lines = console.export_text().splitlines()
@@ -73,6 +73,23 @@ def test_table_fits_the_terminal(columns: int, makespan: str, bubble: str) -> No
     assert "…" not in "".join(lines)
     assert any("15 cases have expected figures" in line for line in lines)
     assert any("8 workers, 16 microbatches" in line for line in lines)
+
+
+def test_cases_that_come_with_the_package_have_names(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no checkout
+    assert call("case=paper", "format=json")[1] == call(f"case={PAPER}", "format=json")[1]
+    rows = json.loads(call("case=qwen3-32b", "format=json")[1])
+    assert [row["model"] for row in rows] == 5 * ["qwen3-32b"]
+    for given, message in (
+        ("papr", "There is no case=papr. Did you mean paper? It is a JSON file, or one of paper, qwen3-1.7b"),
+        ("conf/cases/paper.json", "conf/cases/paper.json is not there. The package's own cases are case=paper"),
+        ("qwen3-31b", "Did you mean qwen3-32b?"),
+    ):
+        code, out, err = call(f"case={given}")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
 
 
 def test_table_of_different_sizes_and_odd_names(call: Any, tmp_path: Path) -> None:
@@ -148,4 +165,5 @@ def test_the_case_in_the_documents_runs(tmp_path: Path) -> None:
     [case] = re.findall(r"```json\n(.*?)```", (PAPER.parents[2] / "docs" / "schedules.md").read_text(), flags=re.DOTALL)
     file = tmp_path / "case.json"
     file.write_text(case)
-    assert json.loads(str(simulate.simulate(simulate.SimulateOptions(case=file, format="json"))))[0]["model"] == "tiny"
+    reply = simulate.simulate(simulate.SimulateOptions(case=str(file), format="json"))
+    assert json.loads(str(reply.shown))[0]["model"] == "tiny"

@@ -9,7 +9,8 @@ from harness import assert_same, ours, run
 from torch import nn
 from zoo_runs import expected
 
-from lightning_roundpipe.commands.choices import make_model, read_config, read_machine
+from lightning_roundpipe.commands.choices import make_model, read_config
+from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import Shape
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.model.layers import find_layers

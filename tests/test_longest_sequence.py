@@ -12,7 +12,7 @@ import torch
 from harness import loader, ours, quiet, trainer_of
 from peft import LoraConfig
 
-from lightning_roundpipe.commands.choices import read_machine
+from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, Shape, find_longest
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.model.loading import from_config

@@ -1,10 +1,10 @@
-"""Models, adapters and machines by the names that they have in ``conf/``, or as files of one's own."""
+"""Models and adapters by the names that they have in ``conf/``, or as files of one's own."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lightning_roundpipe.commands.machines import is_path
+from lightning_roundpipe.commands.options import Settings, did_you_mean
 from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.meter import ATTENTION, attention
-from lightning_roundpipe.planning.profile import Hardware, Precision, read_hardware
+from lightning_roundpipe.planning.profile import Precision
 
 _MADE_BY = {"model": "lightning_roundpipe.model.loading.from_config", "lora": "peft.LoraConfig"}
 """``_target_`` of the choices that can be taken here."""
@@ -32,30 +34,21 @@ _ABOUT_WEIGHTS = ("weights", "dtype")
 DTYPES: Mapping[Precision, torch.dtype] = {
     "32-true": torch.float32,
     "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
     "16-mixed": torch.float16,
+    "16-true": torch.float16,
 }
 
 
-def read_machine(text: str) -> Hardware:
-    """The machine of that name, or of that YAML file.
-
-    Raises:
-        ValueError: there is none, or something is wrong with the file.
-    """
-    if _is_path(text):
-        return read_hardware(Path(text).expanduser())
-    _check_name("hardware", text, sorted(_choices("hardware")), "a YAML file like those in conf/hardware")
-    with as_file(files("lightning_roundpipe.conf") / "hardware" / f"{text}.yaml") as path:
-        return read_hardware(path)
-
-
-def read_config(text: str) -> PretrainedConfig:
+def read_config(text: str, changed: Settings = ()) -> PretrainedConfig:
     """The configuration of a model in ``conf/model``, or of a Hugging Face ``config.json`` or a folder with one.
+
+    ``changed`` are settings of it that the command line changes, as ``model.num_hidden_layers=4``.
 
     Raises:
         ValueError: there is none, or transformers does not take it.
     """
-    if _is_path(text):
+    if is_path(text):
         path = Path(text).expanduser()
         path = path / "config.json" if path.is_dir() else path
         settings = read_json(path)
@@ -67,9 +60,12 @@ def read_config(text: str) -> PretrainedConfig:
     settings = {key: value for key, value in settings.items() if key not in _ABOUT_WEIGHTS}
     kind = settings.pop("model_type")
     if kind not in CONFIG_MAPPING:
-        close = get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(kind, CONFIG_MAPPING.keys())
         raise ValueError(f"model={text}: transformers has no model_type {kind!r}.{hint}")
+    # What is about weights means nothing here, as they are never read: the same command line as for training works.
+    shaping = tuple((name, value) for name, value in changed if name not in _ABOUT_WEIGHTS)
+    known = {*settings, *AutoConfig.for_model(kind).to_dict()} if shaping else ()
+    settings = _changed(settings, "model", shaping, known)
     try:
         config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
     except Exception as error:
@@ -77,18 +73,49 @@ def read_config(text: str) -> PretrainedConfig:
     return config
 
 
-def make_model(config: PretrainedConfig, name: str, lora: str, precision: Precision) -> nn.Module:
+def make_model(
+    config: PretrainedConfig, name: str, lora: str, precision: Precision, changed: Settings = ()
+) -> nn.Module:
     """The model without data, in the format that it computes in, with the adapters of ``conf/lora``'s choice ``lora``.
+
+    ``changed`` are settings of those that the command line changes, as ``lora.r=16``.
 
     Raises:
         ValueError: it is no causal language model, or the adapters do not fit it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries about each other
-        return _make_model(config, name, lora, precision)
+        return _make_model(config, name, _adapters(lora, changed), lora, precision)
 
 
-def _make_model(config: PretrainedConfig, name: str, lora: str, precision: Precision) -> nn.Module:
+def _adapters(lora: str, changed: Settings) -> dict[str, Any]:
+    """Settings of ``LoraConfig``; none: without adapters."""
+    settings = _choice("lora", lora, "a YAML file like those in conf/lora", none=True)
+    if changed and not settings:
+        raise ValueError(
+            f"lora.{changed[0][0]}= is about adapters, and lora={lora} has none: choose some, as lora=all_linear."
+        )
+    known = [item.name for item in fields(LoraConfig)]
+    return _changed(settings, "lora", changed, known)
+
+
+def _changed(settings: dict[str, Any], group: str, changed: Settings, known: Iterable[str]) -> dict[str, Any]:
+    """``settings`` with the others', whose values are YAML: ``[q_proj, v_proj]`` is a list."""
+    for name, text in changed:
+        if name.partition(".")[0] not in known:
+            hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
+            raise ValueError(f"{group}.{name}= is no setting of {group}=.{hint}")
+        try:
+            merged = OmegaConf.merge(settings, OmegaConf.from_dotlist([f"{name}={text}"]))
+            settings = {str(key): value for key, value in OmegaConf.to_container(merged).items()}  # type: ignore[union-attr]
+        except Exception as error:  # yaml's and OmegaConf's have nothing in common
+            raise ValueError(f"{group}.{name}={text} cannot be read: {_line(error)}") from None
+    return settings
+
+
+def _make_model(
+    config: PretrainedConfig, name: str, adapters: Mapping[str, Any], lora: str, precision: Precision
+) -> nn.Module:
     AttentionInterface.register(ATTENTION, attention)
     build: Any = AutoModelForCausalLM.from_config
     dtype = DTYPES[precision]
@@ -100,10 +127,10 @@ def _make_model(config: PretrainedConfig, name: str, lora: str, precision: Preci
                 model = build(config, dtype=dtype, attn_implementation="eager")
     except Exception as error:
         raise ValueError(f"model={name} makes no causal language model: {_line(error)}") from error
-    if settings := _choice("lora", lora, "a YAML file like those in conf/lora", none=True):
+    if adapters:
         try:
             # As under autocast, adapters compute in the format of the weights beside them.
-            model = get_peft_model(model, LoraConfig(**settings), autocast_adapter_dtype=False)
+            model = get_peft_model(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
         except Exception as error:
             raise ValueError(f"lora={lora} does not fit model={name}: {_line(error)}") from error
     return model.train()
@@ -111,7 +138,7 @@ def _make_model(config: PretrainedConfig, name: str, lora: str, precision: Preci
 
 def _choice(group: str, text: str, otherwise: str, none: bool = False) -> dict[str, Any]:
     """The settings of a choice, without the name of what takes them."""
-    if _is_path(text):
+    if is_path(text):
         data = _load(Path(text).expanduser(), group)
         data.pop("_target_", None)
         return data
@@ -152,13 +179,8 @@ def _load(path: Path, group: str) -> dict[str, Any]:
 
 def _check_name(group: str, text: str, known: list[str], otherwise: str) -> None:
     if text not in known:
-        close = get_close_matches(text, known, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(text, known)
         raise ValueError(f"There is no {group}={text}.{hint} Allowed are {', '.join(known)}, and {otherwise}.")
-
-
-def _is_path(text: str) -> bool:
-    return "/" in text or text.endswith((".json", ".yaml", ".yml"))
 
 
 def _line(error: Exception) -> str:

@@ -6,35 +6,40 @@ A command is a dataclass of its options and a function that answers::
     class SumOptions:
         '''Adds two numbers.'''
 
+        examples: ClassVar = ("left=2 right=3",)
         left: int = option("the first number", at_least=0)
         format: Literal["table", "json"] = option("how to print it", default="table")
 
-    def answer(options: SumOptions) -> RenderableType:  # text goes out as it is, anything else through rich
-        return as_json({"sum": options.left})
+    def answer(options: SumOptions) -> Reply:
+        return Reply(as_json({"sum": options.left}))
 
+    @console_command
     def main() -> int:  # the console script; the returned number is the exit code
         return run("roundpipe-sum", SumOptions, answer)
 
+``--name value`` and ``--name=value`` mean the same as ``name=value``.
+
 The manners: standard output holds the answer only, so whatever is printed meanwhile goes to standard error (libraries
 do print). A user's mistake is one line on standard error that says what is allowed, and exit code 2. Mistakes are any
-``OSError`` and the ``ValueError`` that this package raises; everything else is a bug and keeps its traceback.
+``OSError`` and the ``ValueError`` that this package raises; everything else is a bug and keeps its traceback. An answer
+has its own exit code: 1 where it is no.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 T = TypeVar("T")
 """The dataclass of a command's options."""
@@ -47,8 +52,28 @@ _PLACEHOLDERS: Mapping[Any, str] = {Path: "FILE", int: "NUMBER", float: "NUMBER"
 Reader = Callable[[str, str], Any]
 """Makes an option's value of its text and its name; raises ``ValueError``. ``config.parse_bytes`` is one."""
 
+Settings = tuple[tuple[str, str], ...]
+"""Annotation of an option with ``below``: names and values."""
 
-def option(help_text: str, *, default: Any = MISSING, at_least: float | None = None, read: Reader | None = None) -> Any:
+
+@dataclass(frozen=True)
+class Reply:
+    """What a command answers: text goes out as it is, anything else through rich."""
+
+    shown: RenderableType
+    code: int = 0
+
+
+def option(
+    help_text: str,
+    *,
+    default: Any = MISSING,
+    at_least: float | None = None,
+    read: Reader | None = None,
+    shown: str | None = None,
+    below: str | None = None,
+    section: str | None = None,
+) -> Any:
     """A field of a command's dataclass; its annotation says how the text is read.
 
     Args:
@@ -57,8 +82,12 @@ def option(help_text: str, *, default: Any = MISSING, at_least: float | None = N
         at_least: the lowest number allowed.
         read: makes the value of text and name, for annotations other than ``str``, ``Path``, ``int``, ``float``,
             ``bool``, ``Literal`` and those with ``| None``.
+        shown: what stands for its value in ``--help``.
+        below: takes all options that begin with this and a dot, as `Settings`: ``below="lora"`` takes ``lora.r=8``.
+        section: a heading in ``--help`` that begins with it.
     """
-    return field(default=default, metadata={"help": help_text, "at_least": at_least, "read": read})
+    found = {"help": help_text, "at_least": at_least, "read": read, "shown": shown, "below": below, "section": section}
+    return field(default=() if below else default, metadata=found)
 
 
 def parse(options: type[T], arguments: Sequence[str]) -> T:
@@ -67,23 +96,31 @@ def parse(options: type[T], arguments: Sequence[str]) -> T:
     Raises:
         ValueError: a name is unknown, missing or given twice, or a value is not of the annotated kind.
     """
-    known: dict[str, Field[Any]] = {item.name: item for item in fields(options)}  # type: ignore[arg-type]
+    known: dict[str, Field[Any]] = {}
+    groups: dict[str, str] = {}
+    for item in fields(options):  # type: ignore[arg-type]
+        if item.metadata["below"]:
+            groups[item.metadata["below"]] = item.name
+        else:
+            known[item.name] = item
     hints = get_type_hints(options)
     given: dict[str, Any] = {}
-    for argument in arguments:
-        name, text = _split(argument, known)
-        if name in given:
-            raise ValueError(f"{name}= is given twice: keep one of them.")
-        given[name] = _read(known[name], hints[name], text)
+    for name, text in _pairs(arguments, known, groups):
+        group, dot, below = name.partition(".")
+        if dot:
+            have = dict(given.get(groups[group], ()))
+            _check_new(name, below in have)
+            given[groups[group]] = (*have.items(), (below, text))
+        else:
+            _check_new(name, name in given)
+            given[name] = _read(known[name], hints[name], text)
     for name, item in known.items():
         if name not in given and item.default is MISSING:
             raise ValueError(f"{name}= is missing. It is {item.metadata['help']}: {name}={_placeholder(item, hints)}")
     return options(**given)
 
 
-def run(
-    program: str, options: type[T], answer: Callable[[T], RenderableType], arguments: Sequence[str] | None = None
-) -> int:
+def run(program: str, options: type[T], answer: Callable[[T], Reply], arguments: Sequence[str] | None = None) -> int:
     """Parses the command line and prints what ``answer`` returns; gives the exit code, 2 for a user's mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -91,18 +128,16 @@ def run(
             _print(usage(program, options))
             return 0
         with redirect_stdout(sys.stderr):
-            result = answer(parse(options, arguments))
-        _print(result)
+            reply = answer(parse(options, arguments))
+        _print(reply.shown)
     except BrokenPipeError:
-        # The reader has seen enough (`| head`). Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # what the shell reports of a program that SIGPIPE ends
+        raise  # nobody reads on: `console_command` ends
     except (ValueError, OSError) as error:
         if not _is_mistake(error):
             raise
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    return 0
+    return reply.code
 
 
 def as_json(data: object) -> str:
@@ -111,34 +146,62 @@ def as_json(data: object) -> str:
 
 
 def usage(program: str, options: type[Any]) -> str:
-    """What ``--help`` prints."""
+    """What ``--help`` prints: what the command is for, examples, and a line for each option."""
     hints, known = get_type_hints(options), fields(options)
-    shown = {item.name: f"{item.name}={_placeholder(item, hints)}" for item in known}
-    line = " ".join(shown[i.name] if i.default is MISSING else f"[{shown[i.name]}]" for i in known)
-    width = max(map(len, shown.values())) + 2
-    rows = []
-    for item in known:
-        has_default = item.default is not MISSING and item.default is not None
+    names = [f"{item.metadata['below']}.NAME" if item.metadata["below"] else item.name for item in known]
+    shown = [f"{name}={_placeholder(item, hints)}" for name, item in zip(names, known, strict=True)]
+    width = max(map(len, shown)) + 2
+    lines = [f"{program} NAME=VALUE ...", ""]
+    lines += [line.strip() for line in (options.__doc__ or "").strip().splitlines()]
+    if examples := getattr(options, "examples", ()):
+        lines += ["", "Examples:", *(f"  {program} {example}" for example in examples)]
+    if not known or known[0].metadata["section"] is None:
+        lines += ["", "Options:"]
+    for item, text in zip(known, shown, strict=True):
+        if item.metadata["section"]:
+            lines += ["", f"{item.metadata['section']}:"]
+        has_default = item.default is not MISSING and item.default not in (None, ())
         default = f" (default: {_text(item.default)})" if has_default else ""
-        rows.append(f"  {shown[item.name]:{width}}{item.metadata['help']}{default}")
-    return "\n".join([f"{program} {line}", "", *(options.__doc__ or "").strip().splitlines(), "", *rows])
+        lines.append(f"  {text:{width}}{item.metadata['help']}{default}")
+    return "\n".join(lines)
 
 
 # -- one argument ----------------------------------------------------------------------------------------------------
 
 
-def _split(argument: str, known: Mapping[str, object]) -> tuple[str, str]:
-    name, equals, text = argument.partition("=")
-    if name.startswith("-") and name.lstrip("-") in known:
-        raise ValueError(f"{argument!r}: write {name.lstrip('-')}=VALUE, without dashes.")
-    if name not in known:
-        [*close] = get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]}=?" if close else ""
-        what = f"There is no option {name!r}" if equals else f"{argument!r} is no option of the form name=value"
-        raise ValueError(f"{what}.{hint} Allowed are {', '.join(known)}; --help explains them.")
-    if not equals or not text:
-        raise ValueError(f"{name}= has no value: write {name}=VALUE.")
-    return name, text
+def _pairs(
+    arguments: Sequence[str], known: Mapping[str, object], groups: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Name and text of each argument, ``--name value`` being two of them."""
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        name, equals, text = argument.partition("=")
+        if dashed := name.startswith("-"):
+            name = name.lstrip("-").replace("-", "_")
+        if name not in known and name.partition(".")[0] not in (groups if "." in name else ()):
+            raise ValueError(_unknown(argument, name, bool(equals) or dashed, [*known, *(f"{g}.NAME" for g in groups)]))
+        if dashed and not equals and left and not _is_option(left[0], known):
+            equals, text = "=", left.pop(0)
+        if not equals or not text:
+            raise ValueError(f"{name}= has no value: write {name}=VALUE.")
+        yield name, text
+
+
+def _is_option(argument: str, known: Mapping[str, object]) -> bool:
+    return argument.startswith("--") or ("=" in argument and argument.partition("=")[0] in known)
+
+
+def _unknown(argument: str, name: str, named: bool, known: Sequence[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    hint = f"Did you mean {close[0]}=? All are in --help." if close else f"Allowed are {', '.join(known)}; see --help."
+    what = f"There is no option {name!r}" if named else f"{argument!r} is no option of the form name=value"
+    return f"{what}. {hint}"
+
+
+def _check_new(name: str, known: bool) -> None:
+    if known:
+        raise ValueError(f"{name}= is given twice: keep one of them.")
 
 
 def _read(item: Field[Any], hint: Any, text: str) -> Any:
@@ -158,7 +221,7 @@ def _value(kind: Any, name: str, text: str) -> Any:
     if get_origin(kind) is Literal:
         choices = {_text(choice): choice for choice in get_args(kind)}
         if text not in choices:
-            raise ValueError(f"{name}={text!r} must be one of {', '.join(choices)}.")
+            raise ValueError(f"{name}={text!r} must be one of {', '.join(choices)}.{did_you_mean(text, choices)}")
         return choices[text]
     if kind is bool:
         if text.lower() not in _BOOLEANS:
@@ -190,7 +253,17 @@ def _is_optional(hint: Any) -> bool:
     return get_origin(hint) in (Union, types.UnionType) and types.NoneType in get_args(hint)
 
 
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """A sentence that names what is nearest to ``text``, if anything is."""
+    close = get_close_matches(text.lower(), list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
 def _placeholder(item: Field[Any], hints: Mapping[str, Any]) -> str:
+    if item.metadata["shown"]:
+        return str(item.metadata["shown"])
+    if item.metadata["below"]:
+        return "VALUE"
     kind = _bare(hints[item.name])
     if get_origin(kind) is Literal:
         return "|".join(map(_text, get_args(kind)))
@@ -205,11 +278,19 @@ def _text(value: object) -> str:
 # -- output ----------------------------------------------------------------------------------------------------------
 
 
+def pasted(text: str) -> RenderableType:
+    """Text that can be pasted back into a command line: one line, however long it is."""
+    return Text(text, no_wrap=True, overflow="ignore")
+
+
 def _print(result: RenderableType) -> None:
-    if isinstance(result, str):
-        sys.stdout.write(result.rstrip("\n") + "\n")
-    else:
-        Console(file=sys.stdout).print(result)
+    """To standard output, in one piece: rich has manners of its own when a pipe is closed."""
+    if not isinstance(result, str):
+        console = Console(file=sys.stdout)
+        with console.capture() as capture:
+            console.print(result, crop=False)
+        result = "\n".join(line.rstrip() if not console.is_terminal else line for line in capture.get().splitlines())
+    sys.stdout.write(result.rstrip("\n") + "\n")
     sys.stdout.flush()
 
 

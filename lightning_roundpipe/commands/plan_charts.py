@@ -10,9 +10,8 @@ from lightning_roundpipe.commands.plan_costs import Answer, Question, answer, ru
 from lightning_roundpipe.gantt import Block, Chart, Idle, draw_charts, write_charts_trace
 from lightning_roundpipe.pictures import count
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import ahead_within
 from lightning_roundpipe.planning.pipeline import COMPUTE, Event, Run, run_steps
-from lightning_roundpipe.planning.search import baseline_within
+from lightning_roundpipe.planning.search import paper_plan
 
 if TYPE_CHECKING:
     from lightning_roundpipe.commands.plan_model import Outlook  # and with it torch
@@ -44,18 +43,10 @@ def draw(question: Question, found: Answer, picture: Path | None, trace: Path | 
 
 
 def draw_model(found: Outlook, picture: Path | None, trace: Path | None) -> None:
-    """The same of an estimate.
-
-    Raises:
-        ValueError: there are no steps, because it does not fit.
-    """
-    if found.run is None:
-        name = "picture" if picture else "trace"
-        raise ValueError(
-            f"{name}= has no steps to draw, as {found.wish.model} does not fit: leave it out to see what is missing."
-        )
+    """The same of an estimate that fits."""
+    assert found.run is not None
     costs, workers, microbatches = found.costs, found.workers, found.microbatches
-    paper = ahead_within(baseline_within(costs, workers, microbatches, found.limits), costs, workers, found.memory)
+    paper = paper_plan(costs, workers, microbatches, found.limits)
     runs = {"the paper's algorithm": run_steps(paper, costs, workers, microbatches, found.rules, len(found.run.ends_s))}
     if found.plan != paper:
         runs["found by simulation"] = found.run

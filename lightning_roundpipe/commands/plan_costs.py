@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from lightning_roundpipe.commands.options import as_json
+from lightning_roundpipe.commands.options import Reply, as_json, pasted
 from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.cost_files import SIZES, costs_of, read_cost_file, whole
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import ahead_within, device_bytes
+from lightning_roundpipe.planning.memory import device_bytes, smallest_within
 from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_steps
-from lightning_roundpipe.planning.schedule import TABLE_COLUMNS, Plan
-from lightning_roundpipe.planning.search import SEARCH_SECONDS, baseline_within, search_partition
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.search import SEARCH_SECONDS, paper_plan, search_partition
 from lightning_roundpipe.planning.simulate import HostTime
 from lightning_roundpipe.planning.timing import PERIOD_STEPS, Timing
 
@@ -93,34 +93,74 @@ def answer(
     search_seconds: float = SEARCH_SECONDS,
     partitioner: Partitioner = "search",
     stage_s: float | None = None,
+    text: str | None = None,
 ) -> Answer:
-    """Makes a plan and simulates it. ``stage_s``: how long its stages may be, instead of searching.
+    """Makes a plan and simulates it. ``stage_s``: how long its stages may be, instead of searching; ``text``: the plan.
 
     Raises:
-        ValueError: no plan keeps to the limits.
+        ValueError: no plan keeps to the limits, or ``text`` is none for these costs.
     """
     costs, workers, microbatches = question.costs, question.workers, question.microbatches
-    host = HostTime(hop_s=question.hop_s)
+    if text is not None:
+        return figures(question, _parsed(question, text))
     if partitioner == "paper" or stage_s is not None:
-        plan = baseline_within(costs, workers, microbatches, question.limits, stage_s)
-        plan = ahead_within(plan, costs, question.workers, question.limits.memory)
-    else:
-        plan = search_partition(costs, workers, microbatches, question.limits, question.staleness, host, search_seconds)
-    return figures(question, plan)
+        return figures(question, paper_plan(costs, workers, microbatches, question.limits, stage_s))
+    known: dict[Plan, Answer] = {}
+
+    def judge(plan: Plan) -> float:
+        if plan not in known:
+            known[plan] = figures(question, plan)
+        return known[plan].period_s
+
+    plan = search_partition(
+        costs, workers, microbatches, question.limits, question.staleness, HostTime(hop_s=question.hop_s),
+        search_seconds, judge=judge, judged=_judged(question),
+    )  # fmt: skip
+    return known[plan]
 
 
-def judge(question: Question, text: str) -> Answer:
-    """Simulates somebody's own plan.
+def _judged(question: Question) -> int:
+    """So many plans that judging them takes no longer than a second or two."""
+    steps = 2 * PERIOD_STEPS if question.staleness else 1
+    turns = steps * question.microbatches * (2 * len(question.costs) - 1)
+    return max(1, min(16, _MOST_TURNS // turns))
 
-    Raises:
-        ValueError: it is no plan for these costs, or takes more memory than there is.
-    """
-    plan, memory = Plan.parse(text), question.limits.memory
+
+def _parsed(question: Question, text: str) -> Plan:
+    plan = Plan.parse(text)
     plan.validate(question.costs.layers)
-    need = device_bytes(plan, question.costs, question.workers)
-    if memory is not None and need > memory:
-        raise ValueError(f"plan= needs {need:,} bytes of each worker, and memory={memory:,}: make its stages smaller.")
-    return figures(question, plan)
+    return plan
+
+
+def does_not_fit(question: Question, text: str | None, form: Literal["table", "json"]) -> Reply | None:
+    """The answer where no plan, or not that of ``text``, is within memory: what it needs, and what would fit."""
+    costs, limits, memory = question.costs, question.limits, question.limits.memory
+    own = None if text is None else _parsed(question, text)
+
+    def smallest(lowest: int) -> Plan:
+        return smallest_within(costs, question.workers, question.microbatches, lowest, memory)
+
+    def need(plan: Plan) -> int:
+        return device_bytes(plan, costs, question.workers)
+
+    least = need(own or smallest(limits.min_round))
+    if memory is None or least <= memory:
+        return None
+    tries = {"without plan=": limits.min_round} if own else {}
+    tries |= {f"min_round={lowest}": lowest for lowest in (limits.min_round // 2, 1) if lowest}
+    found = {}
+    for settings, lowest in tries.items():
+        if need(smallest(lowest)) <= memory:
+            other = replace(question, limits=replace(limits, min_round=lowest))
+            found[settings] = answer(other, partitioner="paper")
+            break
+    if form == "json":
+        would = [{"settings": settings, "period_ms": 1e3 * one.period_s} for settings, one in found.items()]
+        return Reply(as_json({"fits": False, "needed_bytes": least, "limit_bytes": memory, "would_fit": would}), 1)
+    what = "this plan" if own else "a cut at every layer"
+    lines = [f"Does not fit: {what} needs {least:,} bytes of each worker, and memory={memory:,}."]
+    lines += [f"What would fit: {settings}, {1e3 * one.period_s:,.3f} ms a step." for settings, one in found.items()]
+    return Reply("\n".join(lines), 1)
 
 
 def figures(question: Question, plan: Plan) -> Answer:
@@ -153,6 +193,8 @@ def as_dict(found: Answer) -> dict[str, Any]:
     """What ``format=json`` prints."""
     plan = found.plan
     return {
+        "fits": True,
+        "plan": str(plan),
         "forward": [len(span) for span in plan.forward],
         "fused": len(plan.fused) - 1,
         "backward": [len(span) for span in plan.backward],
@@ -164,19 +206,35 @@ def as_dict(found: Answer) -> dict[str, Any]:
 
 
 def as_table(question: Question, found: Answer) -> RenderableType:
-    """What people read: the figures, the plan as text, and its stages."""
-    table = Table(*TABLE_COLUMNS)
-    for row in found.plan.table(question.costs):
-        table.add_row(*row)
+    """What people read: the figures, the plan's stages, and the plan as text."""
     bound = _bound_s(question, found.plan)
-    of = found.period_s if question.staleness else found.makespan_s
+    fits = "" if question.limits.memory is None else "Fits: "
+    alone = f"; one alone {1e3 * found.makespan_s:,.3f} ms" if question.staleness else ""
+    first = f"{1e3 * found.period_s:,.3f} ms a step, bubble {found.bubble_pct:.2f} %{alone}."
     lines = [
-        f"one step {1e3 * found.makespan_s:,.3f} ms, each of many {1e3 * found.period_s:,.3f} ms, "
-        f"bubble {found.bubble_pct:.2f} %",
-        f"{100 * (of / bound - 1) if bound else 0:.2f} % above the work over {question.workers} workers, "
-        f"{1e3 * bound:,.3f} ms",
+        f"{fits}{first}",
+        f"{100 * (found.period_s / bound - 1) if bound else 0:.2f} % above the work over {question.workers} workers, "
+        f"{1e3 * bound:,.3f} ms.",
     ]
-    return Group(table, *lines, Text(f"plan={found.plan}", overflow="fold"))
+    return Group(*lines, _stages(question.costs, found.plan), pasted(f"plan='{found.plan}'"))
+
+
+def _stages(costs: Costs, plan: Plan) -> Table:
+    """Numbers are whole at any width; names are folded."""
+    rows = [(stage, costs.stage_bytes(stage.first, stage.last, stage.phase).weights) for stage in plan.stages()]
+    sized = any(weights for _, weights in rows)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("Stage", ""):
+        table.add_column(name, no_wrap=True)
+    table.add_column("layers", overflow="fold")
+    for name in ("ms", *(["weights MiB"] if sized else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage, weights in rows:
+        names = dict.fromkeys((costs.layers[stage.first], costs.layers[stage.last]))
+        cells = [str(stage.position), stage.phase, " to ".join(names)]
+        cells.append(f"{1e3 * costs.stage_time_s(stage.first, stage.last, stage.phase):,.1f}")
+        table.add_row(*cells, *([f"{weights / 2**20:,.1f}"] if sized else []))
+    return table
 
 
 def _bound_s(question: Question, plan: Plan) -> float:

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-import torch
-from torch import nn
-
-from lightning_roundpipe.commands.choices import make_model, read_config, read_machine
-from lightning_roundpipe.model.layers import find_layers
-from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
-from lightning_roundpipe.model.refine import Refined, Size, cut_to_fit
+from lightning_roundpipe.commands.machines import choose_machine
+from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, Shape, Wish
+from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.estimate import estimate_costs, layer_bytes
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import (
-    ARENAS,
     Item,
     Parameters,
     StageRow,
-    ahead_within,
     device_bytes,
     device_items,
     host_items,
     smallest_within,
     stage_rows,
 )
-from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_steps
-from lightning_roundpipe.planning.profile import Hardware, Precision
+from lightning_roundpipe.planning.pipeline import Rules, Run, run_steps
+from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.search import SEARCH_SECONDS, baseline_within, search_partition
-from lightning_roundpipe.planning.simulate import HostTime
-from lightning_roundpipe.planning.updates import Updates
+from lightning_roundpipe.planning.search import paper_plan, search_partition
 
 MEMORY_SHARE = 0.9
 """Of a device's memory, as in training where memory_budget is not set."""
@@ -43,93 +32,20 @@ MEMORY_SHARE = 0.9
 _SIZES = (8, 4, 2, 1)
 """Sequences a microbatch that are tried where nobody says how many."""
 
+_TRIAL = 1 / 8
+"""The part of the search that each of these sizes gets, before the fastest gets the rest."""
+
 _STEPS = 8
 """Steps that are averaged, after as many that fill the pipeline."""
+
+_MOST_TURNS = 60_000
+"""That are simulated, with copies and updates, to choose among the plans that a search has found."""
 
 _LENGTHS = 256
 """Longest sequences are found in units of so many tokens."""
 
 _EXACTLY = 64
 """Or, where that is less, to one part in so many."""
-
-_MOST_LENGTH = 2**20
-_ADAMW_BYTES = 28
-"""Memory traffic of an update: a weight, its gradient and its moments are read, all but the gradient written."""
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What somebody wants to train."""
-
-    model: str
-    hardware: str
-    lora: str
-    precision: Precision
-    sequence_length: int
-    microbatch_size: int | None
-    microbatches: int | None
-    workers: int | None
-    staleness: Staleness
-    memory: int | None
-    min_round: int | None = None
-    max_fused: int | None = None
-    search_seconds: float = SEARCH_SECONDS
-    search: bool = True
-    plan: str | None = None
-    stage_seconds: float | None = None
-
-
-class Shape:
-    """A model without data, on a machine.
-
-    Args:
-        memory: bytes that each worker may use, which layers are cut to fit as in training; None: no limit.
-    """
-
-    def __init__(
-        self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0,
-        memory: int | None = None,
-    ) -> None:  # fmt: skip
-        config = read_config(model)
-        self.longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
-        self.hardware = hardware
-        self._module = make_model(config, model, lora, precision)
-        root = nn.Module()
-        root.model = self._module  # as a LightningModule has it, so that layers have the names they will have
-        found = find_layers(root)
-        self.refined = Refined(found)
-        if memory is not None:
-            self.refined = cut_to_fit(found, lambda layer: Size(*layer_bytes(layer)), memory // ARENAS)
-        self._layers = self.refined.layers if self.refined.stuck is None else found
-        self._lean = _is_lean(self._module)
-        weights = list(self._module.parameters())
-        trained = sum(p.numel() for p in weights if p.requires_grad)
-        frozen = sum(p.numel() for p in weights) - trained
-        self.parameters = Parameters(trained, frozen, weights[0].element_size(), apart=bool(staleness))
-
-    def costs(self, microbatch_size: int, sequence_length: int) -> Costs:
-        """Of a microbatch of that many sequences."""
-        tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        with lean_logits(self._module) if self._lean else nullcontext():
-            return estimate_costs(self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware)
-
-    def rules(self, staleness: Staleness) -> Rules:
-        """What takes time beside computing."""
-        machine = self.hardware
-        traffic = _ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
-        rate = machine.host_memory_bandwidth * machine.memory_efficiency * 4 / traffic  # bytes of fp32 gradients
-        return Rules(
-            staleness=staleness, host=HostTime(hop_s=machine.hop_s), links=machine.links(), updates=Updates(rate)
-        )
-
-
-def _is_lean(module: nn.Module) -> bool:
-    """Whether the packaged module computes its loss without holding the logits."""
-    try:
-        make_lean(module)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -147,6 +63,7 @@ class Outlook:
     wish: Wish
     hardware: Hardware
     parameters: Parameters
+    sequence_length: int
     costs: Costs
     workers: int
     microbatches: int
@@ -155,8 +72,9 @@ class Outlook:
     rules: Rules
     plan: Plan
     run: Run | None
-    longest: Longest
+    longest: Longest | None
     refined: Refined
+    assumed: tuple[str, ...] = ()
 
     @cached_property
     def device_items(self) -> list[Item]:
@@ -189,8 +107,12 @@ class Outlook:
         return total(self.host_items) <= self.hardware.host_memory
 
     @property
+    def fits(self) -> bool:
+        return self.fits_device and self.fits_host
+
+    @property
     def step_tokens(self) -> int:
-        return self.microbatches * self.microbatch_size * self.wish.sequence_length
+        return self.microbatches * self.microbatch_size * self.sequence_length
 
     @property
     def period_s(self) -> float:
@@ -223,69 +145,155 @@ def look(wish: Wish) -> Outlook:
     Raises:
         ValueError: something of the wish is not known or makes no sense. That it does not fit is an answer.
     """
-    machine = read_machine(wish.hardware)
-    memory = _memory_of(wish, machine)
-    return look_at(Shape(wish.model, wish.lora, wish.precision, machine, wish.staleness, memory), wish)
+    machine = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
+    return look_at(shape_of(wish, machine.hardware), wish, machine.assumed)
 
 
-def _memory_of(wish: Wish, machine: Hardware) -> int | None:
+def shape_of(wish: Wish, machine: Hardware) -> Shape:
+    """The model that the wish is about."""
+    memory = memory_of(wish, machine)
+    return Shape(
+        wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings
+    )
+
+
+def memory_of(wish: Wish, machine: Hardware) -> int | None:
     """Of each worker; None: no limit."""
     return wish.memory or (None if machine.memory is None else int(MEMORY_SHARE * machine.memory))
 
 
-def look_at(shape: Shape, wish: Wish) -> Outlook:
-    """`look`, where the model has been built."""
+def look_at(shape: Shape, wish: Wish, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
+    """`look`, where the model has been built. ``longest``: also for the longest sequence, which takes some seconds."""
     machine = shape.hardware
-    memory = _memory_of(wish, machine)
-    if wish.sequence_length > shape.longest:
+    memory = memory_of(wish, machine)
+    length = min(USUAL_LENGTH, shape.longest) if wish.sequence_length is None else wish.sequence_length
+    if length > shape.longest:
         raise ValueError(
-            f"sequence_length={wish.sequence_length} is longer than the {shape.longest} tokens that model={wish.model} "
+            f"sequence_length={length} is longer than the {shape.longest} tokens that model={wish.model} "
             "has positions for (max_position_embeddings)."
         )
     workers = wish.workers or machine.workers
     microbatches = wish.microbatches or 2 * workers
-    size, costs = _choose_size(shape, wish, workers, microbatches, memory)
-    limits, rules = _limits(costs, wish, workers, microbatches, memory), shape.rules(wish.staleness)
-    plan, fits = _make_plan(costs, wish, workers, microbatches, limits, rules.host)
-    run = run_steps(plan, costs, workers, microbatches, rules, 2 * _STEPS) if fits else None
-    longest = find_longest(shape, workers, microbatches, memory, wish.min_round)
+    sizes = _SIZES if wish.microbatch_size is None else (wish.microbatch_size,)
+    tries = [_Try(shape, wish, workers, microbatches, length, size) for size in sizes]
+    chosen, plan = _fastest(tries)
+    run = chosen.run(plan) if plan in chosen.judged else None
     return Outlook(
-        wish, machine, shape.parameters, costs, workers, microbatches, size, limits, rules, plan, run, longest,
-        shape.refined,
+        wish, machine, shape.parameters, length, chosen.costs, workers, microbatches, chosen.size, chosen.limits,
+        chosen.rules, plan, run,
+        find_longest(shape, workers, microbatches, memory, wish.min_round) if longest else None, shape.refined, assumed,
     )  # fmt: skip
 
 
-def _choose_size(shape: Shape, wish: Wish, workers: int, microbatches: int, memory: int | None) -> tuple[int, Costs]:
-    """As many sequences a microbatch as fit."""
-    sizes = _SIZES if wish.microbatch_size is None else (wish.microbatch_size,)
-    for size in sizes[:-1]:
-        costs = shape.costs(size, wish.sequence_length)
-        if _why_not(costs, shape, workers, microbatches, memory, wish.min_round) is None:
-            return size, costs
-    return sizes[-1], shape.costs(sizes[-1], wish.sequence_length)
+@dataclass
+class _Try:
+    """Microbatches of one size."""
+
+    shape: Shape
+    wish: Wish
+    workers: int
+    microbatches: int
+    length: int
+    size: int
+    judged: dict[Plan, float] = field(default_factory=dict)
+    """Seconds of each of many steps, of the plans that fit."""
+
+    @cached_property
+    def costs(self) -> Costs:
+        return self.shape.costs(self.size, self.length)
+
+    @cached_property
+    def rules(self) -> Rules:
+        return self.shape.rules(self.wish.staleness)
+
+    @cached_property
+    def limits(self) -> Limits:
+        wish, memory = self.wish, memory_of(self.wish, self.shape.hardware)
+        usual = Limits.usual(self.costs, self.workers, self.microbatches, memory)
+        fused = usual.max_fused if wish.max_fused is None else wish.max_fused
+        lowest = min(wish.min_round or usual.min_round, self.microbatches)
+        return Limits(lowest, fused, memory, max(lowest, _host_round(self.costs, self.shape, self.microbatches)))
+
+    @property
+    def smallest(self) -> Plan:
+        """That takes the least of all memories."""
+        limits = self.limits
+        return smallest_within(
+            self.costs, self.workers, self.microbatches, limits.min_round, limits.memory, limits.max_round
+        )
+
+    def fits(self, plan: Plan) -> bool:
+        limit = self.limits.memory
+        host = total(host_items(plan, self.costs, self.shape.parameters))
+        fits_device = limit is None or device_bytes(plan, self.costs, self.workers) <= limit
+        return fits_device and host <= self.shape.hardware.host_memory
+
+    def run(self, plan: Plan) -> Run:
+        """The steps that tokens a second are counted in."""
+        return run_steps(plan, self.costs, self.workers, self.microbatches, self.rules, 2 * _STEPS)
+
+    def judge(self, plan: Plan) -> float:
+        """The seconds that are reported, by which plans are chosen."""
+        if plan not in self.judged:
+            self.judged[plan] = self.run(plan).period_s(_STEPS)
+        return self.judged[plan]
+
+    def seconds_a_token(self, plan: Plan) -> float:
+        return self.judge(plan) / (self.size * self.microbatches)
+
+    def best(self, part: float) -> Plan | None:
+        """The plan that is wanted, after ``part`` of the search; None: none fits."""
+        wish, costs, limits = self.wish, self.costs, self.limits
+        if wish.plan is not None:
+            plan = Plan.parse(wish.plan)
+            plan.validate(costs.layers)
+        elif not self.fits(self.smallest):
+            return None
+        elif wish.stage_seconds is not None or not wish.search:
+            plan = paper_plan(costs, self.workers, self.microbatches, limits, wish.stage_seconds)
+        else:
+            turns = 2 * _STEPS * self.microbatches * len(self.smallest.stages())
+            plan = search_partition(
+                costs, self.workers, self.microbatches, limits, wish.staleness, self.rules.host,
+                part * wish.search_seconds, judge=self.judge, judged=max(1, _MOST_TURNS // turns),
+            )  # fmt: skip
+        if not self.fits(plan):
+            return None
+        self.judge(plan)
+        return plan
 
 
-def _limits(costs: Costs, wish: Wish, workers: int, microbatches: int, memory: int | None) -> Limits:
-    usual = Limits.usual(costs, workers, microbatches, memory)
-    fused = usual.max_fused if wish.max_fused is None else wish.max_fused
-    return Limits(min(wish.min_round or usual.min_round, microbatches), fused, memory)
+def _fastest(tries: list[_Try]) -> tuple[_Try, Plan]:
+    """The most tokens a second, of all sizes that fit: each is tried with the paper's plan and a short search, the best
+    one with what is left of the search. Or, where none fits, the smallest size, and the plan that takes the least."""
+    trial = _TRIAL if len(tries) > 1 else 1.0
+    found: list[tuple[_Try, Plan]] = []
+    for one in tries:
+        try:
+            if (plan := one.best(trial)) is not None:
+                found.append((one, plan))
+        except ValueError:  # stages shorter than a layer takes for so many sequences
+            if one is tries[-1] and not found:
+                raise
+    if not found:
+        last = tries[-1]
+        return last, last.smallest if last.wish.plan is None else Plan.parse(last.wish.plan)
+
+    def seconds(pair: tuple[_Try, Plan]) -> float:
+        return pair[0].seconds_a_token(pair[1])
+
+    best, plan = min(found, key=seconds)  # of equals the largest size
+    if len(tries) > 1 and best.wish.search and (longer := best.best(1 - trial * len(found))) is not None:
+        return min((best, plan), (best, longer), key=seconds)
+    return best, plan
 
 
-def _make_plan(
-    costs: Costs, wish: Wish, workers: int, microbatches: int, limits: Limits, host: HostTime
-) -> tuple[Plan, bool]:
-    """A plan, and whether it keeps to the memory; if none does, the one that takes least."""
-    if wish.plan is not None:
-        plan = Plan.parse(wish.plan)
-        plan.validate(costs.layers)
-        return plan, limits.memory is None or device_bytes(plan, costs, workers) <= limits.memory
-    smallest = smallest_within(costs, workers, microbatches, limits.min_round, limits.memory)
-    if limits.memory is not None and device_bytes(smallest, costs, workers) > limits.memory:
-        return smallest, False
-    if wish.search and wish.stage_seconds is None:
-        return search_partition(costs, workers, microbatches, limits, wish.staleness, host, wish.search_seconds), True
-    baseline = baseline_within(costs, workers, microbatches, limits, wish.stage_seconds)
-    return ahead_within(baseline, costs, workers, limits.memory), True
+def _host_round(costs: Costs, shape: Shape, microbatches: int) -> int:
+    """How many microbatches a round the host has memory for boundary tensors of; 0: it has too little for the rest."""
+    others = total(host_items(Plan.per_call(len(costs), 1), costs, shape.parameters))
+    each = sum(call.boundary_bytes for call in costs.calls[:-1] if call.needs_backward)
+    room = shape.hardware.host_memory - (others - each)
+    return microbatches if each == 0 else max(0, min(microbatches, room // each))
 
 
 def find_longest(
@@ -316,7 +324,9 @@ def _why_not(
     costs: Costs, shape: Shape, workers: int, microbatches: int, memory: int | None, min_round: int | None
 ) -> str | None:
     """What is too large, in words; None: it fits."""
-    plan = smallest_within(costs, workers, microbatches, min_round or workers, memory)
+    lowest = min_round or workers
+    most = max(lowest, _host_round(costs, shape, microbatches))
+    plan = smallest_within(costs, workers, microbatches, lowest, memory, most)
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
         return f"memory={memory / 2**30:,.2f}GiB of each worker, most of it for {_without_stage(item)}"
@@ -330,47 +340,3 @@ def _why_not(
 
 def _without_stage(item: Item) -> str:
     return item.name.partition(", of stage")[0].partition(", stage")[0]
-
-
-def as_dict(found: Outlook) -> dict[str, Any]:
-    """What ``format=json`` prints."""
-    wish, plan, parameters = found.wish, found.plan, found.parameters
-    times: dict[str, Any] = {"tokens_per_s": None, "period_ms": None, "makespan_ms": None, "bubble_pct": None}
-    if found.run is not None:
-        times = {
-            "tokens_per_s": found.tokens_per_s,
-            "period_ms": 1e3 * found.period_s,
-            "makespan_ms": 1e3 * found.run.ends_s[0],
-            "bubble_pct": found.bubble_pct,
-        }
-    return {
-        "model": wish.model,
-        "hardware": wish.hardware,
-        "lora": wish.lora,
-        "precision": wish.precision,
-        "staleness": wish.staleness,
-        "fits": found.fits_device and found.fits_host,
-        **times,
-        "workers": found.workers,
-        "microbatches": found.microbatches,
-        "microbatch_size": found.microbatch_size,
-        "sequence_length": wish.sequence_length,
-        "parameters": parameters.trained + parameters.frozen,
-        "trained_parameters": parameters.trained,
-        "cut": found.cuts,
-        "plan": str(plan),
-        "forward": [len(span) for span in plan.forward],
-        "fused": len(plan.fused) - 1,
-        "backward": [len(span) for span in plan.backward],
-        "round_microbatches": plan.round_microbatches,
-        "stages": [asdict(row) for row in found.stages],
-        "device_memory": _memory(found.device_items, found.memory),
-        "host_memory": _memory(found.host_items, found.hardware.host_memory),
-        "longest_sequence": found.longest.tokens,
-        "limited_by": found.longest.limited_by,
-    }
-
-
-def _memory(items: list[Item], limit: int | None) -> dict[str, Any]:
-    rows = [{"name": item.name, "bytes": item.nbytes, "page_locked": item.locked} for item in items]
-    return {"limit_bytes": limit, "needed_bytes": total(items), "items": rows}

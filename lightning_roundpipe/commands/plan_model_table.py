@@ -1,66 +1,103 @@
-"""The outlook of a model on a machine, for people."""
+"""The outlook of a model on a machine, for people and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_roundpipe.commands.options import pasted
 from lightning_roundpipe.commands.plan_model import Outlook, total
+from lightning_roundpipe.commands.remedies import Remedies
 from lightning_roundpipe.planning.memory import Item, StageRow
 
 
-def as_table(found: Outlook) -> RenderableType:
-    """The verdict first, then where the memory goes, then the plan."""
+def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType:
+    """The verdict first and what would fit, then where the memory goes, then the plan."""
     wish, plan = found.wish, found.plan
     adapters = "" if wish.lora == "none" else f", lora={wish.lora}"
     weights = found.parameters.trained + found.parameters.frozen
     head = [
-        f"{wish.model}{adapters}: {_count(weights)} weights, {_count(found.parameters.trained)} of them trained",
-        f"{found.hardware.title}: {found.workers} workers, {found.microbatches} microbatches of "
-        f"{found.microbatch_size} x {wish.sequence_length} tokens, {wish.precision}, staleness {wish.staleness}",
+        f"{wish.model}{adapters}: {_count(weights)} weights, {_count(found.parameters.trained)} of them trained.",
+        f"{found.hardware.title}: {_plural(found.workers, 'worker')}, {_plural(found.microbatches, 'microbatch')} of "
+        f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}.",
     ]
+    head += [f"Assumed {text}" for text in found.assumed]
+    if wish.precision.endswith("-mixed"):
+        true = wish.precision.replace("mixed", "true")
+        head.append(
+            f"Counted as if all were in 16 bits, as {true} has it; {wish.precision} keeps norms, embeddings and what "
+            "goes from layer to layer in fp32."
+        )
+    if found.parameters.frozen and found.parameters.compute_bytes < 4:
+        head.append("Frozen weights are counted in 16 bits: load them so (model.dtype=bfloat16).")
     if found.cuts:
-        head.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}")
-    device = _memory_table("Each worker", found.device_items, found.memory, locked=False)
-    host = _memory_table("Host", found.host_items, found.hardware.host_memory, locked=True)
-    parts: list[RenderableType] = [Text(line) for line in [*head, "", *_verdict(found)]]
-    parts += [device, host]
+        head.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
+    parts: list[RenderableType] = [Text(line) for line in (_verdict(found), *_facts(found))]
+    if remedies is not None:
+        parts += ["", *_remedies(found, remedies)]
+    parts += ["", *(Text(line) for line in head)]
+    parts.append(_memory_table("Each worker", found.device_items, found.memory, locked=False))
+    parts.append(_memory_table("Host", found.host_items, found.hardware.host_memory, locked=True))
     if found.run is not None:
         sizes = [("forward", plan.forward), ("fused", [plan.fused]), ("backward", plan.backward)]
         cut = "; ".join(f"{phase} {_runs([len(span) for span in spans])}" for phase, spans in sizes)
-        heading = "GiB of each stage, whose times and activations are one microbatch's:"
-        parts += [Text(heading), _stage_table(found.stages)]
-        parts += [Text(f"Layers of each stage: {cut}"), Text(f"plan={plan}", overflow="fold")]
+        heading = "GiB of each stage; times and activations are one microbatch's:"
+        parts += ["", Text(heading), "", _stage_table(found.stages), "", Text(f"Layers of each stage: {cut}")]
+        parts.append(pasted(f"plan='{plan}'"))
     return Group(*parts)
 
 
-def _verdict(found: Outlook) -> list[str]:
-    limited = f"limited by {found.longest.limited_by}"
-    longest = f"Longest sequence: {found.longest.tokens:,} tokens, one a microbatch; {limited}."
-    if not found.fits_device or not found.fits_host:
-        device = "" if found.fits_device else "a worker's memory"
-        host = "" if found.fits_host else "the host's memory"
-        return [f"Does not fit into {' and '.join(filter(None, (device, host)))}. {_remedy(found)}", longest]
-    assert found.run is not None
-    return [
-        f"Fits. Estimated {found.tokens_per_s:,.0f} tokens/s: {found.period_s:,.2f} s a step of {found.step_tokens:,} "
-        f"tokens, bubble {found.bubble_pct:.1f} %.",
-        longest,
-    ]
-
-
-def _remedy(found: Outlook) -> str:
-    if (stuck := found.refined.stuck) is not None:
-        why = f"Layer {stuck.name} is too large and cannot be cut: {stuck.why}."
-        return f"{why} Take devices with more memory, or {stuck.remedy}."
+def _verdict(found: Outlook) -> str:
+    """The answer, in a line."""
+    if found.run is not None:
+        return f"Fits: {found.tokens_per_s:,.0f} tokens/s, {_seconds(found.period_s)} a step (estimated)."
+    device, host = total(found.device_items), total(found.host_items)
+    needs = []
     if not found.fits_device:
-        smaller = "microbatch_size" if found.microbatch_size > 1 else "sequence_length"
-        return f"Lower {smaller}, or take devices with more memory."
-    return "Lower microbatches, train with lora, or take a host with more memory."
+        assert found.memory is not None
+        needs.append(f"{_share(device, found.memory)} a worker")
+    if not found.fits_host:
+        needs.append(f"{_share(host, found.hardware.host_memory)} of the host")
+    return f"Does not fit: needs {', '.join(needs)}."
+
+
+def _facts(found: Outlook) -> list[str]:
+    lines = []
+    if found.run is not None:
+        lines.append(f"A step has {found.step_tokens:,} tokens, its bubble is {found.bubble_pct:.1f} %.")
+    if (stuck := found.refined.stuck) is not None:
+        lines.append(f"Layer {stuck.name} is too large and cannot be cut: {stuck.why}.")
+    if (longest := found.longest) is not None:
+        lines.append(
+            f"Longest sequence: {longest.tokens:,} tokens, one a microbatch; limited by {longest.limited_by}."
+            if longest.tokens
+            else f"No sequence fits, however short: limited by {longest.limited_by}."
+        )
+    return lines
+
+
+def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
+    """One a line, the figures in front of what is added to the command line."""
+    parts: list[RenderableType] = []
+    if remedies.found:
+        parts.append(Text("What would fit, by what it changes, each planned with these settings added:"))
+        rates = [f"{remedy.outlook.tokens_per_s:,.0f}" for remedy in remedies.found]
+        for rate, remedy in zip(rates, remedies.found, strict=True):
+            settings = remedy.settings or f"without {', '.join(f'{name}=' for name in remedy.left_out)}"
+            parts.append(pasted(f"  {rate:>{max(map(len, rates))}} tokens/s  {settings}"))
+    else:
+        where = "devices with more memory" if not found.fits_device else "a host with more memory"
+        tried = f" (tried: {'; '.join(remedies.hopeless)})" if remedies.hopeless else ""
+        parts.append(Text(f"Nothing that was tried fits{tried}. Take {where}, or a smaller model."))
+    if remedies.untried:
+        parts.append(Text(f"Not tried, for lack of time: {'; '.join(remedies.untried)}."))
+    return parts
 
 
 def _memory_table(title: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
@@ -80,9 +117,10 @@ def _memory_table(title: str, items: Sequence[Item], limit: int | None, locked: 
 
 def _stage_table(rows: Sequence[StageRow]) -> Table:
     """Stages that follow each other and are alike to all digits are one line."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("Stage", "", "layers"):
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("Stage", ""):
         table.add_column(name, no_wrap=True)
+    table.add_column("layers", overflow="fold")  # numbers are whole at any width
     for name in ("ms", "weights", "gradients", "activations", "waiting"):
         table.add_column(name, justify="right", no_wrap=True)
     lines: list[tuple[int, int, str, list[str], list[str]]] = []
@@ -111,9 +149,76 @@ def _runs(sizes: Sequence[int]) -> str:
     return ", ".join(f"{count} x {size}" if count > 1 else str(size) for count, size in parts) or "none"
 
 
+def _share(need: int, limit: int) -> str:
+    unit, name = (2**30, "GiB") if limit >= 2**30 else (2**20, "MiB")
+    return f"{need / unit:,.2f} of {limit / unit:,.2f} {name}"
+
+
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f}"
 
 
 def _count(number: int) -> str:
     return f"{number / 1e9:,.2f} billion" if number >= 1e8 else f"{number / 1e6:,.2f} million"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
+
+
+def _plural(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
+def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
+    """What ``format=json`` prints."""
+    wish, plan, parameters = found.wish, found.plan, found.parameters
+    times: dict[str, Any] = {"tokens_per_s": None, "period_ms": None, "makespan_ms": None, "bubble_pct": None}
+    if found.run is not None:
+        times = {
+            "tokens_per_s": found.tokens_per_s,
+            "period_ms": 1e3 * found.period_s,
+            "makespan_ms": 1e3 * found.run.ends_s[0],
+            "bubble_pct": found.bubble_pct,
+        }
+    return {
+        "model": wish.model,
+        "hardware": found.hardware.title,
+        "assumed": list(found.assumed),
+        "lora": wish.lora,
+        "precision": wish.precision,
+        "staleness": wish.staleness,
+        "fits": found.fits,
+        **times,
+        "workers": found.workers,
+        "microbatches": found.microbatches,
+        "microbatch_size": found.microbatch_size,
+        "sequence_length": found.sequence_length,
+        "parameters": parameters.trained + parameters.frozen,
+        "trained_parameters": parameters.trained,
+        "cut": found.cuts,
+        "plan": str(plan),
+        "forward": [len(span) for span in plan.forward],
+        "fused": len(plan.fused) - 1,
+        "backward": [len(span) for span in plan.backward],
+        "round_microbatches": plan.round_microbatches,
+        "stages": [asdict(row) for row in found.stages],
+        "device_memory": _memory(found.device_items, found.memory),
+        "host_memory": _memory(found.host_items, found.hardware.host_memory),
+        "longest_sequence": found.longest.tokens if found.longest else None,
+        "limited_by": found.longest.limited_by if found.longest else None,
+        "would_fit": [
+            {
+                "settings": remedy.settings,
+                "changes": dict(remedy.changes),
+                "tokens_per_s": remedy.outlook.tokens_per_s,
+                "period_ms": 1e3 * remedy.outlook.period_s,
+            }
+            for remedy in (remedies.found if remedies else ())
+        ],
+    }
+
+
+def _memory(items: list[Item], limit: int | None) -> dict[str, Any]:
+    rows = [{"name": item.name, "bytes": item.nbytes, "page_locked": item.locked} for item in items]
+    return {"limit_bytes": limit, "needed_bytes": total(items), "items": rows}

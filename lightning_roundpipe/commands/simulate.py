@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_roundpipe.commands.options import as_json, option, run
+from lightning_roundpipe.commands.case_files import find_cases
+from lightning_roundpipe.commands.console import console_command
+from lightning_roundpipe.commands.options import Reply, as_json, option, run
 from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.planning.bubble import Bubble, find_bubble
 from lightning_roundpipe.planning.cases import FIGURES, Case, read_cases
@@ -25,36 +27,47 @@ _WIDE = 108
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """Simulates schedules of one model each: 1f1b, interleaved-1f1b, gpipe, looped-bfs, and roundpipe as the paper
-    (arXiv 2604.27085) models it. Prints the makespan, and the idle time in percent of makespan x workers."""
+    """Simulates pipeline schedules from the times of a layer: 1f1b, interleaved-1f1b,
+    gpipe, looped-bfs, and roundpipe as the paper (arXiv 2604.27085) models it.
+    Prints the makespan, and the idle time in percent of makespan x workers."""
 
-    case: Path = option("a JSON file with one case or a list of them; conf/cases/paper.json has the paper's")
-    format: Literal["table", "json"] = option("what is printed", default="table")
-    picture: Path | None = option("a PNG to draw the schedules into, below each other", default=None)
-    trace: Path | None = option("a Chrome trace to write, which ui.perfetto.dev opens", default=None)
+    examples: ClassVar = (
+        "case=paper",
+        "case=llama3.1-8b picture=schedules.png",
+        "case=my-cases.json format=json",
+    )
+
+    case: str = option("JSON file, paper, or a model of the paper's", shown="FILE")
+    format: Literal["table", "json"] = option("how to print it", default="table")
+    picture: Path | None = option("draw the schedules: .png, .pdf or .svg", default=None)
+    trace: Path | None = option("write them for ui.perfetto.dev", default=None)
 
 
+@console_command
 def main() -> int:
     return run("roundpipe-simulate", SimulateOptions, simulate)
 
 
-def simulate(options: SimulateOptions) -> RenderableType:
+def simulate(options: SimulateOptions) -> Reply:
     """Runs all cases; writes the picture and the trace if they are asked for, and returns what is printed."""
-    check_targets({"case": options.case}, {"picture": options.picture, "trace": options.trace})
+    path, model = find_cases(options.case, "case")
+    check_targets({"case": path}, {"picture": options.picture, "trace": options.trace})
     runs = []
-    for number, case in enumerate(read_cases(options.case)):
+    for number, case in enumerate(read_cases(path)):
+        if model not in (None, case.model):
+            continue
         try:
             runs.append(run_case(case))
         except ValueError as error:
-            raise ValueError(f"{options.case}, case {number}: {error}") from None
+            raise ValueError(f"{path}, case {number}: {error}") from None
     found = [find_bubble(item) for item in runs]
     if options.picture or options.trace:
         from lightning_roundpipe.commands.charts import draw  # matplotlib: longer to import than all else takes to run
 
         draw(runs, found, options.picture, options.trace)
     if options.format == "json":
-        return as_json([_row(item.case, bubble) for item, bubble in zip(runs, found, strict=True)])
-    return CaseTable([item.case for item in runs], found)
+        return Reply(as_json([_row(item.case, bubble) for item, bubble in zip(runs, found, strict=True)]))
+    return Reply(CaseTable([item.case for item in runs], found))
 
 
 def _row(case: Case, bubble: Bubble) -> dict[str, Any]:

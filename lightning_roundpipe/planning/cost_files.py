@@ -49,7 +49,9 @@ def read_cost_file(path: Path, case: str | None = None) -> dict[str, Any]:
     if case is not None:
         models = {str(entry.get("model")): entry for entry in reversed(entries)}
         if case not in models:
-            raise ValueError(f"case={case}: {path} has {', '.join(sorted(models))}.")
+            close = get_close_matches(case, models, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise ValueError(f"There is no case={case} in {path}.{hint} It has {', '.join(sorted(models))}.")
         return dict(models[case])
     if len(entries) > 1:
         raise ValueError(f"costs={path} holds {len(entries)} cases: choose one by its model with case=NAME.")

@@ -30,17 +30,21 @@ class Limits:
         min_round: the fewest microbatches of a round.
         max_fused: how many calls may be fused besides the last one, which always is.
         memory: bytes that each worker has; None: no limit.
+        max_round: the most microbatches of a round; None: all of a step's. Boundary tensors of a round are on the host.
     """
 
     min_round: int
     max_fused: int
     memory: int | None = None
+    max_round: int | None = None
 
     def __post_init__(self) -> None:
         for name, lowest in (("min_round", 1), ("max_fused", 0), ("memory", 1)):
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ValueError(f"{name}={value!r} must be at least {lowest}.")
+        if self.max_round is not None and self.max_round < self.min_round:
+            raise ValueError(f"max_round={self.max_round!r} must be at least min_round={self.min_round!r}.")
 
     @classmethod
     def usual(cls, costs: Costs, workers: int, microbatches: int, memory: int | None = None) -> Limits:
@@ -51,6 +55,7 @@ class Limits:
         """Whether the plan is within all of them."""
         return (
             plan.round_microbatches >= self.min_round
+            and (self.max_round is None or plan.round_microbatches <= self.max_round)
             and len(plan.fused) <= self.max_fused + 1
             and (self.memory is None or device_bytes(plan, costs, workers) <= self.memory)
         )

@@ -130,7 +130,8 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None) -> 
         items.append(Item(f"activations{' of the other calls' if last else ''}, stage {position}", size - last))
     if waiting[position]:
         others = plan.round_microbatches - 1
-        items.append(Item(f"boundary tensors of {others} microbatches that wait for the next stage", waiting[position]))
+        wait = f"{_microbatches(others)} that {'waits' if others == 1 else 'wait'} for the next stage"
+        items.append(Item(f"boundary tensors of {wait}", waiting[position]))
     if ahead := planned_bytes(plan, costs, workers, budget) - device_bytes(plan, costs, workers):
         items.append(Item("boundary tensors that are brought ahead", ahead))
     return items
@@ -196,20 +197,27 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
         Item("frozen weights in compute precision", size * frozen, locked=True),
         Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=True),
         Item("AdamW's two moments, fp32", 2 * MASTER_BYTES * trained),
-        Item(f"boundary tensors of {plan.round_microbatches} microbatches", boundary_bytes(plan, costs), True),
+        Item(f"boundary tensors of {_microbatches(plan.round_microbatches)}", boundary_bytes(plan, costs), True),
     ]
     return [item for item in items if item.nbytes]
 
 
-def smallest_within(costs: Costs, workers: int, microbatches: int, min_round: int, budget: int | None) -> Plan:
+def _microbatches(count: int) -> str:
+    return f"{count} microbatch{'' if count == 1 else 'es'}"
+
+
+def smallest_within(
+    costs: Costs, workers: int, microbatches: int, min_round: int, budget: int | None, max_round: int | None = None
+) -> Plan:
     """The cut at every call, with as many microbatches a round as ``budget`` has room for (None: no limit).
 
     Fewer a round leave less waiting on the workers, and take the weights to them more often. Rounds are all of a step's
-    microbatches, or equal parts of them, and have ``min_round`` at least: with those the plan may not fit.
+    microbatches, or equal parts of them, at most ``max_round`` (None: no limit), and have ``min_round`` at least: with
+    those the plan may not fit.
     """
     lowest = min(min_round, microbatches)
     parts = {-(-microbatches // rounds) for rounds in range(1, microbatches + 1)}
-    for size in sorted({size for size in parts if size > lowest}, reverse=True):
+    for size in sorted({size for size in parts if lowest < size <= (max_round or microbatches)}, reverse=True):
         plan = Plan.per_call(len(costs), size)
         if budget is None or device_bytes(plan, costs, workers) <= budget:
             return plan
@@ -224,25 +232,26 @@ def partition_within(
     budget: int | None,
     min_round: int | None = None,
     stage_s: float | None = None,
+    max_round: int | None = None,
 ) -> Plan:
     """The partitioner's plan for workers that have ``budget`` bytes each; None: no limit.
 
     The partitioner limits stages one by one, but the largest weights, gradients and activations may be those of
     different stages, so the limit is lowered until the whole plan fits. Where nobody says how many microbatches are a
     round, it is all of them, or, if that does not fit, fewer (see `smallest_within`), but ``min_round`` at least: by
-    default one for each worker, as with less some would have nothing to do. ``stage_s``: seconds that a stage may take
-    for one microbatch.
+    default one for each worker, as with less some would have nothing to do; and ``max_round`` at most. ``stage_s``:
+    seconds that a stage may take for one microbatch.
 
     Raises:
         ValueError: a cut at every call does not fit either, or is too long.
     """
     if stage_s is not None:
         check_calls_are_short(costs, stage_s)
+    if round_microbatches is None:
+        found = smallest_within(costs, workers, microbatches, min_round or workers, budget, max_round)
+        round_microbatches = found.round_microbatches
     if budget is None:
         return greedy_partition(costs, workers, microbatches, round_microbatches, stage_s=stage_s)
-    if round_microbatches is None:
-        found = smallest_within(costs, workers, microbatches, min_round or workers, budget)
-        round_microbatches = found.round_microbatches
     smallest = Plan.per_call(len(costs), round_microbatches)
     if device_bytes(smallest, costs, workers) > budget:
         raise ValueError(_too_small(costs, smallest, workers, budget))

@@ -15,12 +15,9 @@ from typing import Any, Literal, get_args
 from lightning_roundpipe.config import parse_bytes
 from lightning_roundpipe.planning.links import Links
 
-Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
 Format = Literal["fp32", "bf16", "fp16"]
-
-FORMATS: Mapping[Precision, Format] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
-"""What layers compute in."""
 
 _SIZES = ("memory", "host_memory")
 

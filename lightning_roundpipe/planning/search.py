@@ -13,7 +13,8 @@ then wanders (`anneal`); with staleness 1, where a plan is timed by many steps, 
 left goes to plans of other shapes near the best ones.
 
 Where the search stops is counted in work, not in seconds, so that the same question has the same answer; the clock only
-ends what takes far longer than expected. The paper's plan is among the candidates, so the result is never worse.
+ends what takes far longer than expected. The paper's plan is among the candidates, so the result is never worse by the
+figure that they are compared by, which is the caller's (``judge``) where it gives one.
 """
 
 from __future__ import annotations
@@ -74,8 +75,13 @@ def search_partition(
     search_seconds: float = SEARCH_SECONDS,
     recompute_ahead: bool = True,
     by_clock: bool = True,
+    judge: Callable[[Plan], float] | None = None,
+    judged: int = 16,
 ) -> Plan:
     """The plan with the shortest simulated step (staleness 0) or period of steps (staleness 1) that was found.
+
+    With ``judge`` it is never worse than the paper's plan within the same limits (`paper_plan`) by that figure: the
+    paper's plan is one of those that are judged.
 
     Args:
         costs: what each call costs for one microbatch.
@@ -88,6 +94,9 @@ def search_partition(
         recompute_ahead: whether the plan may say so.
         by_clock: whether the search ends after ``search_seconds`` by the clock, too. Without it, only counted work ends
             the search, and the same question has the same answer on a machine that is busy with other things.
+        judge: what the plan is to be best by, such as the step's time with copies and updates, which the search itself
+            leaves out; the lower the better. By default the time that the search goes by.
+        judged: how many of the plans that were found ``judge`` is asked about.
 
     Raises:
         ValueError: no plan keeps to the limits, or a number makes no sense.
@@ -99,10 +108,13 @@ def search_partition(
     work = search_seconds * _WORK_PER_SECOND
     pace = Pace.of(costs, host or HostTime(), recompute_ahead)
     timing = Timing(pace, workers, microbatches, staleness, search_seconds if by_clock else math.inf, work)
-    best = ahead_within(baseline, costs, workers, limits.memory) if recompute_ahead else baseline
+    best = paper_plan(costs, workers, microbatches, limits) if recompute_ahead else baseline
+    found = _Search(timing, costs, limits, work).run(baseline)
+    plans = [replace(plan, recompute_ahead=recompute_ahead and bool(plan.backward)) for plan in found]
+    if judge is not None:
+        return min([best, *plans[:judged]], key=judge)
     best_s = timing.settled(best)
-    for plan in _Search(timing, costs, limits, work).run(baseline):
-        plan = replace(plan, recompute_ahead=recompute_ahead and bool(plan.backward))
+    for plan in plans:
         plan_s = timing.settled(plan)
         # By whatever steps one measures, it has to be no slower than the plan that it is taken for.
         if plan_s.mean() < best_s.mean() * (1 - _CLEARLY) and (plan_s <= best_s * (1 + 1e-12)).all():
@@ -120,7 +132,9 @@ def baseline_within(
     Raises:
         ValueError: not even a cut at every call fits into memory, or is so short.
     """
-    plan = partition_within(costs, workers, microbatches, None, limits.memory, limits.min_round, stage_s)
+    plan = partition_within(
+        costs, workers, microbatches, None, limits.memory, limits.min_round, stage_s, limits.max_round
+    )
     if len(plan.fused) > limits.max_fused + 1:
         first = plan.fused.last - limits.max_fused
         rest = Span(plan.fused.first, first - 1)
@@ -128,6 +142,12 @@ def baseline_within(
             (*plan.forward, rest), Span(first, plan.fused.last), (rest, *plan.backward), plan.round_microbatches
         )
     return plan
+
+
+def paper_plan(costs: Costs, workers: int, microbatches: int, limits: Limits, stage_s: float | None = None) -> Plan:
+    """`baseline_within`, with recomputation ahead where memory allows it: what ours are compared with."""
+    plan = baseline_within(costs, workers, microbatches, limits, stage_s)
+    return ahead_within(plan, costs, workers, limits.memory)
 
 
 class _Search:

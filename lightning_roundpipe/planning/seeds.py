@@ -38,13 +38,14 @@ _FUSED = 2.0
 
 
 def round_choices(microbatches: int, limits: Limits) -> list[int]:
-    """Rounds worth trying: all microbatches at once, equal parts of them, and the smallest allowed and one more.
+    """Rounds worth trying: the largest allowed, equal parts of a step, and the smallest allowed and one more.
 
     One more than the number of workers is what hides a hop: each microbatch is there before its worker asks for it.
     """
-    lowest = min(limits.min_round, microbatches)
-    parts = {-(-microbatches // rounds) for rounds in range(1, 5)}
-    smallest = {lowest, min(lowest + 1, microbatches)}
+    lowest, most = min(limits.min_round, microbatches), min(limits.max_round or microbatches, microbatches)
+    fewest = -(-microbatches // most)
+    parts = {-(-microbatches // rounds) for rounds in range(fewest, fewest + 4)}
+    smallest = {lowest, min(lowest + 1, most)}
     return sorted({r for r in parts | smallest if lowest <= r}, reverse=True)
 
 

@@ -10,7 +10,7 @@ import torch
 from planning.test_paper_throughput import estimated_costs, shape
 from torch import nn
 
-from lightning_roundpipe.commands.choices import read_machine
+from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.meter import Meter, attention
 from lightning_roundpipe.planning.profile import Hardware

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_roundpipe.commands.choices import read_machine
+from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import Shape, look_at
 from lightning_roundpipe.planning.cases import read_cases
 from lightning_roundpipe.planning.costs import Costs

@@ -1,0 +1,161 @@
+"""Machines: a choice of ``conf/hardware``, any number of a GPU that one of them has, or a file of one's own.
+
+A file says what one device and one host can do. For another number of the same GPU, the rates of a device stay, and the
+host grows with the number: each GPU brings as much host memory and as much of its bandwidth as in the file (up to
+`MOST_BANDWIDTH`). Where fewer or more devices are used than the machine has (``workers=``), the host stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from lightning_roundpipe.commands.options import did_you_mean
+from lightning_roundpipe.planning.profile import Hardware, read_hardware
+
+MOST_WORKERS = 1024
+MOST_BANDWIDTH = 614.4e9
+"""Bytes a second of a host's memory that a number of GPUs makes it have at most: two server processors with eight
+channels of DDR5-4800 each."""
+
+_COUNTED = re.compile(r"(?P<gpu>.+?)x(?P<count>\d+)")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine to plan for.
+
+    Args:
+        hardware: what it can do; its ``workers`` are those that take stages.
+        assumed: what nobody said about it, in sentences.
+    """
+
+    hardware: Hardware
+    assumed: tuple[str, ...] = ()
+
+
+def read_machine(text: str) -> Hardware:
+    """The machine of that name, or of that YAML file.
+
+    Raises:
+        ValueError: there is none, or something is wrong with the file.
+    """
+    if is_path(text):
+        return read_hardware(Path(text).expanduser())
+    name = _plain(text)
+    if name in _shipped():
+        return _shipped()[name]
+    match = None if name in _gpus() else _COUNTED.fullmatch(name)
+    gpu, count = (match["gpu"], int(match["count"])) if match else (name, 1)
+    if gpu not in _gpus():
+        known = sorted({*_shipped(), *_gpus()})
+        raise ValueError(
+            f"There is no hardware={text}.{did_you_mean(name, known)} Allowed are {', '.join(sorted(_shipped()))}, any "
+            f"other number of these GPUs ({_example()}), and a YAML file like those in conf/hardware."
+        )
+    return _scaled(gpu, count, f"hardware={text}")
+
+
+def choose_machine(
+    hardware: str | None, gpu: str | None, gpus: int | None, workers: int | None, host_memory: int | None
+) -> Machine:
+    """The machine that the command line means, and what is assumed of it.
+
+    Raises:
+        ValueError: there is none, or the options contradict each other.
+    """
+    if hardware is None and gpu is None:
+        what = f"gpus={gpus} says how many: say which" if gpus else "the machine is missing: give gpu=NAME gpus=NUMBER"
+        raise ValueError(f"{what}, as in gpu=rtx4090 gpus=4, or in hardware=rtx4090x4. Known are {', '.join(_gpus())}.")
+    if hardware is not None and (gpu is not None or gpus is not None):
+        name = "gpu" if gpu is not None else "gpus"
+        raise ValueError(
+            f"hardware= and {name}= both say which machine: leave one out. workers= uses some of its GPUs."
+        )
+    if gpu is not None:
+        name = _plain(gpu)
+        if name not in _gpus():
+            raise ValueError(
+                f"There is no gpu={gpu}.{did_you_mean(name, _gpus())} Known are {', '.join(_gpus())}; for others, "
+                "write a YAML file like those in conf/hardware: hardware=FILE."
+            )
+        hardware = f"{name}x{gpus or 1}"
+    assert hardware is not None
+    found = read_machine(hardware)
+    assumed = [] if is_path(hardware) else [_host(found, host_memory)]
+    if host_memory is not None:
+        found = replace(found, host_memory=host_memory)
+    if workers is not None and workers != found.workers:
+        assumed.append(_some(found, workers))
+        found = replace(found, workers=workers, title=f"{workers} of {found.title}")
+    return Machine(found, tuple(assumed))
+
+
+def _host(machine: Hardware, host_memory: int | None) -> str:
+    """What the files assume of the host."""
+    parts = [] if host_memory is not None else [f"{machine.host_memory / 2**30:,.0f} GiB (or set host_memory=)"]
+    parts.append(f"{machine.host_memory_bandwidth / 1e9:,.0f} GB/s of memory bandwidth")
+    if not machine.emulated:
+        parts.append(f"{machine.upload / 1e9:,.0f} GB/s to each GPU, {machine.download / 1e9:,.0f} GB/s back")
+    return f"of the host: {', '.join(parts)}; or give hardware=FILE."
+
+
+def _some(machine: Hardware, workers: int) -> str:
+    devices = "emulated devices" if machine.emulated else "GPUs"
+    if workers > machine.workers:
+        return f"of workers={workers}: as many {devices} in the same host, which has {machine.workers} in its file."
+    others = machine.workers - workers
+    return f"of workers={workers}: the other {others} {devices} idle, and these have the whole host."
+
+
+def _scaled(gpu: str, count: int, given: str) -> Hardware:
+    if not 1 <= count <= MOST_WORKERS:
+        raise ValueError(f"{given} must be 1 to {MOST_WORKERS} GPUs.")
+    machine = _gpus()[gpu]
+    share = count / machine.workers
+    kind = machine.title.removeprefix(f"{machine.workers} x ")
+    return replace(
+        machine,
+        title=f"{count} x {kind}",
+        workers=count,
+        host_memory=int(share * machine.host_memory),
+        host_memory_bandwidth=min(share * machine.host_memory_bandwidth, MOST_BANDWIDTH),
+    )
+
+
+@cache
+def _shipped() -> dict[str, Hardware]:
+    found = {}
+    for item in (files("lightning_roundpipe.conf") / "hardware").iterdir():
+        if item.name.endswith(".yaml"):
+            with as_file(item) as path:
+                found[item.name.removesuffix(".yaml")] = read_hardware(path)
+    return dict(sorted(found.items()))
+
+
+@cache
+def _gpus() -> dict[str, Hardware]:
+    """By GPU, the machine that has it."""
+    names = {name: _COUNTED.fullmatch(name) for name in _shipped()}
+    return {
+        match["gpu"] if match else name: _shipped()[name]
+        for name, match in names.items()
+        if not _shipped()[name].emulated
+    }
+
+
+def _example() -> str:
+    return ", ".join(f"{gpu}x{2 * machine.workers}" for gpu, machine in list(_gpus().items())[-2:])
+
+
+def _plain(text: str) -> str:
+    """RTX 4090, rtx-4090 and rtx4090 are one name."""
+    return re.sub(r"[\s_-]", "", text).lower()
+
+
+def is_path(text: str) -> bool:
+    """Whether an option names a file and not a choice."""
+    return "/" in text or text.endswith((".json", ".yaml", ".yml"))

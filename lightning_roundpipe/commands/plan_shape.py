@@ -1,0 +1,111 @@
+"""What ``roundpipe-plan model=NAME`` is asked, and the model that it is asked about: without data, on a machine."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_roundpipe.commands.choices import make_model, read_config
+from lightning_roundpipe.commands.options import Settings
+from lightning_roundpipe.model.layers import find_layers
+from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
+from lightning_roundpipe.model.refine import Refined, Size, cut_to_fit
+from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.estimate import estimate_costs, layer_bytes
+from lightning_roundpipe.planning.memory import ARENAS, Parameters
+from lightning_roundpipe.planning.pipeline import Rules, Staleness
+from lightning_roundpipe.planning.profile import Hardware, Precision
+from lightning_roundpipe.planning.search import SEARCH_SECONDS
+from lightning_roundpipe.planning.simulate import HostTime
+from lightning_roundpipe.planning.updates import Updates
+
+USUAL_LENGTH = 2048
+"""Tokens, or as many as a model has positions for."""
+
+_MOST_LENGTH = 2**20
+_ADAMW_BYTES = 28
+"""Memory traffic of an update: a weight, its gradient and its moments are read, all but the gradient written."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What somebody wants to train."""
+
+    model: str
+    hardware: str | None
+    lora: str
+    precision: Precision
+    sequence_length: int | None
+    microbatch_size: int | None
+    microbatches: int | None
+    workers: int | None
+    staleness: Staleness
+    memory: int | None
+    min_round: int | None = None
+    max_fused: int | None = None
+    search_seconds: float = SEARCH_SECONDS
+    search: bool = True
+    plan: str | None = None
+    stage_seconds: float | None = None
+    gpu: str | None = None
+    gpus: int | None = None
+    host_memory: int | None = None
+    lora_settings: Settings = ()
+    model_settings: Settings = ()
+
+
+class Shape:
+    """A model without data, on a machine.
+
+    Args:
+        memory: bytes that each worker may use, which layers are cut to fit as in training; None: no limit.
+        model_settings, lora_settings: what the command line changes of both.
+    """
+
+    def __init__(
+        self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0,
+        memory: int | None = None, model_settings: Settings = (), lora_settings: Settings = (),
+    ) -> None:  # fmt: skip
+        config = read_config(model, model_settings)
+        self.longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
+        self.hardware = hardware
+        self._module = make_model(config, model, lora, precision, lora_settings)
+        root = nn.Module()
+        root.model = self._module  # as a LightningModule has it, so that layers have the names they will have
+        found = find_layers(root)
+        self.refined = Refined(found)
+        if memory is not None:
+            self.refined = cut_to_fit(found, lambda layer: Size(*layer_bytes(layer)), memory // ARENAS)
+        self._layers = self.refined.layers if self.refined.stuck is None else found
+        self._lean = _is_lean(self._module)
+        weights = list(self._module.parameters())
+        trained = sum(p.numel() for p in weights if p.requires_grad)
+        frozen = sum(p.numel() for p in weights) - trained
+        self.parameters = Parameters(trained, frozen, weights[0].element_size(), apart=bool(staleness))
+
+    def costs(self, microbatch_size: int, sequence_length: int) -> Costs:
+        """Of a microbatch of that many sequences."""
+        tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
+        with lean_logits(self._module) if self._lean else nullcontext():
+            return estimate_costs(self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware)
+
+    def rules(self, staleness: Staleness) -> Rules:
+        """What takes time beside computing."""
+        machine = self.hardware
+        traffic = _ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
+        rate = machine.host_memory_bandwidth * machine.memory_efficiency * 4 / traffic  # bytes of fp32 gradients
+        return Rules(
+            staleness=staleness, host=HostTime(hop_s=machine.hop_s), links=machine.links(), updates=Updates(rate)
+        )
+
+
+def _is_lean(module: nn.Module) -> bool:
+    """Whether the packaged module computes its loss without holding the logits."""
+    try:
+        make_lean(module)
+    except ValueError:
+        return False
+    return True
