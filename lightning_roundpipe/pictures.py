@@ -1,4 +1,4 @@
-"""What all pictures have in common: the unit of their times, words for numbers, and how large a file they may become.
+"""What all pictures have in common: the unit of their times, words for what they show, and how large a file may become.
 
 A browser and a document scale a picture of more than a few thousand pixels down until nothing in it can be read. So
 `save` writes every picture, and lowers its resolution before a side exceeds `MOST_PIXELS`; what draws rows makes them
@@ -9,6 +9,7 @@ matplotlib is imported inside functions: a program that draws nothing does not l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,25 @@ def set_time_axis(axes: Axes, unit: TimeUnit) -> None:
             return unit.ticks(values)
 
     axes.xaxis.set_major_formatter(Ticks())
+
+
+def setting_names(keys: Sequence[str]) -> dict[str, str]:
+    """What settings are called in table and picture: as much of each one's end as tells it from the others.
+
+    A letter alone says little, so it is ``lora r`` and not ``r``.
+    """
+
+    def endings(key: str) -> list[str]:
+        parts = key.split(".")
+        return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+
+    def suits(ending: str, key: str) -> bool:
+        return ending == key or (
+            len(ending) > 1 and not any(ending in endings(other) for other in keys if other != key)
+        )
+
+    found = {key: next(ending for ending in endings(key) if suits(ending, key)) for key in keys}
+    return {key: re.sub(r"[._]", " ", ending) for key, ending in found.items()}
 
 
 def idle_note(idle: int, workers: int) -> str:

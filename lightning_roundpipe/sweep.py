@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import json
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_roundpipe.extras import is_installed, remedy
+from lightning_roundpipe.pictures import setting_names
 
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("step_time_s", "step time", "{:,.3f} s".format),
@@ -151,7 +151,7 @@ def present(rows: list[dict[str, Any]], folder: Path) -> None:
     if not is_installed("matplotlib"):
         console.print(f"No picture of it is drawn, as {remedy('matplotlib')}", soft_wrap=True, markup=False)
         return
-    from lightning_roundpipe.sweep_picture import draw_sweep  # which imports this module
+    from lightning_roundpipe.sweep_picture import draw_sweep
 
     if draw_sweep(rows, varied_settings(rows), folder / "sweep.png"):
         console.print(f"The picture of it: {folder / 'sweep.png'}", soft_wrap=True, highlight=False)
@@ -180,25 +180,6 @@ def varied_settings(rows: list[dict[str, Any]]) -> list[str]:
     return [key for key in keys if len({row.get(key) for row in rows}) > 1 or len(rows) == 1]
 
 
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """What settings are called in table and picture: as much of each one's end as tells it from the others.
-
-    A letter alone says little, so it is ``lora r`` and not ``r``.
-    """
-
-    def endings(key: str) -> list[str]:
-        parts = key.split(".")
-        return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
-
-    def suits(ending: str, key: str) -> bool:
-        return ending == key or (
-            len(ending) > 1 and not any(ending in endings(other) for other in keys if other != key)
-        )
-
-    found = {key: next(ending for ending in endings(key) if suits(ending, key)) for key in keys}
-    return {key: re.sub(r"[._]", " ", ending) for key, ending in found.items()}
-
-
 def write_table(rows: list[dict[str, Any]], path: Path) -> None:
     """The rows as CSV, with every key that any of them has."""
     with path.open("w", newline="") as file:
@@ -213,9 +194,9 @@ def draw_table(rows: list[dict[str, Any]], width: int) -> RenderableType:
     Settings have a column each, or, where those are too wide, one line each.
     """
     varied = varied_settings(rows)
-    names = short_names(varied)
+    names = setting_names(varied)
     apart = _table(rows, [names[key].replace(" ", "\n") for key in varied], _settings_apart(rows, varied))
-    if Console(width=10 * width).measure(apart).minimum > width:
+    if Console(width=10 * width).measure(apart).maximum > width:
         together = [["\n".join(f"{names[key]} {row.get(key, 'default')}" for key in varied)] for row in rows]
         apart = _table(rows, ["settings"], together)
     failed = [Text(f"run {row['run']} failed: {row['error']}") for row in rows if row["error"]]

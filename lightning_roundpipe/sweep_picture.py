@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.config import parse_bytes
-from lightning_roundpipe.pictures import TimeUnit, save
-from lightning_roundpipe.sweep import short_names
+from lightning_roundpipe.pictures import TimeUnit, save, setting_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +79,7 @@ def figure_of(rows: Sequence[Row], varied: Sequence[str]) -> Figure | None:
     finished = [row for row in rows if not row["error"] and row["step_time_s"] is not None]
     if not finished:
         return None
-    names = short_names(varied)
+    names = setting_names(varied)
     along = _along(finished, varied)
     keys = [key for key in varied if key != along and not (along == _MICROBATCHES and key in _CUTS)]
     lines = _lines(finished, keys, names)

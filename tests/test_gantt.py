@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.text import Text
 
 from lightning_roundpipe import gantt
 from lightning_roundpipe.gantt import Block, Chart, Idle, draw_charts, write_charts_trace
+from lightning_roundpipe.pictures import MOST_PIXELS
 
 
 def block(worker: int, microbatch: int, start_ms: float, *parts: tuple[str, float], turn: int = 0) -> Block:
@@ -27,7 +31,7 @@ def chart(title: str = "one", group: str = "g", workers: int = 2, span_ms: float
         block(0, 12, 5 * stretch, ("recompute", stretch), ("backward", 3 * stretch), turn=1),
         block(0, 13, 9 * stretch),
     ]
-    return Chart(title, "facts", group, workers, span_ms, blocks)
+    return Chart(title, span_ms, ", facts", group, workers, span_ms, blocks)
 
 
 @pytest.fixture
@@ -57,11 +61,19 @@ def test_charts_lie_below_each_other(tmp_path: Path, figures: list[Figure]) -> N
     assert {"short", "long", "else", "worker 0", "worker 1", "forward", "LM head forward", "idle"} <= set(written)
     assert "LM head backward" not in written, "the legend names what does not occur"
     assert any("milliseconds" in text for text in written)
+    assert {"   9.000 ms, facts", "   30.00 ms, facts"} <= set(written)
 
 
-def test_long_schedules_are_in_seconds(tmp_path: Path, figures: list[Figure]) -> None:
-    draw_charts([chart(span_ms=20_000, stretch=2_000)], tmp_path / "picture.png")
-    assert any("time in seconds" in text for text in texts(figures[0]))
+def test_one_unit_for_titles_and_axes(tmp_path: Path, figures: list[Figure]) -> None:
+    """The longest chart chooses it for all."""
+    draw_charts([chart(span_ms=20_000, stretch=2_000), chart("short", "h", span_ms=500)], tmp_path / "picture.png")
+    written = texts(figures[0])
+    assert any("time in seconds" in text for text in written)
+    assert {"   20.00 s, facts", "   0.500 s, facts"} <= set(written)
+    figures[0].canvas.draw()
+    ticks = [[label.get_text() for label in axes.get_xticklabels()] for axes in figures[0].axes]
+    assert "20" in ticks[0] and "0.50" in ticks[1]
+    assert not any(" ms" in text for text in written)
 
 
 def test_numbers_stand_where_they_fit(tmp_path: Path, figures: list[Figure]) -> None:
@@ -81,20 +93,51 @@ def test_formats(tmp_path: Path, suffix: str) -> None:
     assert {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}[suffix] in start
 
 
-@pytest.mark.parametrize("workers", [1, 64, 300])
-def test_any_number_of_workers(tmp_path: Path, workers: int) -> None:
-    draw_charts([chart(workers=max(workers, 2))], tmp_path / "picture.png")
+def busy(workers: int) -> Chart:
+    """Every worker has something to do."""
+    blocks = [block(worker, 0, 0, ("forward", 1 + worker)) for worker in range(workers)]
+    return Chart(f"{workers} workers", float(workers), "", "g", workers, float(workers), blocks)
+
+
+@pytest.mark.parametrize(("workers", "charts"), [(1, 1), (8, 25), (64, 9), (1024, 2)])
+def test_no_picture_is_too_large(tmp_path: Path, figures: list[Figure], workers: int, charts: int) -> None:
+    """The paper's 25 cases once were 9,610 pixels high. Rows become thinner, and charts stay apart."""
+    draw_charts([busy(workers)] * charts, tmp_path / "picture.png")
+    height, width = imread(tmp_path / "picture.png").shape[:2]
+    assert width <= height <= MOST_PIXELS or height <= width <= 1920
+    boxes = [axes.get_position() for axes in figures[0].axes]
+    assert all(above.y0 > below.y1 for above, below in pairwise(boxes))
+    for axes in figures[0].axes:
+        labels = [label.get_window_extent() for label in axes.get_yticklabels()]
+        assert all(above.y0 >= below.y1 - 1 for above, below in pairwise(labels)), "labels of workers overlap"
+
+
+def test_workers_without_a_stage_have_no_row(tmp_path: Path, figures: list[Figure]) -> None:
+    draw_charts([chart(workers=8)], tmp_path / "picture.png")
+    written = set(texts(figures[0]))
+    assert {"worker 0", "worker 1"} <= written and "worker 2" not in written
+    assert "   9.000 ms, facts; 6 of 8 workers have nothing to do and no row" in written
+
+
+def test_titles_stay_within_the_picture(tmp_path: Path, figures: list[Figure]) -> None:
+    case = "a-model-whose-name-is-as-long-as-one-can-be-of-60-letters…, interleaved-1f1b"
+    facts = ", bubble 35.2 % (fill 13.4, switch 12.2, drain 10.3, intra 19.3)"
+    draw_charts([replace(chart(case, span_ms=20_000), facts=facts)], tmp_path / "picture.png")
+    for text in figures[0].findobj(Text):
+        if text.get_text().strip() and text.get_visible():
+            box = text.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= figures[0].bbox.width, text.get_text()
 
 
 def test_nothing_that_takes_time(tmp_path: Path) -> None:
-    empty = Chart("$odd title$ _{", "facts", "g", 2, 0.0, [block(0, 0, 0)])
+    empty = Chart("$odd title$ _{", 0.0, "facts", "g", 2, 0.0, [block(0, 0, 0)])
     draw_charts([empty], tmp_path / "picture.png")
     write_charts_trace([empty], tmp_path / "trace.json")
     assert all(record["ph"] == "M" for record in json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
 
 
 def test_too_many_charts(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="900 cases do not fit into one picture"):
+    with pytest.raises(ValueError, match="900 cases of up to 2 workers do not fit into one picture: draw fewer"):
         draw_charts([chart()] * 900, tmp_path / "picture.png")
 
 
@@ -102,13 +145,15 @@ def test_trace(tmp_path: Path) -> None:
     """What Perfetto needs: complete events in microseconds, nested or apart on each track, and names for the tracks."""
     file = tmp_path / "trace.json"
     thirds = Chart(
-        "thirds", "", "g", 1, 4.0, [block(0, m, m / 3, ("recompute", 0.1), ("backward", 0.2333)) for m in range(9)]
+        "thirds", 4.0, "", "g", 1, 4.0, [block(0, m, m / 3, ("recompute", 0.1), ("backward", 0.2333)) for m in range(9)]
     )
     write_charts_trace([chart(), thirds], file)
     records: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
     names = {(r["pid"], r["tid"]): r["args"]["name"] for r in records if r["name"] == "thread_name"}
     assert names == {(1, 1): "worker 0", (1, 2): "worker 1", (2, 1): "worker 0"}
-    assert [r["args"]["name"] for r in records if r["name"] == "process_name"] == ["one: facts", "thirds: "]
+    assert [r["args"]["name"] for r in records if r["name"] == "process_name"] == [
+        *("one: 9.000 ms, facts", "thirds: 4.000 ms")
+    ]
     complete = [r for r in records if r["ph"] == "X"]
     [nested] = [r for r in complete if r["name"] == "F0 m12"]
     assert (nested["ts"], nested["dur"], nested["args"]) == (5000, 4000, {"stage": "F0", "microbatch": 12})
@@ -134,7 +179,7 @@ def test_why_workers_wait(tmp_path: Path, figures: list[Figure]) -> None:
     draw_charts([replace(chart(), waits=waits)], tmp_path / "picture.png")
     written = set(texts(figures[0]))
     assert {"waits for weights", "waits for the optimizer"} <= written
-    drawn = {tuple(gantt.to_rgb(gantt.WAITS[wait.why])): wait for wait in waits}
+    drawn = {tuple(to_rgb(gantt.WAITS[wait.why])): wait for wait in waits}
     found = {}
     for boxes in figures[0].axes[0].collections:
         if len(faces := boxes.get_facecolor()) and (wait := drawn.get(tuple(faces[0][:3]))):

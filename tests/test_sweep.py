@@ -11,6 +11,7 @@ import pytest
 from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 
+from lightning_roundpipe.pictures import setting_names
 from lightning_roundpipe.sweep import make_plans_static, present, read_runs, varied_settings
 from lightning_roundpipe.sweep_picture import figure_of
 
@@ -76,7 +77,7 @@ def test_another_setting_is_the_axis_where_microbatches_stay_the_same(tmp_path: 
     assert figure is not None
     assert [axes.get_title("left") for axes in figure.axes] == ["step time (s)", "host memory, peak (GiB)"]
     assert list(lines(figure.axes[0]).values()) == [[(4, 2.0), (16, 3.0)]]
-    assert figure.axes[-1].get_xlabel() == "r"
+    assert figure.axes[-1].get_xlabel() == "lora r"
 
 
 def test_everything_is_left_and_shown(
@@ -128,7 +129,7 @@ def names(*settings: str) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("width", [80, 110, 200])
 def test_nothing_of_a_table_is_left_out(
     width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,67 @@ def test_nothing_lies_between_two_models(tmp_path: Path) -> None:
     figure = figure_of(made, varied_settings(made))
     assert figure is not None
     assert {line.get_linestyle() for line in figure.axes[0].get_lines()} == {"None"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "values", "order"),
+    [
+        ("lora.r", "1 16 2", "1 2 16"),
+        ("strategy.emulation.memory", "2GiB 512MB 16MiB 1GB", "16MiB 512MB 1GB 2GiB"),
+        ("strategy.memory_budget", "1GiB null 0.5 900MiB", "null 0.5 900MiB 1GiB"),
+        ("optimizer.lr", "1e-2 3e-4 0.001", "3e-4 0.001 1e-2"),
+        ("strategy.compile_layers", "true false", "false true"),
+        ("model", "qwen_32b qwen_4b llama_8b", "llama_8b qwen_4b qwen_32b"),
+        ("data.path", "b10 b9 2GiBs a", "2GiBs a b9 b10"),
+    ],
+)
+def test_values_stand_in_their_order(setting: str, values: str, order: str, tmp_path: Path) -> None:
+    """Along the axis, and in the legend where another setting is the axis."""
+    made = sweep(tmp_path, *((f"{setting}={value}", finished(0.5, 0.25, 4)) for value in values.split()))
+    figure = figure_of(made, varied_settings(made))
+    assert figure is not None
+    assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == order.split()
+    for row in made:
+        row["other"] = row["run"]
+    figure = figure_of(made, ["other", setting])
+    assert figure is not None
+    assert [text.get_text().split()[-1] for text in figure.legends[0].get_texts()] == order.split()
+
+
+def test_one_size_in_two_units_is_one_place(tmp_path: Path) -> None:
+    runs = [(f"strategy.memory_budget={size}", finished(0.5, 0.25, 4)) for size in ("1GiB", "1024MiB", "2GiB")]
+    figure = figure_of(made := sweep(tmp_path, *runs), varied_settings(made))
+    assert figure is not None
+    assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == ["1GiB", "2GiB"]
+
+
+def test_no_two_lines_look_alike(tmp_path: Path) -> None:
+    runs = [(f"lora.r={n // 12} data.seed={n % 12 + 1}", finished(0.5 + n, 0.25, 4)) for n in range(24)]
+    figure = figure_of(made := sweep(tmp_path, *runs), varied_settings(made))
+    assert figure is not None
+    shown = {(line.get_color(), line.get_marker()) for line in figure.axes[0].get_lines()}
+    assert len(shown) == len(figure.axes[0].get_lines()) == 12
+
+
+def test_long_names_do_not_overlap(tmp_path: Path) -> None:
+    models = [f"tiny_qwen3_{n}b_a22b" for n in range(1, 8)]
+    runs = [(f"model={model} lora.r={r}", finished(0.5, 0.25, 4)) for model in models for r in (4, 8)]
+    figure = figure_of(made := sweep(tmp_path, *runs), varied_settings(made))
+    assert figure is not None
+    figure.canvas.draw()
+    labels = figure.axes[-1].get_xticklabels()
+    assert [label.get_text() for label in labels] == models
+    assert {label.get_rotation() for label in labels} == {30}
+    assert all(label.get_window_extent().x0 >= 0 and label.get_window_extent().y0 >= 0 for label in labels)
+
+
+def test_names_of_settings_tell_them_apart() -> None:
+    assert setting_names(["lora.r", "strategy.emulation.memory", "trainer.max_steps"]) == {
+        "lora.r": "lora r",
+        "strategy.emulation.memory": "memory",
+        "trainer.max_steps": "max steps",
+    }
+    assert setting_names(["data.seed", "seed", "model"]) == {"data.seed": "data seed", "seed": "seed", "model": "model"}
 
 
 def test_a_sweep_of_failures_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
+from lightning_roundpipe.pictures import MOST_PIXELS
 from lightning_roundpipe.planning import Plan
 from lightning_roundpipe.timeline import Event, draw_timeline, read_events, stage_names, write_trace
 
@@ -132,15 +134,15 @@ def test_title_legend_and_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """What stands in the picture, read from the figure before it becomes pixels."""
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
-    draw_timeline(synthetic() | {"step_time_s": 2.345, "bubble_pct": 12.34}, tmp_path / "ms.png", title="Run 7")
-    slow = synthetic()
-    for event in slow["events"]:
-        event.update(start_s=10 * event["start_s"], end_s=10 * event["end_s"])
-    draw_timeline(slow | {"step_time_s": 23.45, "bubble_pct": 12.34}, tmp_path / "s.png")
+    fast = synthetic()
+    for event in fast["events"]:
+        event.update(start_s=event["start_s"] / 10, end_s=event["end_s"] / 10)
+    draw_timeline(fast | {"step_time_s": 0.2345, "bubble_pct": 12.34}, tmp_path / "ms.png", title="Run 7")
+    draw_timeline(synthetic() | {"step_time_s": 2.345, "bubble_pct": 12.34}, tmp_path / "s.png")
 
     first, second = (figure.axes[0] for figure in figures)
-    assert first.get_title(loc="left") == "Run 7\n4 workers, 4 microbatches, step 2,345 ms, bubble 12.3 %"
-    assert second.get_title(loc="left") == "RoundPipe: 4 workers, 4 microbatches, step 23.45 s, bubble 12.3 %"
+    assert first.get_title(loc="left") == "Run 7\n4 workers, 4 microbatches, step 234.5 ms, bubble 12.3 %"
+    assert second.get_title(loc="left") == "RoundPipe: 4 workers, 4 microbatches, step 2.345 s, bubble 12.3 %"
     assert (first.get_xlabel(), second.get_xlabel()) == ("time in the step (ms)", "time in the step (s)")
     texts = [text.get_text() for text in first.texts]
     assert {"F1", "F2", "fused", "B1", "B5"} <= set(texts)
@@ -148,6 +150,57 @@ def test_title_legend_and_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [
         "forward", "fused forward", "recompute", "backward", "weight upload", "activation copy", "gradient copy"
     ]  # fmt: skip
+
+
+def drawn(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Figure:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    draw_timeline(report, Path("unused.png"))
+    return figures[0]
+
+
+def busy(workers: int) -> dict[str, Any]:
+    """A step in which every worker has a stage."""
+    spans = " ".join(f"{n}-{n}" for n in range(workers))
+    text = f"forward {spans}; fused {workers}-{workers}; backward {' '.join(reversed(spans.split()))}; round 1"
+    return synthetic(workers, 1, str(Plan.parse(text)))
+
+
+@pytest.mark.parametrize("workers", [1, 8, 40, 200])
+def test_no_picture_is_too_large(workers: int, tmp_path: Path) -> None:
+    draw_timeline(busy(workers), tmp_path / "step.png")
+    height, width = imread(tmp_path / "step.png").shape[:2]
+    assert max(width, height) <= MOST_PIXELS
+    assert workers > 8 or width == 2080
+
+
+def test_workers_without_a_stage_have_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = drawn(synthetic(workers=64), monkeypatch).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [f"worker {n}" for n in range(8)]
+    assert axes.get_title(loc="left").endswith("; 56 of 64 workers have nothing to do and no row")
+
+
+def test_a_step_without_copies_has_no_lanes_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = synthetic()
+    with_copies = drawn(report, monkeypatch)
+    report["events"] = [event for event in report["events"] if "load" not in event["kind"]]
+    without = drawn(report, monkeypatch)
+    lanes = [[label.get_text() for label in f.axes[0].get_yticklabels(minor=True)] for f in (with_copies, without)]
+    assert lanes == [["up", "down"] * 4, []]
+    assert without.get_figheight() < with_copies.get_figheight()
+
+
+def test_numbers_stand_on_what_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the pause between a call and the next, where emulated devices wait for each other."""
+    report = synthetic(1, 2, "forward none; fused 0-3; backward none; round 2")
+    for event in report["events"]:
+        first = event["kind"] == "forward" and event["call"] == 0
+        event.update(start_s=event["start_s"] + (0 if first else 9), end_s=event["end_s"] + (0 if first else 9))
+    axes = drawn(report, monkeypatch).axes[0]
+    spans = [(e["start_s"], e["end_s"]) for e in report["events"] if e["kind"] in ("forward", "backward")]
+    places = [text.get_position()[0] for text in axes.texts if text.get_text() in "01"]
+    assert len(places) == 4
+    assert all(any(start <= place <= end for start, end in spans) for place in places)
 
 
 def test_backend_of_the_program_is_left_alone(tmp_path: Path) -> None:
