@@ -108,6 +108,8 @@ def figure_of(rows: Sequence[Row], varied: Sequence[str]) -> Figure | None:
         )
     if notes:
         figure.supxlabel("\n".join(notes), fontsize=7.5, color="#B22222", x=0.02, ha="left")
+    if slanted:
+        figure.draw_without_rendering()  # how far labels reach depends on the layout, and the layout on that
     return figure
 
 

@@ -1,0 +1,124 @@
+"""A step of emulated devices, replayed as if each of them computed alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_timeline import is_picture, synthetic
+
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.pipeline import run_steps
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.replay import replay, replay_of
+from lightning_roundpipe.timeline import draw_timeline, read_events
+
+FORWARD_S, BACKWARD_S = 0.010, 0.020
+COMPUTE = ("forward", "recompute", "backward")
+
+
+def calls(number: int, seconds: float = 1.0) -> Costs:
+    each = {"weight_bytes": 1000, "gradient_bytes": 1000, "boundary_bytes": 500, "activation_bytes": 500}
+    return Costs(
+        tuple(
+            CallCost(f"layers.{n}", FORWARD_S * seconds, BACKWARD_S * seconds, needs_backward=n > 0, **each)
+            for n in range(number)
+        )
+    )
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    """What a strategy reports of the step in test_timeline, whose 30 calls were slow when they were first measured."""
+    return synthetic() | {"profiled": False, "costs": calls(30, seconds=3).to_dict()} | changes
+
+
+def shared(found: dict[str, Any], slowdown: float) -> dict[str, Any]:
+    """The step on shared cores: everything takes longer from its beginning on, so that devices wait for each other."""
+    events = [
+        event | {"start_s": event["start_s"] * slowdown, "end_s": event["start_s"] * slowdown + length}
+        for event in found["events"]
+        for length in (event["end_s"] - event["start_s"],)
+    ]
+    return found | {"events": events, "step_time_s": found["step_time_s"] * slowdown, "bubble_pct": 80.0}
+
+
+def test_a_replay_is_what_the_simulator_makes_of_the_shortest_times() -> None:
+    found = replay(shared(report(), slowdown=5))
+    assert found is not None
+    run = run_steps(Plan.parse(found["plan"]), calls(30), 4, 4)  # the events took less than the first batch's calls
+    assert found["step_time_s"] == pytest.approx(run.makespan_s)
+    assert found["bubble_pct"] == pytest.approx(100 * (1 - run.busy_s / (4 * run.makespan_s)))
+    assert found["bubble_pct"] < 50
+    assert (found["workers"], found["microbatches"]) == (4, 4)
+
+
+def test_first_batch_counts_where_it_was_faster() -> None:
+    found = replay(report(costs=calls(30, seconds=0.5).to_dict()))
+    assert found is not None
+    run = run_steps(Plan.parse(found["plan"]), calls(30, seconds=0.5), 4, 4)
+    assert found["step_time_s"] == pytest.approx(run.makespan_s)
+
+
+def test_devices_and_slots_are_those_of_the_step() -> None:
+    """The two pictures of a step stand beside each other, and its first slot may be on any worker."""
+    given = report()
+    for row in (*given["slots"], *given["events"]):
+        row["slot"] += 9
+        row["worker"] = (row["worker"] + 1) % 4
+    found = replay(given)
+    assert found is not None
+    where = {slot["slot"]: slot["worker"] for slot in given["slots"]}
+    assert {(event["slot"], event["worker"]) for event in found["events"]} == set(where.items())
+    assert all(event["kind"] in COMPUTE for event in found["events"])
+    for event in read_events(found):
+        assert 0 <= event.start_s < event.end_s <= found["step_time_s"] + 1e-9
+    fused = [event["kind"] for event in found["events"] if event["phase"] == "fused"]
+    assert fused == ["forward", "backward"] * 4
+
+
+def test_copies_take_the_time_that_the_emulation_gives_them() -> None:
+    free, slow = replay(report()), replay(report(), Emulation(bandwidth=1e5, latency=0.003))
+    assert free is not None and slow is not None
+    assert slow["step_time_s"] > free["step_time_s"]
+    assert slow["bubble_pct"] > free["bubble_pct"]
+    assert {event["kind"] for event in slow["events"]} - set(COMPUTE) == {
+        *("upload_weights", "upload_activations", "download_activations", "download_gradients")
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"profiled": True},
+        {"costs": None},
+        {"workers": 1},
+        {"slots": [{"slot": 0, "worker": 0, "round": 0, "phase": "forward", "layers": []}]},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_no_replay_of(changes: dict[str, Any]) -> None:
+    assert replay(report(**changes)) is None
+
+
+def test_only_emulated_devices_are_replayed() -> None:
+    """On GPUs the step as it ran is the truth."""
+    options = SimpleNamespace(emulation=Emulation())
+    for device, expected in (("cpu", True), ("cuda", False)):
+        strategy: Any = SimpleNamespace(report=report, root_device=torch.device(device), options=options)
+        assert (replay_of(strategy) is not None) == expected
+    nothing: Any = SimpleNamespace(report=dict, root_device=torch.device("cpu"), options=options)
+    assert replay_of(nothing) is None
+    other: Any = SimpleNamespace(root_device=torch.device("cpu"))  # plain Lightning's strategies report nothing
+    assert replay_of(other) is None
+
+
+def test_a_replay_is_drawn(tmp_path: Path) -> None:
+    for name, emulation in (("free", Emulation()), ("slow", Emulation(bandwidth=1e5))):
+        found = replay(report(), emulation)
+        assert found is not None
+        draw_timeline(found, tmp_path / f"{name}.png", "Replay")
+        assert is_picture(tmp_path / f"{name}.png")
