@@ -1,8 +1,8 @@
 """One process-wide semaphore for the cores that emulated devices share.
 
 Four forwards at once on a machine that is busy with two take longer than two after two others. A layer takes as many
-cores as an emulated device has intra-op threads (`teams`). A thread that waited with a permit in hand could wait for somebody who needs that permit, so waiting
-checks for it.
+cores as an emulated device has intra-op threads (`teams`). A thread that waited with a permit in hand could wait for
+somebody who needs that permit, so waiting checks for it.
 """
 
 from __future__ import annotations
