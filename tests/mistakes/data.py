@@ -192,7 +192,7 @@ DATA = [
     Mistake(
         SECTION,
         "too few records to hold some out",
-        "data.path has … different records or fewer, which cannot be divided",
+        "data.path has too few different records (… or fewer) to be divided",
         "Set data.validation_path to held-out records",
         (_reading(QUESTION), _reading(QUESTION, QUESTION)),
     ),

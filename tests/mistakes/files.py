@@ -377,7 +377,7 @@ MODELS = [
     Mistake(
         SECTION,
         "`model.package` with several files",
-        "model.pattern='*.gguf' fits … files of model.package='…'",
+        "model.pattern='*.gguf' fits several files of model.package='…'",
         "Name one of them",
         (_package("a.gguf", "b.gguf"),),
     ),
