@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Emulation, Options
-from lightning_roundpipe.devices.teams import cores
+from lightning_roundpipe.devices.permit import at_once
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 from lightning_roundpipe.planning.memory import planned_bytes
 from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps
@@ -133,7 +133,7 @@ class Announcements:
         if engine.accelerator is not None:
             return run.makespan_s
         busy = sum(event.end_s - event.start_s for event in run.events if event.kind in COMPUTE)
-        return max(run.makespan_s, busy / max(1, cores() // torch.get_num_threads()))  # the devices share the cores
+        return max(run.makespan_s, busy / at_once())  # the devices share the cores
 
     # -- loggers ------------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class RoundPipeStrategy(OneProcess):
         microbatch_size: samples per part, instead of their number.
         round_microbatches: parts that go through all stages one after another before the next ones. Default: all, or as
             many as fit into device memory.
-        layers: module classes, class names or qualified names that are moved as one. Default: found by themselves.
+        layers: module classes, class names or qualified names that are moved as one. Default: the strategy finds them.
         plan: ``"measured"``: made from the times of the first batch. ``"static"``: made from the shapes in it, so that
             every run of the same model has the same plan. Or the stages by hand, as ``report()["plan"]`` prints them,
             such as ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. One microbatch has a plan only by

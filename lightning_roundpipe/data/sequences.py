@@ -17,7 +17,7 @@ def check_sizes(sequence_length: int, batch_size: int) -> None:
     """``ValueError`` for batches without a target."""
     if sequence_length < 2:
         raise ValueError(
-            f"data.sequence_length={sequence_length} is too short: the first token of a sequence is no target."
+            f"data.sequence_length={sequence_length} is too short: the first token of a sequence is not a target."
         )
     if batch_size < 1:
         raise ValueError(f"data.batch_size={batch_size} must be at least 1.")

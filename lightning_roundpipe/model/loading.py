@@ -97,7 +97,9 @@ def from_folder(folder: str | Path, gguf_file: str | None = None, dtype: str = "
     _check_dtype(dtype)
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
-        raise FileNotFoundError(f"model.folder={str(folder)!r} is no folder. Name one that holds a Hugging Face model.")
+        raise FileNotFoundError(
+            f"model.folder={str(folder)!r} is not a folder. Name one that holds a Hugging Face model."
+        )
     needed = gguf_file or "config.json"
     if not (path / needed).is_file():
         raise FileNotFoundError(
@@ -191,7 +193,7 @@ def _find(text: str, setting: str, *, weights: bool) -> Path:
         return from_the_hub(text, weights=weights)
     except Exception as error:
         raise FileNotFoundError(
-            f"{setting} is no folder, and no model that the Hugging Face hub gives us: {_first_line(error)}. Name a "
+            f"{setting} is neither a folder nor a model that the Hugging Face hub gives: {_first_line(error)}. Name a "
             "folder with safetensors files, or check the name and the connection."
         ) from error
 
@@ -271,7 +273,7 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained
         raise ImportError(f"{setting} is a GGUF file, and the package that reads those is missing: pip install gguf")
     with path.open("rb") as file:
         if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
-            raise ValueError(f"{setting}: {path} is no GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
+            raise ValueError(f"{setting}: {path} is not a GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
     folder, name = str(path.parent), path.name
     parsing_once = _parsing_once()
     with _reading(path, setting, remedy), parsing_once():

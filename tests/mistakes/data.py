@@ -150,7 +150,7 @@ DATA = [
     Mistake(
         SECTION,
         "`data.chat_template` that is not there",
-        "data.chat_template='…' is no file",
+        "data.chat_template='…' is not a file",
         "set it to plain, or to null",
         (_reading(QUESTION, chat_template="chatml"),),
     ),
@@ -213,7 +213,7 @@ DATA = [
     Mistake(
         SECTION,
         "`data.tokenizer` that is not there",
-        "data.tokenizer='…' is no folder",
+        "data.tokenizer='…' is not a folder",
         "Name one that a tokenizer's save_pretrained() wrote",
         (_reading(QUESTION, tokenizer="nowhere"),),
     ),
