@@ -263,7 +263,8 @@ def _loaded(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTraine
     if isinstance(tokenizer, (str, Path)):
         if not Path(tokenizer).expanduser().is_dir():
             raise FileNotFoundError(
-                f"data.tokenizer={str(tokenizer)!r} is not a folder. Name one that a tokenizer's save_pretrained() wrote."
+                f"data.tokenizer={str(tokenizer)!r} is not a folder. Name one that a tokenizer's "
+                "save_pretrained() wrote."
             )
         try:
             tokenizer = AutoTokenizer.from_pretrained(Path(tokenizer).expanduser(), local_files_only=True)
@@ -286,8 +287,8 @@ def _template(chosen: str | Path | None) -> str | None:
     file = Path(chosen).expanduser()
     if not file.is_file():
         raise FileNotFoundError(
-            f"data.chat_template={str(chosen)!r} is not a file. Name one with a Jinja template, or set it to plain, or to "
-            "null for the tokenizer's own."
+            f"data.chat_template={str(chosen)!r} is not a file. Name one with a Jinja template, or set it to plain, or "
+            "to null for the tokenizer's own."
         )
     return file.read_text(encoding="utf-8")
 
