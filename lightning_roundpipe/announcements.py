@@ -176,7 +176,7 @@ def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
     if options.num_microbatches is not None and 0 < len(sizes) < options.num_microbatches:
         texts.append(
             f"num_microbatches={options.num_microbatches} is more than {batch} has: it is cut into "
-            f"{plural(len(sizes), 'microbatch', 'microbatches')}."
+            f"{plural(len(sizes), 'microbatch')}."
         )
     if options.microbatch_size is not None and 0 < samples < options.microbatch_size:
         texts.append(
@@ -186,7 +186,7 @@ def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
     asked = options.round_microbatches
     if asked is not None and 0 < len(sizes) < asked:
         texts.append(
-            f"round_microbatches={asked} is more than {plural(len(sizes), 'microbatch', 'microbatches')} of a batch: "
+            f"round_microbatches={asked} is more than {plural(len(sizes), 'microbatch')} of a batch: "
             "each round has all of them."
         )
     return texts
@@ -203,7 +203,7 @@ def how_cut(sizes: Sequence[int] | None) -> str:
         return "microbatches of the model's calls"
     least, most = min(sizes), max(sizes)
     samples = plural(most, "sample") if least == most else f"{least} to {plural(most, 'sample')}"
-    return f"{plural(len(sizes), 'microbatch', 'microbatches')} of {samples}"
+    return f"{plural(len(sizes), 'microbatch')} of {samples}"
 
 
 def count(number: int) -> str:

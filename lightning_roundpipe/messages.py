@@ -33,9 +33,9 @@ def _frames_to_the_user() -> int:
     return number if frame is not None else 1
 
 
-def plural(number: int, noun: str, several: str | None = None) -> str:
-    """``"1 worker"``, ``"4 workers"``; ``several`` where that is not ``noun`` with an s."""
-    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+def plural(number: int, noun: str) -> str:
+    """The number with its noun: ``"1 worker"``, ``"4 microbatches"``."""
+    return f"{number:,} {noun if number == 1 else noun + ('es' if noun.endswith('ch') else 's')}"
 
 
 def gib(nbytes: float) -> str:

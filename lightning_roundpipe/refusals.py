@@ -174,8 +174,8 @@ def refuse_strange_checkpoint(path: Any, checkpoint: object) -> None:
     missing = [key for key in _NEEDED if not isinstance(checkpoint, Mapping) or key not in checkpoint]
     if missing:
         raise ValueError(
-            f"ckpt_path={str(path)!r} is not a Lightning checkpoint: it lacks {missing[0]!r}. Weights alone are loaded by "
-            "your own code (module.load_state_dict(torch.load(...))), before fit()."
+            f"ckpt_path={str(path)!r} is not a Lightning checkpoint: it lacks {missing[0]!r}. Weights alone are loaded "
+            "by your own code (module.load_state_dict(torch.load(...))), before fit()."
         )
 
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.pictures import (
     DPI,
     MOST_INCHES,
     MOST_PIXELS,
     TimeUnit,
-    count,
     idle_note,
     save,
     set_time_axis,
@@ -297,7 +297,7 @@ def _title(report: Mapping[str, Any], title: str | None, unit: TimeUnit, rows: i
     workers = int(_value(report, "workers"))
     step, bubble = float(_value(report, "step_time_s")), float(_value(report, "bubble_pct"))
     facts = (
-        f"{count(workers, 'worker')}, {count(_value(report, 'microbatches'), 'microbatch')}, "
+        f"{plural(workers, 'worker')}, {plural(_value(report, 'microbatches'), 'microbatch')}, "
         f"step {unit.show(step)}, bubble {bubble:.1f} %"
         f"{idle_note(workers - rows, workers)}"
     )

@@ -124,7 +124,7 @@ def test_a_warning_names_the_users_line() -> None:
 
 def test_words_for_numbers() -> None:
     assert [plural(n, "worker") for n in (0, 1, 2, 12345)] == ["0 workers", "1 worker", "2 workers", "12,345 workers"]
-    assert plural(1, "microbatch", "microbatches") == "1 microbatch"
-    assert plural(3, "microbatch", "microbatches") == "3 microbatches"
+    assert plural(1, "microbatch") == "1 microbatch"
+    assert plural(3, "microbatch") == "3 microbatches"
     assert [gib(n) for n in (0, 1023, 1536, 5 << 20, 3 << 29)] == ["0 bytes", "1023 bytes", "2 KiB", "5 MiB", "1.5 GiB"]
     assert [seconds(s) for s in (0.0123, 0.9999, 2.44, 125.0)] == ["12 ms", "1.0 s", "2.4 s", "2.1 min"]

@@ -57,8 +57,7 @@ def plan_table(report: Mapping[str, Any], module: Module) -> Table:
     short = short_names({layer for slot in slots for layer in slot["layers"]})
     table = Table(
         title=f"Plan: {plural(len(slots), 'stage')} on {plural(report['workers'], 'worker')}, "
-        f"{plural(report['microbatches'], 'microbatch', 'microbatches')}"
-        + (f" in {plural(rounds, 'round')}" if rounds > 1 else ""),
+        f"{plural(report['microbatches'], 'microbatch')}" + (f" in {plural(rounds, 'round')}" if rounds > 1 else ""),
         caption=report["plan"],
         title_justify="left",
         caption_justify="left",
