@@ -123,7 +123,8 @@ class Announcements:
         took = (
             "" if engine.options.plan == "static" else f", at least {seconds(self._seconds(plan, microbatches))} a step"
         )
-        return f"plan '{plan}': {plural(len(plan.stages()), 'stage')}{few}, about {gib(memory)} on each device{took}."
+        named = plural(len(plan.stages()), "stage")
+        return f'plan "{plan}": {named}{few}, about {gib(memory)} on each device{took}.'
 
     def _seconds(self, plan: Plan, microbatches: int) -> float:
         """What computation alone takes in a step, by the times of the first batch."""

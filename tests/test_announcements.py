@@ -54,7 +54,7 @@ def test_what_will_happen_and_then_the_plan(said: list[str]) -> None:
     assert re.search(r", about [\d.,]+ [KMG]iB of host memory\.$", begin)
     assert result.report is not None
     memory = r"about [\d.,]+ \w+ on each device"
-    found = re.fullmatch(rf"roundpipe: plan '(.+)': (\d+) stages?( on .+)?, {memory}, at least .+ a step\.", plan)
+    found = re.fullmatch(rf'roundpipe: plan "(.+)": (\d+) stages?( on .+)?, {memory}, at least .+ a step\.', plan)
     assert found is not None, plan
     assert found[1] == result.report["plan"]
     assert int(found[2]) == len(Plan.parse(found[1]).stages())
@@ -89,7 +89,7 @@ def test_a_plan_of_fewer_stages_than_devices_says_so(said: list[str]) -> None:
 
 def test_a_static_plan_promises_no_time(said: list[str]) -> None:
     run(ours(num_microbatches=2, plan="static"), MLP, BATCHES[:2], devices=2)
-    [line] = [line for line in said if line.startswith("roundpipe: plan '")]
+    [line] = [line for line in said if line.startswith("roundpipe: plan ")]
     assert re.search(r", about [\d.,]+ \w+ on each device\.$", line)
 
 
@@ -124,7 +124,7 @@ def test_callbacks_may_say_it_all_themselves(said: list[str], callback: type[pl.
     trainer = trainer_of(ours(num_microbatches=2), devices=2, callbacks=[callback()])
     with quiet():
         trainer.fit(copy.deepcopy(MLP), loader(BATCHES))
-    assert not [line for line in said if "host memory" in line or "plan '" in line]
+    assert not [line for line in said if "host memory" in line or "roundpipe: plan" in line]
 
 
 @pytest.mark.parametrize(
