@@ -233,8 +233,8 @@ class TextFiles(LightningDataModule):
         which = f"{plural(len(long), 'record')} of more than {limit}, {store.place(long[0])} first"
         if self.too_long == "error":
             raise ValueError(
-                f"data.sequence_length={self.sequence_length}: there are {which}. Raise it, or set data.too_long to "
-                "truncate or drop, or data.rows=joined for texts."
+                f"data.sequence_length={self.sequence_length} is too short for {which}. Raise it, or set "
+                "data.too_long to truncate or drop, or data.rows=joined for texts."
             )
         if self.too_long == "drop":
             return np.setdiff1d(records, long), f"without {which}"

@@ -171,7 +171,7 @@ DATA = [
     Mistake(
         SECTION,
         "records that are too long",
-        "data.sequence_length=…: there are … records of more than … tokens, … line … first",
+        "data.sequence_length=… is too short for … of more than … tokens, … line … first",
         "Raise it, or set data.too_long to truncate or drop, or data.rows=joined for texts",
         (_reading(QUESTION, {"text": "x" * 99}), _reading(QUESTION, {"text": "x" * 99}, rows="padded")),
     ),
