@@ -1,26 +1,29 @@
 """What a run says of itself: what is about to happen, and the plan; on the screen and to loggers.
 
-    first batch ── devices, microbatches, precision, model, host memory ── settings that were clamped ── [1]
-    the plan is there ── stages, memory of a device, seconds of a step ── [2]
-    behind the first batch ── settings and plan to the loggers' hyperparameters ── [3]
+    setup ── settings to the loggers' hyperparameters, before Lightning logs the module's ── [1]
+    first batch ── devices, microbatches, precision, model, host memory ── settings that were clamped ── [2]
+    the plan is there ── stages, memory of a device, seconds of a step ── [3] ── and to the hyperparameters ── [4]
 
 Nothing of this is said in each step. A callback that shows all this in its own way has a class attribute
-``roundpipe_announces = True``: then [1] and [2] are left to it.
+``roundpipe_announces = True``: then [2] and [3] are left to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.saving import save_hparams_to_yaml
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Emulation, Options
-from lightning_roundpipe.devices.teams import cores
+from lightning_roundpipe.devices.permit import at_once
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 from lightning_roundpipe.planning.memory import planned_bytes
 from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps
@@ -32,7 +35,8 @@ from lightning_roundpipe.runtime.engine import Engine
 ANNOUNCES = "roundpipe_announces"
 """Class attribute of callbacks that show all this in their own way."""
 
-_NAMESPACE = "roundpipe/"
+_NO_SETTINGS = ("emulation", "plan")
+"""Options that are no hyperparameters: a way to test, and what the plan itself is logged for."""
 _PROBE = 64
 """Rows and columns of a parameter on which an optimizer shows how much state it keeps."""
 
@@ -58,7 +62,7 @@ class Announcements:
         self._plan: Plan | None = None
 
     def before(self, batch: Any) -> None:
-        """Before a batch; the first one is announced [1]."""
+        """Before a batch; the first one is announced [2]."""
         if self._begun:
             return
         self._begun = True
@@ -72,14 +76,19 @@ class Announcements:
             warn(PREFIX + text)
 
     def after(self) -> None:
-        """Behind a batch: its plan, if that is new [2]; and what there is to log, once [3]."""
+        """Behind a batch: its plan, if that is new [3]; and what there is to log of it, once [4]."""
         plan = self._engine.plan
         if plan is not None and plan is not self._plan:
             self._plan = plan
             self._say(self._planned(plan))
         if not self._logged:
             self._logged = True
-            self._log()
+            self._log(
+                {
+                    "microbatches": None if self._sizes is None else len(self._sizes),
+                    "plan": None if plan is None else str(plan),
+                }
+            )
 
     def _say(self, text: str) -> None:
         if not any(getattr(callback, ANNOUNCES, False) for callback in vars(self._trainer)["callbacks"]):
@@ -97,7 +106,7 @@ class Announcements:
             how_cut(self._sizes) if self._module.automatic_optimization else "manual optimization on whole batches",
             self._precision,
             plural(len(engine.layers), "layer"),
-            f"{count(total)} parameters ({share})",
+            f"{count(total)} {'parameter' if total == 1 else 'parameters'} ({share})",
             f"about {gib(host_bytes(engine, parameters, self._trainer.optimizers))} of host memory",
         ]
         return ", ".join(facts) + "."
@@ -109,46 +118,56 @@ class Announcements:
         limit = worker_bytes(engine.options, engine.devices)
         memory = planned_bytes(plan, costs, workers, limit) + library_bytes(engine.devices)
         microbatches = len(self._sizes or [1])
-        run = run_steps(plan, costs, workers, microbatches)
-        took = run.makespan_s
-        if engine.accelerator is None:  # the devices share the cores
-            busy = sum(event.end_s - event.start_s for event in run.events if event.kind in COMPUTE)
-            took = max(took, busy / max(1, cores() // torch.get_num_threads()))
         stages = len(plan.stages()) * -(-microbatches // plan.round_microbatches)
-        few = f" ({stages} of {workers} devices are in use at a time)" if stages < workers else ""
-        return (
-            f"plan '{plan}': {plural(len(plan.stages()), 'stage')}{few}, about {gib(memory)} on each device, at least "
-            f"{seconds(took)} a step."
+        few = f" on {stages} of {plural(workers, 'device')} at a time" if stages < workers else ""
+        took = (
+            "" if engine.options.plan == "static" else f", at least {seconds(self._seconds(plan, microbatches))} a step"
         )
+        named = plural(len(plan.stages()), "stage")
+        return f'plan "{plan}": {named}{few}, about {gib(memory)} on each device{took}.'
+
+    def _seconds(self, plan: Plan, microbatches: int) -> float:
+        """What computation alone takes in a step, by the times of the first batch."""
+        engine = self._engine
+        assert engine.costs is not None
+        run = run_steps(plan, engine.costs, len(engine.workers), microbatches)
+        if engine.accelerator is not None:
+            return run.makespan_s
+        busy = sum(event.end_s - event.start_s for event in run.events if event.kind in COMPUTE)
+        return max(run.makespan_s, busy / at_once())  # the devices share the cores
 
     # -- loggers ------------------------------------------------------------------------------------------------------
 
-    def _log(self) -> None:
-        """Settings and the plan become hyperparameters. What the user logs under the same name stays."""
+    def log_settings(self) -> None:
+        """In setup [1]: TensorBoard compares runs by what is logged first."""
+        engine = self._engine
+        settings = {f.name: getattr(engine.options, f.name) for f in fields(Options) if f.name not in _NO_SETTINGS}
+        facts = {"devices": len(engine.workers), "plan_policy": engine.options.plan_policy}
+        self._log(settings | facts, first=True)
+
+    def _log(self, values: Mapping[str, Any], *, first: bool = False) -> None:
+        """``values`` become hyperparameters. What the user logs under the same name stays."""
         trainer = self._trainer
-        own = [self._module, getattr(trainer, "datamodule", None)]
-        taken = {str(key) for holder in own if holder is not None for key in holder.hparams}
-        given = {key: value for key, value in self.hyperparameters().items() if key not in taken}
+        if not trainer.enable_autolog_hparams:
+            return
+        holders = [h for h in (self._module, getattr(trainer, "datamodule", None)) if h is not None]
+        taken = {key for holder in holders for key in holder.hparams}
+        given = {k: plain(v) for name, v in values.items() if (k := f"roundpipe/{name}") not in taken}
+        own = {key: value for h in holders if h._log_hyperparams for key, value in h.hparams_initial.items()}
         for logger in trainer.loggers:
-            known = getattr(logger, "hparams", None)  # TensorBoard shows those of the last call only
             try:
-                logger.log_hyperparams({**(known if isinstance(known, Mapping) else {}), **given})
+                if not isinstance(logger, TensorBoardLogger):
+                    logger.log_hyperparams(given)
+                elif first:
+                    logger.log_hyperparams(own | given)  # the only ones that it shows
+                else:  # it has written its file
+                    logger.hparams.update(given)
+                    save_hparams_to_yaml(Path(logger.log_dir) / logger.NAME_HPARAMS_FILE, logger.hparams)
             except Exception as error:
                 warn(
                     f"{PREFIX}{type(logger).__name__} did not take the strategy's settings as hyperparameters "
                     f"({type(error).__name__}: {error}). Training goes on without them in its log."
                 )
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """The strategy's settings, how many devices and microbatches there are, and the plan, as plain values."""
-        engine = self._engine
-        settings = {f.name: getattr(engine.options, f.name) for f in fields(Options) if f.name != "emulation"}
-        values = settings | {
-            "devices": len(engine.workers),
-            "microbatches": None if self._sizes is None else len(self._sizes),
-            "plan": None if engine.plan is None else str(engine.plan),
-        }
-        return {_NAMESPACE + name: plain(value) for name, value in values.items()}
 
 
 def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
@@ -158,7 +177,7 @@ def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
     if options.num_microbatches is not None and 0 < len(sizes) < options.num_microbatches:
         texts.append(
             f"num_microbatches={options.num_microbatches} is more than {batch} has: it is cut into "
-            f"{plural(len(sizes), 'microbatch', 'microbatches')}."
+            f"{plural(len(sizes), 'microbatch')}."
         )
     if options.microbatch_size is not None and 0 < samples < options.microbatch_size:
         texts.append(
@@ -168,7 +187,7 @@ def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
     asked = options.round_microbatches
     if asked is not None and 0 < len(sizes) < asked:
         texts.append(
-            f"round_microbatches={asked} is more than {plural(len(sizes), 'microbatch', 'microbatches')} of a batch: "
+            f"round_microbatches={asked} is more than {plural(len(sizes), 'microbatch')} of a batch: "
             "each round has all of them."
         )
     return texts
@@ -184,8 +203,8 @@ def how_cut(sizes: Sequence[int] | None) -> str:
     if not sizes:
         return "microbatches of the model's calls"
     least, most = min(sizes), max(sizes)
-    samples = plural(most, "sample") if least == most else f"{least} to {most} samples"
-    return f"{plural(len(sizes), 'microbatch', 'microbatches')} of {samples}"
+    samples = plural(most, "sample") if least == most else f"{least} to {plural(most, 'sample')}"
+    return f"{plural(len(sizes), 'microbatch')} of {samples}"
 
 
 def count(number: int) -> str:

@@ -18,12 +18,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.pictures import (
     DPI,
     MOST_INCHES,
     MOST_PIXELS,
     TimeUnit,
-    count,
     idle_note,
     save,
     set_time_axis,
@@ -186,8 +186,8 @@ def _row_heights(charts: Sequence[Chart]) -> list[float]:
     needed = sum(height * len(chart.rows) for chart, height in zip(charts, heights, strict=True))
     largest = min((MOST_INCHES - _room_around(charts)) / needed, 1.0)
     if largest * min(heights) < least:
-        workers = count(max(chart.workers for chart in charts), "worker")
-        raise ValueError(f"{count(len(charts), 'case')} of up to {workers} do not fit into one picture: draw fewer.")
+        workers = plural(max(chart.workers for chart in charts), "worker")
+        raise ValueError(f"{plural(len(charts), 'case')} of up to {workers} do not fit into one picture: draw fewer.")
     return [largest * height for height in heights]
 
 

@@ -118,7 +118,7 @@ def _gradient_needs(trainer: Trainer, module: LightningModule, optimizers: Colle
     if not module.automatic_optimization:
         yield f"{name} has automatic_optimization=False"
     if len(optimizers) > 1:
-        yield f"there are {len(optimizers)} optimizers"
+        yield f"there are several optimizers ({len(optimizers)})"
     for hook in _PARTS_OF_THE_STEP:
         if _owner(module, hook, LightningModule) is not None:
             yield f"{name} overrides {hook}"

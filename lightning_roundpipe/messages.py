@@ -6,9 +6,8 @@ Every warning begins with ``roundpipe:``, as every line of information does, so 
 from __future__ import annotations
 
 import sys
+import warnings
 from types import FrameType
-
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 PREFIX = "roundpipe: "
 
@@ -22,7 +21,7 @@ class RoundPipeWarning(UserWarning):
 def warn(text: str) -> None:
     """Warn of ``text``, which begins with ``roundpipe:``."""
     assert text.startswith(PREFIX)
-    rank_zero_warn(text, stacklevel=3 + _frames_to_the_user(), category=RoundPipeWarning)
+    warnings.warn(text, RoundPipeWarning, stacklevel=_frames_to_the_user())
 
 
 def _frames_to_the_user() -> int:
@@ -34,9 +33,9 @@ def _frames_to_the_user() -> int:
     return number if frame is not None else 1
 
 
-def plural(number: int, noun: str, several: str | None = None) -> str:
-    """``"1 worker"``, ``"4 workers"``; ``several`` where that is not ``noun`` with an s."""
-    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+def plural(number: int, noun: str) -> str:
+    """The number with its noun: ``"1 worker"``, ``"4 microbatches"``."""
+    return f"{number:,} {noun if number == 1 else noun + ('es' if noun.endswith('ch') else 's')}"
 
 
 def gib(nbytes: float) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_roundpipe.messages import plural
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -59,11 +61,6 @@ class TimeUnit:
         return [f"{value:,.{digits}f}" for value in values]
 
 
-def count(number: int, noun: str) -> str:
-    """The number with its noun: "1 worker", "4 microbatches"."""
-    return f"{number:,} {noun if number == 1 else noun + ('es' if noun.endswith('ch') else 's')}"
-
-
 def set_time_axis(axes: Axes, unit: TimeUnit) -> None:
     """Labels the horizontal axis, along which there are seconds, in ``unit``."""
     from matplotlib.ticker import Formatter
@@ -101,7 +98,7 @@ def idle_note(idle: int, workers: int) -> str:
     """What a title says of rows that are left out; empty if none are."""
     if not idle:
         return ""
-    return f"; {idle:,} of {count(workers, 'worker')} {'has' if idle == 1 else 'have'} nothing to do and no row"
+    return f"; {idle:,} of {plural(workers, 'worker')} {'has' if idle == 1 else 'have'} nothing to do and no row"
 
 
 def save(figure: Figure, path: Path, dpi: int = DPI) -> None:

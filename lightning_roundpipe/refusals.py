@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model.meta import without_values
 from lightning_roundpipe.planning.schedule import Plan
 
@@ -173,8 +174,8 @@ def refuse_strange_checkpoint(path: Any, checkpoint: object) -> None:
     missing = [key for key in _NEEDED if not isinstance(checkpoint, Mapping) or key not in checkpoint]
     if missing:
         raise ValueError(
-            f"ckpt_path={str(path)!r} is no Lightning checkpoint: it lacks {missing[0]!r}. Weights alone are loaded by "
-            "your own code (module.load_state_dict(torch.load(...))), before fit()."
+            f"ckpt_path={str(path)!r} is not a Lightning checkpoint: it lacks {missing[0]!r}. Weights alone are loaded "
+            "by your own code (module.load_state_dict(torch.load(...))), before fit()."
         )
 
 
@@ -207,8 +208,8 @@ def refuse_missing_states(states: int, optimizers: int) -> None:
     """A checkpoint with the states of fewer or more optimizers than there are."""
     if states != optimizers:
         raise ValueError(
-            f"ckpt_path: the checkpoint has the state of {states} optimizers, and configure_optimizers() makes "
-            f"{optimizers}: make the same ones, or take only the weights (load_from_checkpoint)."
+            f"ckpt_path: the checkpoint has the state of {plural(states, 'optimizer')}, and configure_optimizers() "
+            f"makes {optimizers}: make the same ones, or take only the weights (load_from_checkpoint)."
         )
 
 

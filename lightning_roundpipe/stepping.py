@@ -110,8 +110,8 @@ class Stepping:
                 reason = reason or goes_by_default_format(optimizer)
         if reason is None and (looking := slowed_by(looks_at_weights(self._trainer, self._module))) is not None:
             reason = (
-                f"{looking} may look at weights or gradients after each batch; what does not can say so with a class "
-                "attribute, roundpipe_looks_away = True"
+                f"{looking} may read weights or gradients after each batch (a class attribute roundpipe_looks_away = "
+                "True says that it does not)"
             )
         if reason is None:
             if not self.apart:
@@ -123,9 +123,7 @@ class Stepping:
             )
         else:
             self._engine.step_apart(False)
-            self._inform(
-                f"roundpipe: the optimizer steps when all gradients are there, and training waits for it: {reason}."
-            )
+            self._inform(f"roundpipe: training waits for each optimizer step: {reason}.")
 
     def step(self, optimizer: Optimizer, plugin: RoundPipePrecision, run: Callable[[], Any]) -> Any:
         """One optimizer step; ``run`` is Lightning's part of it [2]."""

@@ -67,7 +67,7 @@ class RoundPipeStrategy(OneProcess):
         microbatch_size: samples per part, instead of their number.
         round_microbatches: parts that go through all stages one after another before the next ones. Default: all, or as
             many as fit into device memory.
-        layers: module classes, class names or qualified names that are moved as one. Default: found by themselves.
+        layers: module classes, class names or qualified names that are moved as one. Default: the strategy finds them.
         plan: ``"measured"``: made from the times of the first batch. ``"static"``: made from the shapes in it, so that
             every run of the same model has the same plan. Or the stages by hand, as ``report()["plan"]`` prints them,
             such as ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. One microbatch has a plan only by
@@ -233,6 +233,7 @@ class RoundPipeStrategy(OneProcess):
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
+            self._announcements.log_settings()
         self.setup_precision_plugin()
 
     @override

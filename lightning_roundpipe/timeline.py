@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.pictures import (
     DPI,
     MOST_INCHES,
     MOST_PIXELS,
     TimeUnit,
-    count,
     idle_note,
     save,
     set_time_axis,
@@ -201,7 +201,7 @@ def _read_event(number: int, given: Mapping[str, Any], workers: int) -> Event:
     if event.kind not in _LANES:
         raise ValueError(f"Event {number} of the report is of kind {event.kind!r}; known are {', '.join(_LANES)}.")
     if not 0 <= event.worker < workers:
-        raise ValueError(f"Event {number} of the report ran on worker {event.worker}, but there are {workers} workers.")
+        raise ValueError(f"Event {number} of the report ran on worker {event.worker}, of workers={workers}.")
     if not event.start_s <= event.end_s:
         raise ValueError(
             f"Event {number} of the report ends at {event.end_s} s, before its start at {event.start_s} s."
@@ -297,7 +297,7 @@ def _title(report: Mapping[str, Any], title: str | None, unit: TimeUnit, rows: i
     workers = int(_value(report, "workers"))
     step, bubble = float(_value(report, "step_time_s")), float(_value(report, "bubble_pct"))
     facts = (
-        f"{count(workers, 'worker')}, {count(_value(report, 'microbatches'), 'microbatch')}, "
+        f"{plural(workers, 'worker')}, {plural(_value(report, 'microbatches'), 'microbatch')}, "
         f"step {unit.show(step)}, bubble {bubble:.1f} %"
         f"{idle_note(workers - rows, workers)}"
     )

@@ -39,6 +39,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.overrides import USAGE, command, explained, help_text, wrong_option
 from lightning_roundpipe.sweep import finished_sweep, forget_sweep, make_plans_static
 
@@ -233,7 +234,9 @@ def _say_how_to_go_on(job: Job, error: BaseException) -> None:
     number = next((callback.interrupted_by for callback in found if callback.interrupted_by is not None), None)
     interrupted = isinstance(error, (SystemExit, KeyboardInterrupt))
     if interrupted:
-        _left.append(f"roundpipe-train: interrupted after {job.trainer.global_step} of {job.trainer.max_steps} steps.")
+        _left.append(
+            f"roundpipe-train: interrupted after {job.trainer.global_step} of {plural(job.trainer.max_steps, 'step')}."
+        )
     checkpoint = newest or job.ckpt_path
     if checkpoint is None:
         _left.append("No checkpoint was written.")

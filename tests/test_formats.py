@@ -307,7 +307,7 @@ def test_the_extra_is_named(kind: str, package: str, tmp_path: Path, monkeypatch
     ("record", "settings", "message"),
     [
         ({"question": "the", "answer": "be"}, [], r"which no format has: set data\.fields\.prompt="),
-        ({"prompt": "the " * 50, "completion": "be"}, [], r"1 records of more than 32 tokens"),
+        ({"prompt": "the " * 50, "completion": "be"}, [], r"1 record of more than 32 tokens"),
         ({"instruction": "the", "output": "be"}, ["data.tokenizer=bare"], "the tokenizer has no chat template"),
         ({"prompt": "the", "completion": "be"}, ["data.fields.promt=the"], "promt"),
         ({"question": "the", "answer": "be"}, ["data.fields.prompt=question", "data.fields.completion=answer"], None),

@@ -490,7 +490,7 @@ def test_manual_optimization_and_several_optimizers() -> None:
     module = Plain()
     trainer = connected(module)
     several = [torch.optim.SGD([p], lr=0.1) for p in module.parameters()]
-    assert needs_gradients(trainer, module, several) == "there are 2 optimizers"
+    assert needs_gradients(trainer, module, several) == "there are several optimizers (2)"
 
 
 def altered(change: str, optimizer: Any) -> Any:

@@ -123,7 +123,7 @@ def test_a_package_with_several_files(package: Path) -> None:
 
 def test_a_file_that_is_no_gguf(package: Path) -> None:
     (package / "model.gguf").write_text("<html>404</html>")
-    with pytest.raises(ValueError, match=r"model\.package='some-model'.*is no GGUF file.*--force-reinstall"):
+    with pytest.raises(ValueError, match=r"model\.package='some-model'.*is not a GGUF file.*--force-reinstall"):
         from_package("some-model")
 
 
@@ -145,7 +145,7 @@ def test_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"model\.folder='nowhere' is no folder"):
+    with pytest.raises(FileNotFoundError, match=r"model\.folder='nowhere' is not a folder"):
         from_folder("nowhere")
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
         from_folder(tmp_path)

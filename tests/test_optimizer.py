@@ -495,7 +495,7 @@ def test_other_optimizers_block_and_say_so(said: list[str]) -> None:
     plain = run("auto", module, many(5))
     result = run(ours(num_microbatches=2, layers=LAYERS), module, many(5), devices=2)
     harness.assert_same(plain, result)
-    assert sum("training waits for it: Mine" in text for text in said) == 1
+    assert sum("training waits for each optimizer step: Mine" in text for text in said) == 1
 
 
 def test_gradient_hooks_block_and_say_so(said: list[str]) -> None:
@@ -503,7 +503,7 @@ def test_gradient_hooks_block_and_say_so(said: list[str]) -> None:
     plain = run("auto", module, many(5))
     result = run(ours(num_microbatches=2, layers=LAYERS), module, many(5), devices=2, blocking=True)
     harness.assert_same(plain, result)
-    assert sum("training waits for it: callback WatchGradients" in text for text in said) == 1
+    assert sum("training waits for each optimizer step: callback WatchGradients" in text for text in said) == 1
 
 
 def test_lbfgs_is_refused_or_right() -> None:

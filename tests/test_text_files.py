@@ -339,15 +339,15 @@ def test_records_that_are_too_long(rows: str, tmp_path: Path, monkeypatch: pytes
     path = jsonl(tmp_path / "a.jsonl", [*questions(), long])
     options = {"rows": rows, "validation_path": path}
     with pytest.raises(
-        ValueError, match=r"length=32: there are 1 records of more than 32 tokens, a\.jsonl line 41 first"
+        ValueError, match=r"length=32 is too short for 1 record of more than 32 tokens, a\.jsonl line 41 first"
     ):
         module(path, **options).setup("fit")
     joined = [decode(row["input_ids"]) for row in rows_of(module(path, **options, too_long="drop"), "v")]
     assert not any("cc" in row for row in joined)
-    assert "without 1 records of more than 32 tokens, a.jsonl line 41 first" in said[-1]
+    assert "without 1 record of more than 32 tokens, a.jsonl line 41 first" in said[-1]
     joined = [decode(row["input_ids"]) for row in rows_of(module(path, **options, too_long="truncate"), "v")]
     assert [row for row in joined if "cc" in row] == ["p" + "c" * 31]
-    assert "truncated: 1 records" in said[-1]
+    assert "truncated: 1 record" in said[-1]
     assert "fields that are not read: id" in said[0]
     jsonl(path, [*questions(), {"prompt": "p" * 50, "completion": "c"}])
     with pytest.raises(ValueError, match=r"leaves nothing to be learnt of a\.jsonl line 41: its prompt alone"):
@@ -414,6 +414,8 @@ def test_what_there_is_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with caplog.at_level("INFO", logger=rank_zero.__name__):
         module(tmp_path / "data").setup("fit")
     first, second, third = caplog.messages
-    assert first.startswith("data.path: 40 records of ") and "tokens from 1 file" in first
+    assert first.startswith("roundpipe: data.path: 40 records of ") and "tokens from 1 file" in first
     assert "files that are not read: README.md; fields that are not read: source" in first
-    assert second.startswith("training: 32 records in ") and third.startswith("validation: 8 records in ")
+    assert second.startswith("roundpipe: training: 32 records in ") and third.startswith(
+        "roundpipe: validation: 8 records in "
+    )

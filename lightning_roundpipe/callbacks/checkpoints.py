@@ -26,6 +26,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_roundpipe.messages import plural
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NOTICE = b"\nStopping after this step, with a checkpoint. Once more to stop at once, without.\n"
 
@@ -108,7 +110,13 @@ class Checkpoints(ModelCheckpoint):
             return "none (callbacks.checkpoint.save_top_k=0)"
         steps = self.every_n_train_steps
         when = [f"every {self.every_n_minutes:g} minutes"] if self.every_n_minutes is not None else []
-        when += ["after each validation" if steps is None else f"every {steps} steps" if steps > 1 else "every step"]
+        when += [
+            "after each validation"
+            if steps is None
+            else "every step"
+            if steps == 1
+            else f"every {plural(steps, 'step')}"
+        ]
         when += ["at the end"] if self.monitor is None else []
         when += ["on Ctrl-C"] if self.save_on_exception else []
         return ", ".join(when)

@@ -11,6 +11,8 @@ from rich.table import Table
 from torch.nn import Module
 from typing_extensions import override
 
+from lightning_roundpipe.messages import plural
+
 
 class PlanTable(Callback):
     """Prints the stages, their layers and weights, and the worker that took each in the last step.
@@ -54,8 +56,8 @@ def plan_table(report: Mapping[str, Any], module: Module) -> Table:
     rounds = len({slot["round"] for slot in report["slots"]})
     short = short_names({layer for slot in slots for layer in slot["layers"]})
     table = Table(
-        title=f"Plan: {len(slots)} stages go round {report['workers']} workers, {report['microbatches']} microbatches"
-        + (f" in {rounds} rounds" if rounds > 1 else ""),
+        title=f"Plan: {plural(len(slots), 'stage')} on {plural(report['workers'], 'worker')}, "
+        f"{plural(report['microbatches'], 'microbatch')}" + (f" in {plural(rounds, 'round')}" if rounds > 1 else ""),
         caption=report["plan"],
         title_justify="left",
         caption_justify="left",

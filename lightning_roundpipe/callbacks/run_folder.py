@@ -14,8 +14,7 @@ from typing_extensions import override
 from lightning_roundpipe.callbacks.plan_table import strategy_report
 from lightning_roundpipe.devices.teams import cores
 from lightning_roundpipe.extras import is_installed, remedy
-from lightning_roundpipe.messages import PREFIX, warn
-from lightning_roundpipe.pictures import count
+from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.replay import replay_of
 from lightning_roundpipe.timeline import draw_timeline
 
@@ -78,7 +77,7 @@ class RunFolder(Callback):
             warn(f"{PREFIX}no picture of the step is drawn, as {remedy('matplotlib')}")
             return
         replayed = replay_of(trainer.strategy)
-        shared = f"As it ran: {count(report['workers'], 'emulated device')} that share {count(cores(), 'core')}"
+        shared = f"As it ran: {plural(report['workers'], 'emulated device')} that share {plural(cores(), 'core')}"
         draw_timeline(report, self.folder / "timeline.png", shared if replayed else None)
         if replayed:
             title = "Replay of the measured times: each device computes alone"

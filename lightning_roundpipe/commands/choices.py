@@ -53,7 +53,7 @@ def read_config(text: str, changed: Settings = ()) -> PretrainedConfig:
         path = path / "config.json" if path.is_dir() else path
         settings = read_json(path)
         if not isinstance(settings, Mapping) or not isinstance(settings.get("model_type"), str):
-            raise ValueError(f"model={text}: {path} is no Hugging Face configuration: it has no model_type.")
+            raise ValueError(f"model={text}: {path} is not a Hugging Face configuration: it has no model_type.")
         settings = {key: value for key, value in settings.items() if key not in _ABOUT_FILES}
     else:
         settings = _choice("model", text, "a config.json of Hugging Face, or a folder with one")

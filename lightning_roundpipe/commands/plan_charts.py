@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.plan_costs import Answer, Question, answer, run_answer
 from lightning_roundpipe.gantt import Block, Chart, Idle, draw_charts, write_charts_trace
-from lightning_roundpipe.pictures import count
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.pipeline import COMPUTE, Event, Run, run_steps
 from lightning_roundpipe.planning.search import paper_plan
@@ -84,7 +84,7 @@ def _chart(run: Run, costs: Costs, microbatches: int, steps: int, title: str, st
         if event.kind in COMPUTE and event.step < steps
     ]
     rounds = -(-microbatches // run.plan.round_microbatches)
-    cut = count(len(run.plan.stages()), "stage") + (f", {count(rounds, 'round')}" if rounds > 1 else "")
+    cut = plural(len(run.plan.stages()), "stage") + (f", {plural(rounds, 'round')}" if rounds > 1 else "")
     of = "a step" if steps == 1 else f"each of many steps, of which {steps} are shown"
     span_ms = 1e3 * max(run.ends_s[:steps])
     waits = [

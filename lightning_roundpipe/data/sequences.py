@@ -17,7 +17,7 @@ def check_sizes(sequence_length: int, batch_size: int) -> None:
     """``ValueError`` for batches without a target."""
     if sequence_length < 2:
         raise ValueError(
-            f"data.sequence_length={sequence_length} is too short: the first token of a sequence is no target."
+            f"data.sequence_length={sequence_length} is too short: the first token of a sequence is not a target."
         )
     if batch_size < 1:
         raise ValueError(f"data.batch_size={batch_size} must be at least 1.")
@@ -47,7 +47,7 @@ class ShuffledLoader(DataLoader[Batch]):
     def __init__(self, rows: Dataset[Batch], batch_size: int, seed: int, num_workers: int = 0) -> None:
         count = len(cast(Sized, rows))
         if count < batch_size:
-            raise ValueError(f"data.batch_size={batch_size} is more than the {count} training sequences there are.")
+            raise ValueError(f"data.batch_size={batch_size} is more than there are sequences for training, {count}.")
         self._order = _Order(count, seed)
         self._batches = 0
         self._resumed = False

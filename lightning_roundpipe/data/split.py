@@ -39,7 +39,7 @@ def split_texts(texts: Mapping[str, str], fraction: float, seed: int = 0) -> tup
     if not validation or not training:
         raise ValueError(
             f"data.validation_fraction={fraction!r} leaves no text for {'training' if validation else 'validation'}: "
-            f"there are {len(texts)} texts in groups that share paragraphs. Choose another fraction."
+            f"texts that share paragraphs stay together, and there are too few ({len(texts)}). Choose another fraction."
         )
     return training, validation
 

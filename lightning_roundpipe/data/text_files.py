@@ -24,6 +24,7 @@ from lightning_roundpipe.data.records import Fields
 from lightning_roundpipe.data.rows import JoinedRows, PackedRows, PaddedRows
 from lightning_roundpipe.data.sequences import Batch, ShuffledLoader, check_sizes
 from lightning_roundpipe.data.token_store import TokenStore, Whole, open_store
+from lightning_roundpipe.messages import PREFIX, plural
 
 Rows: TypeAlias = JoinedRows | PackedRows | PaddedRows
 
@@ -172,8 +173,8 @@ class TextFiles(LightningDataModule):
         facts = store.facts
         if facts["largest_token"] >= self.vocab_size:
             raise ValueError(
-                f"{setting}: the tokenizer makes token {facts['largest_token']}, and the model knows {self.vocab_size} "
-                "tokens. Set data.tokenizer to that of the model."
+                f"{setting}: the tokenizer makes token {facts['largest_token']}, and the model's vocabulary has "
+                f"{self.vocab_size}. Set data.tokenizer to that of the model."
             )
         if self.rows == "joined" and not facts["everything_learnt"]:
             raise ValueError(
@@ -181,8 +182,8 @@ class TextFiles(LightningDataModule):
                 "nothing to be learnt. Set data.rows=packed, or data.loss_on=everything."
             )
         _tell(
-            f"{setting}: {len(store):,} records of {len(store.tokens):,} tokens from "
-            f"{len(facts['files']):,} {'file' if len(facts['files']) == 1 else 'files'}",
+            f"{setting}: {plural(len(store), 'record')} of {plural(len(store.tokens), 'token')} from "
+            f"{plural(len(facts['files']), 'file')}",
             _listed("files that are not read", facts["others"]),
             _listed("fields that are not read", facts["unread"]),
         )
@@ -197,7 +198,7 @@ class TextFiles(LightningDataModule):
         held_out = mixed <= np.partition(mixed, last)[last]
         if held_out.all():
             raise ValueError(
-                f"data.path has {len(store):,} different records or fewer, which cannot be divided into training and "
+                f"data.path has too few different records ({len(store):,} or fewer) to be divided into training and "
                 "validation. Set data.validation_path to held-out records."
             )
         return np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -213,7 +214,11 @@ class TextFiles(LightningDataModule):
             rows = kind(store, records, self.sequence_length, self._padding())
         if not len(rows):
             raise ValueError(f"data.sequence_length={self.sequence_length} is longer than all text for {purpose}.")
-        _tell(f"{purpose}: {len(records):,} records in {len(rows):,} rows, {100 * rows.filled:.0f} % full", changed)
+        _tell(
+            f"{purpose}: {plural(len(records), 'record')} in {plural(len(rows), 'row')}, "
+            f"{100 * rows.filled:.0f} % full",
+            changed,
+        )
         if purpose == "validation" and self.max_validation_sequences is not None:
             spread = np.linspace(0, len(rows) - 1, min(self.max_validation_sequences, len(rows)))
             return Subset(rows, spread.round().astype(int).tolist())
@@ -224,11 +229,12 @@ class TextFiles(LightningDataModule):
         long = records[store.lengths[records] > self.sequence_length]
         if not len(long):
             return records, ""
-        which = f"{len(long):,} records of more than {self.sequence_length} tokens, {store.place(long[0])} first"
+        limit = plural(self.sequence_length, "token")
+        which = f"{plural(len(long), 'record')} of more than {limit}, {store.place(long[0])} first"
         if self.too_long == "error":
             raise ValueError(
-                f"data.sequence_length={self.sequence_length}: there are {which}. Raise it, or set data.too_long to "
-                "truncate or drop, or data.rows=joined for texts."
+                f"data.sequence_length={self.sequence_length} is too short for {which}. Raise it, or set "
+                "data.too_long to truncate or drop, or data.rows=joined for texts."
             )
         if self.too_long == "drop":
             return np.setdiff1d(records, long), f"without {which}"
@@ -257,7 +263,8 @@ def _loaded(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTraine
     if isinstance(tokenizer, (str, Path)):
         if not Path(tokenizer).expanduser().is_dir():
             raise FileNotFoundError(
-                f"data.tokenizer={str(tokenizer)!r} is no folder. Name one that a tokenizer's save_pretrained() wrote."
+                f"data.tokenizer={str(tokenizer)!r} is not a folder. Name one that a tokenizer's "
+                "save_pretrained() wrote."
             )
         try:
             tokenizer = AutoTokenizer.from_pretrained(Path(tokenizer).expanduser(), local_files_only=True)
@@ -280,8 +287,8 @@ def _template(chosen: str | Path | None) -> str | None:
     file = Path(chosen).expanduser()
     if not file.is_file():
         raise FileNotFoundError(
-            f"data.chat_template={str(chosen)!r} is no file. Name one with a Jinja template, or set it to plain, or to "
-            "null for the tokenizer's own."
+            f"data.chat_template={str(chosen)!r} is not a file. Name one with a Jinja template, or set it to plain, or "
+            "to null for the tokenizer's own."
         )
     return file.read_text(encoding="utf-8")
 
@@ -291,7 +298,7 @@ def _default_cache() -> Path:
 
 
 def _tell(*facts: str) -> None:
-    rank_zero_info("; ".join(fact for fact in facts if fact))
+    rank_zero_info(PREFIX + "; ".join(fact for fact in facts if fact))
 
 
 def _listed(what: str, names: Iterable[str], most: int = 5) -> str:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from lightning_roundpipe.data.encoding import CannotEncode, Encoder, NoTemplate, Tokens
 from lightning_roundpipe.data.records import BadRecord, Fields, Record, Text
 from lightning_roundpipe.data.sources import KINDS, files_of, find_sources, read_records, unit_of
+from lightning_roundpipe.messages import plural
 
 _FORMAT = 2
 _NAMED = 10
@@ -92,7 +93,9 @@ def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folde
         ImportError: the files are of a kind that needs another package.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{setting}={str(path)!r} is not there. Name a file or a folder of {KINDS} files.")
+        raise FileNotFoundError(
+            f"{setting}={str(path)!r} is not there. Name a file that ends in {KINDS}, or a folder of such."
+        )
     found, others = find_sources(path, setting)
     if not found:
         raise FileNotFoundError(
@@ -167,8 +170,8 @@ class _Complaints:
             named.append(f"{place}{others}: {reason}" if reason else f"and {self._count[reason]:,} for other reasons")
         bad = self._count.total()
         raise ValueError(
-            f"{self._setting}: {bad:,} of {records:,} records cannot be used: {'; '.join(named)}. Correct or remove "
-            f"{'it' if bad == 1 else 'them'}."
+            f"{self._setting}: {bad:,} of {plural(records, 'record')} cannot be used: {'; '.join(named)}. Correct or "
+            f"remove {'it' if bad == 1 else 'them'}."
         )
 
 

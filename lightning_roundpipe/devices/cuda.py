@@ -81,7 +81,7 @@ class CudaDevice(Device):
     def free(self, buffer: Tensor) -> None:
         if self._arenas.pop(id(buffer), None) is None:
             raise ValueError(
-                f"this tensor of {buffer.numel()} elements is no arena of device {self.index}, or not any more."
+                f"this tensor of {buffer.numel()} elements is not an arena of device {self.index}, or not any more."
             )
         self.drop_finished()
 

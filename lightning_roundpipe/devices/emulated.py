@@ -83,7 +83,7 @@ class EmulatedDevice(Device):
         arena, purpose = self._arenas.pop(id(buffer), (None, ""))
         if arena is None:
             raise ValueError(
-                f"this tensor of {buffer.numel()} elements is no arena of device {self.index}, or not any more."
+                f"this tensor of {buffer.numel()} elements is not an arena of device {self.index}, or not any more."
             )
         self._poison(arena)
         self._ledger.end(arena.untyped_storage()._cdata, purpose)

@@ -29,7 +29,7 @@ class GeneratorLock:
     def release(self) -> None:
         """As ``threading.RLock.release``."""
         if self._owner != behalf.thread():
-            raise RuntimeError("a lock was released by somebody who does not hold it")
+            raise RuntimeError("a lock was released by a thread that does not hold it")
         self._depth -= 1
         if not self._depth:
             self._owner = None

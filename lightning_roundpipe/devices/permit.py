@@ -19,9 +19,14 @@ _semaphores_lock = threading.Lock()
 _mine = threading.local()
 
 
+def at_once() -> int:
+    """How many emulated devices compute at once."""
+    return max(1, teams.cores() // teams.team_size())
+
+
 def semaphore() -> threading.Semaphore:
     """The one for the present size of teams: devices made under the same size share it."""
-    permits = max(1, teams.cores() // teams.team_size())
+    permits = at_once()
     with _semaphores_lock:
         return _semaphores.setdefault(permits, threading.Semaphore(permits))
 

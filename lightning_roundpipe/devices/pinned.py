@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from lightning_roundpipe.devices.alike import apart, reach
 from lightning_roundpipe.devices.slabs import Slabs
+from lightning_roundpipe.messages import PREFIX, warn
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU, not only for the current one
 _warned = False
@@ -125,11 +125,10 @@ def warn_pageable(error: Exception) -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(
-            f"Host memory could not be pinned ({error}); going on with pageable memory, so copies wait for each other "
-            "and training is slower. Raise the limit of locked memory (ulimit -l), or set pin_memory='off' to silence "
-            "this.",
-            stacklevel=2,
+        warn(
+            f"{PREFIX}host memory could not be pinned ({error}). Training goes on with pageable memory, where copies "
+            "wait for each other, and is slower. Raise the limit of locked memory (ulimit -l), or set "
+            "pin_memory='off', which takes pageable memory without this warning."
         )
 
 

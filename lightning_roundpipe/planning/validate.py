@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.span import Span
 
 _Named = tuple[str, Span]
@@ -39,7 +40,7 @@ def _check_range(stage: _Named, calls: Sequence[str]) -> None:
     name, span = stage
     if span.last >= len(calls):
         raise ValueError(
-            f"plan: {name} is out of range: the trace has {len(calls)} calls, 0 to {len(calls) - 1}, "
+            f"plan: {name} is out of range: the trace has {plural(len(calls), 'call')}, 0 to {len(calls) - 1}, "
             f"and ends with {_call(len(calls) - 1, calls)}. End the plan there, or leave plan= unset to have one made."
         )
 

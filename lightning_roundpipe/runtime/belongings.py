@@ -84,9 +84,9 @@ class Place:
     def refuse_inheritance(self) -> None:
         owner = type(self._owner).__name__
         raise RoundPipeError(
-            f"attribute {self._name!r} of {owner} goes from batch to batch: training_step computes with what the batch "
-            "before has left there and replaces it. With several microbatches that would be another part's: set "
-            "num_microbatches=1, or keep it out of the step."
+            f"attribute {self._name!r} of {owner} goes from batch to batch: training_step reads what the previous "
+            "batch left there and replaces it. With several microbatches it would read what another microbatch left: "
+            "set num_microbatches=1, or keep it out of the step."
         )
 
     def tensors(self) -> list[Tensor]:
@@ -97,7 +97,7 @@ class Place:
         owner = type(self._owner).__name__
         raise RoundPipeError(
             f"training_step computes with attribute {self._name!r} of {owner}, which the model's forward has set: with "
-            "microbatch_scope='model' that is of the last part of the batch only. Return it from the model."
+            "microbatch_scope='model' it is the last microbatch's alone. Return it from the model."
         )
 
     def counts_at(self, spot: Spot | None) -> bool:

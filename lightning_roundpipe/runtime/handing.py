@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.crossing import Crossing
 from lightning_roundpipe.runtime.call import Call, Forward
 from lightning_roundpipe.runtime.collector import hand_over
@@ -128,6 +129,6 @@ def refuse_hooked_module(entry: Entry) -> None:
 def _refuse_other_number(call: Call, now: int, before: int) -> None:
     if now != before:
         raise RoundPipeError(
-            f"layer {call.layer.name!r} returned {now} tensors where the first batch had {before}: with several "
-            "microbatches it must return as many each time. Set num_microbatches=1."
+            f"layer {call.layer.name!r} returned {plural(now, 'tensor')} where the first batch had {before}: with "
+            "several microbatches it must return as many each time. Set num_microbatches=1."
         )

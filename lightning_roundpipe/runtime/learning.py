@@ -77,9 +77,12 @@ def _cut(engine: Engine, trace: Trace, microbatches: int, limit: int | None) -> 
         return plan
     static = engine.options.plan == "static"
     if static:
-        engine.hints.say("plan", "looking for the fastest plan by the shapes of calls, for some seconds.")
+        engine.hints.say("plan", "searching for a faster plan by the shapes of the calls, which takes some seconds.")
     else:
-        engine.hints.say("plan", f"steps of {seconds:.0f} s: looking for the fastest plan, for {SEARCH_SECONDS:.0f} s.")
+        engine.hints.say(
+            "plan",
+            f"a step takes {seconds:.0f} s: searching for a faster plan, which takes up to {SEARCH_SECONDS:.0f} s.",
+        )
     limits = Limits.usual(costs, workers, microbatches)
     if limit is not None:  # how much is fused is a question of memory then
         limits = Limits(limits.min_round, len(costs) - 1, limit)

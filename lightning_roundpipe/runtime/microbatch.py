@@ -52,12 +52,12 @@ def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[
             weights.append(float(given))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"loss_weight gave {given!r} for microbatch {index}: it must give one number, such as that of the "
+                f"loss_weight returned {given!r} for microbatch {index}: it must give one number, such as that of the "
                 "targets in it."
             ) from error
     if not all(0 <= w < math.inf for w in weights) or not sum(weights):
         raise ValueError(
-            f"loss_weight gave {weights} for the microbatches: weights must be finite, at least 0, and not all 0."
+            f"loss_weight returned {weights} for the microbatches: weights must be finite, at least 0, and not all 0."
         )
     return weights
 

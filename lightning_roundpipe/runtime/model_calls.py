@@ -114,12 +114,12 @@ class ModelCall(End):
 
     # -- outputs ------------------------------------------------------------------------------------------------------
 
-    def merge(self, home: Device | None, warn: Callable[[Tensor], None]) -> Any:
+    def merge(self, home: Device | None, of_pairs: Callable[[Tensor], None]) -> Any:
         """The output for the whole batch [2], hanging on this joint.
 
         Args:
             home: where it is put together.
-            warn: is told of a tensor that may hold a value for each pair of samples.
+            of_pairs: is told of a tensor that may hold a value for each pair of samples.
         """
         outputs = [run.outputs for run in self.runs]
         first, spec = outputs[0]
@@ -130,7 +130,7 @@ class ModelCall(End):
             if isinstance(column[0], Tensor):
                 whole = self._merge([r.bring(t, r.device, home) for r, t in zip(self.runs, column, strict=True)])
                 if self.rows[-1] and len(self.runs) > 1 and whole.dim() > 1 and {column[0].shape[1]} == set(self.sizes):
-                    warn(column[0])
+                    of_pairs(column[0])
                 tensors.append(whole)
                 self.flags.append(any(t.requires_grad for t in column))
             elif not all(microbatch.same(leaf, column[0]) for leaf in column[1:]):
@@ -167,7 +167,7 @@ class ModelCall(End):
 
     def _refuse(self, what: str) -> None:
         raise RoundPipeError(
-            f"{self.what} returns {what}, for parts of {', '.join(map(str, self.sizes))} samples: with "
+            f"{self.what} returns {what}, for microbatches of sizes {', '.join(map(str, self.sizes))}: with "
             "microbatch_scope='model' only tensors with a row for each sample can be put together, and what is the "
             "same for all parts. Return those, and compute the rest in training_step."
         )

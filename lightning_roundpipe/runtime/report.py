@@ -25,7 +25,7 @@ class Report(dict[str, Any]):
     def __str__(self) -> str:
         if not self:
             return "No training step has finished yet."
-        parts = plural(self["microbatches"], "microbatch", "microbatches")
+        parts = plural(self["microbatches"], "microbatch")
         plan = "none: each call of a layer was a stage of its own" if self["profiled"] else self["plan"]
         planned = self["planned_device_bytes"]
         up, down = sum(self["bytes_uploaded"]), sum(self["bytes_downloaded"])

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lightning_roundpipe.messages import plural
+
 _REMEDY = "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1."
 
 
@@ -32,7 +34,7 @@ def batch_size(batch: Any) -> int:
     if rows:
         (common, times), *_ = Counter(rows).most_common(1)
         if times > 1 and rows.count(rows[0]) == 1 and rows[0] > 1:
-            raise _untold(f"its first tensor has {rows[0]} rows, and {times} others have {common}")
+            raise _untold(f"its first tensor has {plural(rows[0], 'row')}, and {times} others have {common}")
         return rows[0]
     for items in (*_arrays(batch), *_plain_lists(batch)):
         return len(items)
@@ -61,7 +63,7 @@ def listed_samples(batch: Any) -> int | None:
     if len(inside) > 1 and not (isinstance(batch, list) and isinstance(batch[0], Tensor)):
         return length
     if len(inside) > 1 or (outside and inside != lengths):
-        raise _untold(f"a list of {length} in it may hold {length} samples, or parts of all samples")
+        raise _untold(f"a list in it may hold {plural(length, 'sample')}, or as many parts of all samples")
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model.attributes import Container, frozen, refill, same, tensors_in
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.arguments import Flat, mutable_parts
@@ -88,7 +89,7 @@ def again(sides: Sides, key: Key, count: int, layer: str) -> list[Tensor]:
     tensors = sides[key].tensors() if key in sides else []
     if len(tensors) != count:
         raise RoundPipeError(
-            f"layer {layer!r} put {count} tensors into {named(key)}, and {len(tensors)} when it was recomputed: what "
-            "it does must not depend on how often it ran. Return the tensors instead."
+            f"layer {layer!r} put {plural(count, 'tensor')} into {named(key)}, and {len(tensors)} when recomputed: "
+            "what it does must not depend on how often it ran. Return the tensors instead."
         )
     return tensors

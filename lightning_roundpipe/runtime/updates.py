@@ -221,7 +221,7 @@ class Updates:
             batch.let_go()
         self._rest()
         if self.torn:
-            error.add_note(f"roundpipe: the step was on its way back and its optimizer step had begun, {TORN}")
+            error.add_note(f"roundpipe: the backward pass was running and its optimizer step had begun, {TORN}")
 
     def raise_error(self) -> None:
         """Raise what an update raised."""

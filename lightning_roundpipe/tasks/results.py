@@ -17,7 +17,7 @@ from lightning_roundpipe.callbacks import Checkpoints, Measurements
 from lightning_roundpipe.callbacks.measurements import peak_device_bytes
 from lightning_roundpipe.callbacks.plan_table import strategy_report
 from lightning_roundpipe.devices.teams import cores
-from lightning_roundpipe.pictures import count
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.replay import replay_of
 from lightning_roundpipe.runtime.microbatch import sizes_of
@@ -175,7 +175,7 @@ def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
     cost = Table("", "", title="What it cost", title_justify="left", show_header=False)
     as_it_ran, in_replay = "{:.1f} %", "{:.1f} %, the same times on devices of their own"
     if summary["replay_bubble_pct"] is not None:
-        as_it_ran += f", as {count(summary['workers'], 'emulated device')} share {count(cores(), 'core')}"
+        as_it_ran += f", as {plural(summary['workers'], 'emulated device')} share {plural(cores(), 'core')}"
     for label, key, show in (
         ("optimizer steps", "steps", str),
         ("step time", "step_time_s", "{:,.2f} s".format),

@@ -150,7 +150,7 @@ DATA = [
     Mistake(
         SECTION,
         "`data.chat_template` that is not there",
-        "data.chat_template='…' is no file",
+        "data.chat_template='…' is not a file",
         "set it to plain, or to null",
         (_reading(QUESTION, chat_template="chatml"),),
     ),
@@ -171,7 +171,7 @@ DATA = [
     Mistake(
         SECTION,
         "records that are too long",
-        "data.sequence_length=…: there are … records of more than … tokens, … line … first",
+        "data.sequence_length=… is too short for … of more than … tokens, … line … first",
         "Raise it, or set data.too_long to truncate or drop, or data.rows=joined for texts",
         (_reading(QUESTION, {"text": "x" * 99}), _reading(QUESTION, {"text": "x" * 99}, rows="padded")),
     ),
@@ -192,7 +192,7 @@ DATA = [
     Mistake(
         SECTION,
         "too few records to hold some out",
-        "data.path has … different records or fewer, which cannot be divided",
+        "data.path has too few different records (… or fewer) to be divided",
         "Set data.validation_path to held-out records",
         (_reading(QUESTION), _reading(QUESTION, QUESTION)),
     ),
@@ -213,7 +213,7 @@ DATA = [
     Mistake(
         SECTION,
         "`data.tokenizer` that is not there",
-        "data.tokenizer='…' is no folder",
+        "data.tokenizer='…' is not a folder",
         "Name one that a tokenizer's save_pretrained() wrote",
         (_reading(QUESTION, tokenizer="nowhere"),),
     ),

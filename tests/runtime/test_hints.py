@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,13 +11,18 @@ from harness import ours, run
 from torch import Tensor
 
 import lightning_roundpipe.strategy
+from lightning_roundpipe import RoundPipeWarning
 
 
 def said(monkeypatch: pytest.MonkeyPatch, module: zoo.ZooModule, name: str, microbatches: int = 3) -> list[str]:
-    """What the strategy informs of in three steps."""
+    """What the strategy informs and warns of in three steps."""
     texts: list[str] = []
     monkeypatch.setattr(lightning_roundpipe.strategy, "rank_zero_info", texts.append)
-    run(ours(num_microbatches=microbatches), module, zoo.make_batches(name), devices=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(ours(num_microbatches=microbatches), module, zoo.make_batches(name), devices=2)
+    texts += [str(warning.message) for warning in caught if warning.category is RoundPipeWarning]
+    assert all(text.startswith("roundpipe: ") for text in texts)
     return [text for text in texts if "use_cache" in text or "checkpointing" in text or "whole" in text]
 
 

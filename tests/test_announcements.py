@@ -1,0 +1,316 @@
+"""What a run says of itself: before the first batch, when the plan is there, when it is printed, and to loggers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+import zoo
+from harness import loader, ours, quiet, run, trainer_of
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from torch import Tensor, nn
+
+from lightning_roundpipe import RoundPipeStrategy, RoundPipeWarning
+from lightning_roundpipe.announcements import clamped, host_bytes
+from lightning_roundpipe.callbacks import PlanTable
+from lightning_roundpipe.config import Options
+from lightning_roundpipe.planning.schedule import Plan
+
+MLP = zoo.make_module("mlp")
+BATCHES = zoo.make_batches("mlp", 4, samples=7)
+NUMBER = sum(p.numel() for p in MLP.parameters())
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    from lightning_roundpipe import strategy
+
+    lines: list[str] = []
+    monkeypatch.setattr(strategy, "rank_zero_info", lines.append)
+    yield lines
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_will_happen_and_then_the_plan(said: list[str]) -> None:
+    """Two lines, whatever the number of steps."""
+    result = run(ours(num_microbatches=3), MLP, BATCHES, devices=2)
+    begin, plan, *more = (line for line in said if "optimizer steps when" not in line)
+    assert not more
+    start = (
+        f"roundpipe: 2 emulated devices, 3 microbatches of 2 to 3 samples, 32-true, 6 layers, {NUMBER / 1000:.1f} k "
+    )
+    assert begin.startswith(start + "parameters (all trained), about ")
+    assert re.search(r", about [\d.,]+ [KMG]iB of host memory\.$", begin)
+    assert result.report is not None
+    memory = r"about [\d.,]+ \w+ on each device"
+    found = re.fullmatch(rf'roundpipe: plan "(.+)": (\d+) stages?( on .+)?, {memory}, at least .+ a step\.', plan)
+    assert found is not None, plan
+    assert found[1] == result.report["plan"]
+    assert int(found[2]) == len(Plan.parse(found[1]).stages())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_microbatches": 1}, "1 microbatch of 7 samples, "),
+        ({"microbatch_size": 1}, "7 microbatches of 1 sample, "),
+        ({"num_microbatches": 3, "microbatch_scope": "model"}, "3 microbatches of 2 to 3 samples, "),
+    ],
+)
+def test_microbatches_are_said_in_the_right_number(said: list[str], options: dict[str, Any], words: str) -> None:
+    run(ours(**options), MLP, BATCHES[:2], devices=1)
+    [line] = [line for line in said if "host memory" in line]
+    assert line.startswith(f"roundpipe: 1 emulated device, {words}")
+
+
+def test_frozen_parameters_are_told_apart(said: list[str]) -> None:
+    module = copy.deepcopy(MLP)
+    module.model.stem.requires_grad_(False)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    run(ours(num_microbatches=2), module, BATCHES[:2], devices=2)
+    assert sum(f"{NUMBER / 1000:.1f} k parameters ({trained / 1000:.1f} k trained)" in line for line in said) == 1
+
+
+def test_a_plan_of_fewer_stages_than_devices_says_so(said: list[str]) -> None:
+    run(ours(num_microbatches=2, plan="forward none; fused 0-5; backward none; round 2"), MLP, BATCHES[:2], devices=2)
+    assert sum("1 stage on 1 of 2 devices at a time, about" in line for line in said) == 1
+
+
+def test_a_static_plan_promises_no_time(said: list[str]) -> None:
+    run(ours(num_microbatches=2, plan="static"), MLP, BATCHES[:2], devices=2)
+    [line] = [line for line in said if line.startswith("roundpipe: plan ")]
+    assert re.search(r", about [\d.,]+ \w+ on each device\.$", line)
+
+
+class Manual(zoo.PlainClassifier):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss, _ = self.loss_and_logits(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def test_manual_optimization(said: list[str]) -> None:
+    trainer = trainer_of(ours(), devices=2)
+    with quiet():
+        trainer.fit(Manual(copy.deepcopy(MLP.model)), loader(BATCHES))
+    assert sum("2 emulated devices, manual optimization on whole batches, 32-true" in line for line in said) == 1
+
+
+class Announcing(pl.Callback):
+    roundpipe_looks_away = True
+    roundpipe_announces = True
+
+
+@pytest.mark.parametrize("callback", [Announcing, PlanTable])
+def test_callbacks_may_say_it_all_themselves(said: list[str], callback: type[pl.Callback]) -> None:
+    trainer = trainer_of(ours(num_microbatches=2), devices=2, callbacks=[callback()])
+    with quiet():
+        trainer.fit(copy.deepcopy(MLP), loader(BATCHES))
+    assert not [line for line in said if "host memory" in line or "roundpipe: plan" in line]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"), [(torch.optim.SGD, 2), (torch.optim.Adagrad, 3), (torch.optim.AdamW, 4)]
+)
+def test_host_memory_counts_what_the_optimizer_will_keep(optimizer: Any, copies: int) -> None:
+    class NoLayers:
+        layers: tuple[Any, ...] = ()
+
+    parameters = [nn.Parameter(torch.zeros(256, 256)), nn.Parameter(torch.zeros(256, 256), requires_grad=False)]
+    frozen, trained = parameters[1].nbytes, parameters[0].nbytes
+    made = optimizer([parameters[0]], lr=0.1)
+    assert host_bytes(NoLayers(), parameters, [made]) == pytest.approx(frozen + copies * trained, rel=0.01)  # type: ignore[arg-type]
+    parameters[0].grad = torch.zeros(256, 256)
+    made.step()
+    assert host_bytes(NoLayers(), parameters, [made]) == pytest.approx(frozen + copies * trained, rel=0.01)  # type: ignore[arg-type]
+
+
+# -- clamped settings --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "words"),
+    [
+        (
+            {"num_microbatches": 8},
+            [1] * 6,
+            "num_microbatches=8 is more than a batch of 6 samples has: it is cut into 6",
+        ),
+        ({"num_microbatches": 2}, [1], "a batch of 1 sample has: it is cut into 1 microbatch."),
+        ({"microbatch_size": 8}, [6], "microbatch_size=8 is more than a batch of 6 samples has: it is one microbatch"),
+        ({"round_microbatches": 4}, [2, 2], "round_microbatches=4 is more than 2 microbatches of a batch: each round"),
+        ({"num_microbatches": 4, "round_microbatches": 2}, [1] * 4, None),
+        ({"microbatch_size": 2, "round_microbatches": 2}, [2, 1], None),
+        ({}, [], None),
+    ],
+)
+def test_settings_that_are_clamped(options: dict[str, Any], sizes: list[int], words: str | None) -> None:
+    texts = clamped(Options(**options), sizes)
+    assert [words in text for text in texts] == [True] if words is not None else not texts
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 9}, {"microbatch_size": 9}, {"round_microbatches": 9}])
+def test_they_are_warned_of_once(options: dict[str, Any]) -> None:
+    with pytest.warns(RoundPipeWarning, match="^roundpipe: ") as caught:
+        run(ours(**options), MLP, BATCHES, devices=2)
+    assert sum("is more than" in str(w.message) for w in caught) == 1
+
+
+def test_a_budget_that_is_more_than_the_device() -> None:
+    with pytest.warns(
+        RoundPipeWarning, match=r"^roundpipe: memory_budget=1.0 GiB is more than the 512 KiB that a device"
+    ):
+        result = run(
+            ours(num_microbatches=2, memory_budget="1GiB", emulation={"memory": "512KiB"}), MLP, BATCHES[:2], devices=2
+        )
+    assert result.report is not None and result.report["planned_device_bytes"] <= 512 * 1024
+
+
+# -- printed -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_strategy_prints_its_settings_devices_state_and_plan() -> None:
+    strategy: Any = ours(
+        num_microbatches=3, memory_budget="20GiB", loss_weight=len, layers=[nn.Linear, "ResidualBlock"]
+    )
+    settings = "num_microbatches=3, layers=[Linear, 'ResidualBlock'], loss_weight=len, memory_budget='20GiB')"
+    assert repr(strategy) == f"RoundPipeStrategy({settings}"
+    assert repr(RoundPipeStrategy()) == "RoundPipeStrategy()"
+    assert str(strategy).splitlines()[1:] == [
+        "  not set up yet, which Trainer.fit() does",
+        "  plan: none yet, the first batch shows what it needs",
+    ]
+    seen: list[str] = []
+
+    class Prints(pl.Callback):
+        roundpipe_looks_away = True
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen.append(str(trainer.strategy))
+
+    trainer = trainer_of(strategy, devices=2, callbacks=[Prints()])
+    with quiet():
+        trainer.fit(copy.deepcopy(MLP), loader(BATCHES))
+    plan = strategy.report()["plan"]
+    assert seen[-1].splitlines()[1:] == ["  2 emulated devices, 32-true, 6 layers", f"  plan: {plan}"]
+    assert str(strategy).splitlines()[1:] == ["  not training", f"  plan: {plan}"]
+
+
+def test_the_report_prints_a_summary_and_is_a_dict() -> None:
+    strategy: Any = ours(num_microbatches=3)
+    assert strategy.report() == {} and str(strategy.report()) == "No training step has finished yet."
+    report = run(strategy, MLP, BATCHES, devices=2).trainer.strategy.report()  # type: ignore[union-attr]
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == [
+        "step", "plan", "bubble", "device", "host", "copies",
+    ]  # fmt: skip
+    assert lines[0].endswith(", 3 microbatches on 2 workers")
+    assert report["plan"].split(";")[0] in str(report)
+    assert isinstance(report, dict) and report == dict(report)
+    assert json.loads(json.dumps(report)) == json.loads(json.dumps(dict(report)))
+    for made in (copy.copy(report), copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
+        assert made == report and str(made) == str(report)
+
+
+# -- loggers -----------------------------------------------------------------------------------------------------------
+
+
+class WithSettings(zoo.PlainClassifier):
+    """Saves its own hyperparameters, one of them under a name of ours."""
+
+    def __init__(self, model: nn.Module, width: int = 3, clash: bool = False) -> None:
+        super().__init__(model)
+        self.save_hyperparameters(ignore=["model", "clash"])
+        if clash:
+            self.save_hyperparameters({"roundpipe/plan": "mine"})
+
+
+def fit_with(module: pl.LightningModule, logger: Any) -> RoundPipeStrategy:
+    strategy: Any = ours(num_microbatches=3, loss_weight=len)
+    trainer = trainer_of(strategy, devices=2, logger=logger, log_every_n_steps=1)
+    with quiet():
+        trainer.fit(module, loader(BATCHES))
+    return strategy
+
+
+@pytest.mark.parametrize("kinds", [[CSVLogger], [TensorBoardLogger], [CSVLogger, TensorBoardLogger]])
+def test_settings_and_plan_are_hyperparameters(tmp_path: Path, kinds: list[Any]) -> None:
+    loggers = [kind(tmp_path, name=kind.__name__) for kind in kinds]
+    strategy = fit_with(WithSettings(copy.deepcopy(MLP.model)), loggers)
+    for logger in loggers:
+        logged = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+        assert logged["width"] == 3
+        assert logged["roundpipe/plan"] == strategy.report()["plan"]
+        assert (logged["roundpipe/devices"], logged["roundpipe/microbatches"]) == (2, 3)
+        assert logged["roundpipe/num_microbatches"] == 3 and logged["roundpipe/staleness"] == 0
+        assert logged["roundpipe/loss_weight"] == "len" and logged["roundpipe/plan_policy"] == "measured"
+
+
+def test_the_users_own_hyperparameter_of_the_same_name_stays(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    fit_with(WithSettings(copy.deepcopy(MLP.model), clash=True), logger)
+    logged = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
+    assert logged["roundpipe/plan"] == "mine" and logged["roundpipe/devices"] == 2
+
+
+def test_tensorboard_compares_runs_by_them_and_by_the_users(tmp_path: Path) -> None:
+    """It shows the hyperparameters that were logged first, and those alone."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    logger = TensorBoardLogger(tmp_path)
+    fit_with(WithSettings(copy.deepcopy(MLP.model)), logger)
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    shown = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert shown["width"].number_value == 3 and shown["roundpipe/num_microbatches"].number_value == 3
+
+
+def test_hyperparameters_can_be_switched_off(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = trainer_of(ours(num_microbatches=3), devices=2, logger=logger, enable_autolog_hparams=False)
+    with quiet():
+        trainer.fit(WithSettings(copy.deepcopy(MLP.model)), loader(BATCHES))
+    assert not logger.experiment.hparams
+
+
+def test_without_a_logger() -> None:
+    assert fit_with(WithSettings(copy.deepcopy(MLP.model)), False).report()
+
+
+class Immutable(Logger):
+    """Takes no second set of hyperparameters, as MLflow takes no second value."""
+
+    name, version = "immutable", 0
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        if any(key.startswith("roundpipe/") for key in params):
+            raise ValueError("a parameter cannot be changed")
+
+
+def test_a_logger_that_refuses_does_not_end_training() -> None:
+    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: Immutable did not take .*a parameter cannot be changed"):
+        assert fit_with(WithSettings(copy.deepcopy(MLP.model)), Immutable()).report()
