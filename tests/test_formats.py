@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from importlib import import_module
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +324,8 @@ def test_data_are_checked_before_weights_are_read(
     def read(*_: Any, **__: Any) -> Any:
         raise Reading
 
+    import_module("lightning_roundpipe.train")  # its resolvers, which conf/ refers to
+    import_module("lightning_roundpipe.train")  # its resolvers, which conf/ refers to
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "_whole_model", read)
     loading.from_config("llama", vocab_size=300, hidden_size=32, num_hidden_layers=1).model.save_pretrained("model")
