@@ -137,7 +137,7 @@ def test_fields_have_other_names_by_setting(name: str, tmp_path: Path) -> None:
         return {called[key]: renamed(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     path = write(tmp_path, "jsonl", [renamed(record)])
-    with pytest.raises(ValueError, match=r"which no format has.*: set data\.fields\.prompt="):
+    with pytest.raises(ValueError, match=r"which no format has.*, as in data\.fields\.prompt="):
         module(path).prepare_data()
     assert shown(module(path, fields=called)) == expected
 
@@ -308,7 +308,7 @@ def test_the_extra_is_named(kind: str, package: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("record", "settings", "message"),
     [
-        ({"question": "the", "answer": "be"}, [], r"which no format has: set data\.fields\.prompt="),
+        ({"question": "the", "answer": "be"}, [], r"which no format has: if other names are meant, set them, as in data\.fields\.prompt="),
         ({"prompt": "the " * 50, "completion": "be"}, [], r"1 records of more than 32 tokens"),
         ({"instruction": "the", "output": "be"}, ["data.tokenizer=bare"], "the tokenizer has no chat template"),
         ({"prompt": "the", "completion": "be"}, ["data.fields.promt=the"], "promt"),
