@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from importlib import import_module
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +137,7 @@ def test_fields_have_other_names_by_setting(name: str, tmp_path: Path) -> None:
         return {called[key]: renamed(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     path = write(tmp_path, "jsonl", [renamed(record)])
-    with pytest.raises(ValueError, match=r"which no format has.*: set data\.fields\.prompt="):
+    with pytest.raises(ValueError, match=r"which no format has.*, as in data\.fields\.prompt="):
         module(path).prepare_data()
     assert shown(module(path, fields=called)) == expected
 
@@ -306,7 +308,7 @@ def test_the_extra_is_named(kind: str, package: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("record", "settings", "message"),
     [
-        ({"question": "the", "answer": "be"}, [], r"which no format has: set data\.fields\.prompt="),
+        ({"question": "the", "answer": "be"}, [], r"which no format has: if other names are meant, set them, as in data\.fields\.prompt="),
         ({"prompt": "the " * 50, "completion": "be"}, [], r"1 record of more than 32 tokens"),
         ({"instruction": "the", "output": "be"}, ["data.tokenizer=bare"], "the tokenizer has no chat template"),
         ({"prompt": "the", "completion": "be"}, ["data.fields.promt=the"], "promt"),
@@ -322,6 +324,8 @@ def test_data_are_checked_before_weights_are_read(
     def read(*_: Any, **__: Any) -> Any:
         raise Reading
 
+    import_module("lightning_roundpipe.train")  # its resolvers, which conf/ refers to
+    import_module("lightning_roundpipe.train")  # its resolvers, which conf/ refers to
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "_whole_model", read)
     loading.from_config("llama", vocab_size=300, hidden_size=32, num_hidden_layers=1).model.save_pretrained("model")

@@ -150,7 +150,7 @@ class Fields:
         raise Wrong(
             f"the record has {_listed(values)}, which no format has"
             + (f" (did you mean {', '.join(close)}?)" if close else "")
-            + ": set data.fields.prompt=question data.fields.completion=answer, or what they are called"
+            + ": if other names are meant, set them, as in data.fields.prompt=question data.fields.completion=answer"
         )
 
     def _content(self, kind: str, values: Mapping[str, Any]) -> Content:

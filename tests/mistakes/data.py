@@ -100,7 +100,7 @@ DATA = [
         SECTION,
         "records whose fields have names of their own, or misspelt ones",
         "data.path: … of … records cannot be used: … line …: …",
-        "set data.fields.…=…",
+        "data.fields.…=…",
         (
             _reading(QUESTION, {"question": "what?", "answer": "that"}),
             _reading(QUESTION, {"promt": "what?", "completion": "that"}),
