@@ -121,7 +121,9 @@ class Gan(pl.LightningModule):
             scheduler.step()
 
     def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.Adam(part.parameters(), lr=0.02) for part in (self.generator, self.discriminator)]
+        optimizers = [
+            torch.optim.Adam(part.parameters(), lr=0.02, eps=1e-3) for part in (self.generator, self.discriminator)
+        ]
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
 
 
@@ -236,7 +238,7 @@ def _hooked(self: Any, optimizer: Any, batch: Tensor) -> Any:
 def _parts(parameters: Any) -> Any:
     every = list(parameters)
     one, two = every[-4:-2], every[:-4] + every[-2:]
-    return [torch.optim.Adam(part, lr=0.03) for part in (one, two)]
+    return [torch.optim.Adam(part, lr=0.03, eps=1e-3) for part in (one, two)]
 
 
 def _halves(parameters: Any) -> Any:

@@ -17,8 +17,9 @@ from zoo_runs import calls, plain, train
 # vector. By hand, splitting under autocast gives a distance of 0.0025 where every microbatch's loss is scaled as the
 # whole batch's would be. The engine does not know the number of targets before the last microbatch and corrects
 # afterwards, which rounds other bits: by hand that gives up to 0.0125. Neither is nearer to the truth, so what counts
-# is that the distance to fp32 is that of plain training. With one microbatch bf16-mixed is exact (see below).
-BF16_TOLERANCE = 1.5e-2
+# is that the distance to fp32 is that of plain training: 0.005 to 0.06 of the gradient, by model. From weights whose
+# last bits differ the strategy's was 0.95 to 1.14 times that. With one microbatch bf16-mixed is exact (see below).
+AS_FAR = 1.3
 bf16_models = pytest.mark.parametrize(
     ("name", "lora"),
     [("llama", False), ("qwen3", True), ("gpt2", False), ("t5", False), ("bert", False), ("mlp", False)],
@@ -36,10 +37,27 @@ def _plain_bf16(name: str, lora: bool) -> tuple[zoo.ZooModule, Result]:
     return resting, run("auto", resting, zoo.make_batches(name), precision="bf16-mixed")
 
 
-@bf16_models
-def test_splitting_by_hand_is_within_the_tolerance_of_bf16(name: str, lora: bool) -> None:
+def assert_as_near_to_fp32(name: str, lora: bool, result: Result) -> None:
     resting, expected = _plain_bf16(name, lora)
-    harness.assert_close_overall(expected, by_hand(resting, zoo.make_batches(name), 3, bf16=True), BF16_TOLERANCE)
+    exact = by_hand(resting, zoo.make_batches(name), 1)
+    own = [harness.relative_distance(a, b) for a, b in zip(exact.grads, expected.grads, strict=True)]
+    others = [harness.relative_distance(a, b) for a, b in zip(exact.grads, result.grads, strict=True)]
+    assert all(other <= AS_FAR * one for one, other in zip(own, others, strict=True)), f"{others}, plainly {own}"
+    harness.assert_close_overall(expected, result, (1 + AS_FAR) * max(own))
+
+
+@bf16_models
+def test_splitting_by_hand_is_as_near_to_fp32(name: str, lora: bool) -> None:
+    resting, _ = _plain_bf16(name, lora)
+    assert_as_near_to_fp32(name, lora, by_hand(resting, zoo.make_batches(name), 3, bf16=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_weighing_by_samples_is_not(name: str) -> None:
+    resting, batches = _plain_bf16(name, False)[0], zoo.make_batches(name)
+    hand = by_hand(resting, batches, 3, weight=lambda batch: len(batch["labels"]), bf16=True)
+    with pytest.raises(AssertionError, match="plainly"):
+        assert_as_near_to_fp32(name, False, hand)
 
 
 @bf16_models
@@ -53,14 +71,10 @@ def test_bf16_mixed_equals_lightnings(name: str, lora: bool) -> None:
 
 @bf16_models
 def test_bf16_mixed_with_microbatches(name: str, lora: bool) -> None:
-    resting, expected = _plain_bf16(name, lora)
+    resting, _ = _plain_bf16(name, lora)
     batches = zoo.make_batches(name)
     result = run(ours(num_microbatches=3), resting, batches, devices=2, precision="bf16-mixed")
-    harness.assert_close_overall(expected, result, BF16_TOLERANCE)
-    exact = by_hand(resting, batches, 1)
-    for step in range(3):
-        allowed = 1.15 * harness.relative_distance(exact.grads[step], expected.grads[step])
-        assert harness.relative_distance(exact.grads[step], result.grads[step]) <= allowed
+    assert_as_near_to_fp32(name, lora, result)
 
 
 def test_bf16_mixed_really_computes_in_bf16() -> None:
