@@ -93,7 +93,7 @@ def choices(group: str) -> list[str]:
 
 def wrong_option(arguments: Sequence[str]) -> str | None:
     """What to say of an argument with dashes that is no option; None: there is none."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, _, value = argument.partition("=")
         if argument.startswith("-") and name not in _OPTIONS:
             key = name.lstrip("-").replace("-", "_")
@@ -145,7 +145,8 @@ def _close(key: str, root: DictConfig) -> list[str]:
     keys = [*dict.fromkeys([*_keys(root), *GROUPS])]
     parent, _, leaf = key.rpartition(".")
     leaves = {name: name.rpartition(".")[2] for name in keys}
-    if same := [name for name in keys if leaves[name] == leaf]:  # in another group, or in none
+    same = [name for name in keys if leaves[name] == leaf]  # in another group, or in none
+    if same := same or [name for name in keys if leaves[name].endswith(f"_{leaf}")]:
         return same[:2]
     beside = [name for name in keys if name.rpartition(".")[0] == parent]
     for names, cutoff in ((beside, 0.6), (keys, 0.75)):
@@ -183,7 +184,7 @@ def command(overrides: Iterable[str], arguments: Sequence[str], checkpoint: str 
     """
     kept = [text for text in overrides if text.lstrip("+").partition("=")[0] not in ("ckpt_path", "hydra.run.dir")]
     options: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if argument.partition("=")[0] in _WITH_VALUE:
             options += [argument] if "=" in argument else [argument, following]
     return shlex.join([*_program(), *options, *kept, f"ckpt_path={quoted(str(checkpoint))}"])
