@@ -73,7 +73,7 @@ def help_text() -> str:
         lines += textwrap.wrap(", ".join(choices(group)), 79, initial_indent=" " * 6, subsequent_indent=" " * 6)
     lines += [
         "",
-        "settings: trainer.max_steps=100 optimizer.lr=1e-5 data.batch_size=8 lora.r=16 ...",
+        "settings: trainer.max_steps=100 optimizer.lr=1e-5 data.batch_size=8 lora.r=16",
         "options:",
         "  --cfg job    print all settings of a run, and run nothing",
         "  -m           a sweep: every combination of values with commas is a run",
@@ -145,10 +145,11 @@ def _close(key: str, root: DictConfig) -> list[str]:
     keys = [*dict.fromkeys([*_keys(root), *GROUPS])]
     parent, _, leaf = key.rpartition(".")
     leaves = {name: name.rpartition(".")[2] for name in keys}
-    same = [name for name in keys if leaves[name] == leaf]  # in another group, or in none
-    if same := same or [name for name in keys if leaves[name].endswith(f"_{leaf}")]:
-        return same[:2]
     beside = [name for name in keys if name.rpartition(".")[0] == parent]
+    same = [name for name in keys if leaves[name] == leaf]  # in another group, or in none
+    same = same or [name for name in keys if leaves[name].endswith(f"_{leaf}")]
+    if same and not (parent and get_close_matches(leaf, [leaves[name] for name in beside], 1, 0.6)):
+        return same[:2]
     for names, cutoff in ((beside, 0.6), (keys, 0.75)):
         found = get_close_matches(leaf, [leaves[name] for name in names], 1, cutoff)
         if found:
