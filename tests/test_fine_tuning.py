@@ -1,4 +1,4 @@
-"""What `roundpipe-train` does of itself: its first lines, rates that do a model no harm, and a demonstration that lives."""
+"""What `roundpipe-train` does by itself: its first lines, rates that do a model no harm, a demonstration that lives."""
 
 from __future__ import annotations
 

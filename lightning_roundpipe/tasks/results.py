@@ -131,11 +131,8 @@ def _batch(trainer: Trainer, settings: Mapping[str, Any]) -> str:
 
 
 def _steps(trainer: Trainer, settings: Mapping[str, Any]) -> str:
-    steps = (
-        f"{trainer.max_steps:,}"
-        if trainer.max_steps > 0
-        else f"as many as {count(trainer.max_epochs or 1, 'epoch')} take"
-    )
+    number, epochs = trainer.max_steps, trainer.max_epochs or 1
+    steps = f"{number:,}" if number > 0 else f"as many as {count(epochs, 'epoch')} take"
     each = trainer.accumulate_grad_batches
     size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
     tokens = f" of {size * length * each:,} tokens" if size is not None and length is not None else ""
