@@ -73,7 +73,7 @@ def help_text() -> str:
         lines += textwrap.wrap(", ".join(choices(group)), 79, initial_indent=" " * 6, subsequent_indent=" " * 6)
     lines += [
         "",
-        "settings: trainer.max_steps=100 optimizer.lr=1e-5 data.batch_size=8 lora.r=16 ...",
+        "settings: trainer.max_steps=100 optimizer.lr=1e-5 data.batch_size=8 lora.r=16",
         "options:",
         "  --cfg job    print all settings of a run, and run nothing",
         "  -m           a sweep: every combination of values with commas is a run",
@@ -93,7 +93,7 @@ def choices(group: str) -> list[str]:
 
 def wrong_option(arguments: Sequence[str]) -> str | None:
     """What to say of an argument with dashes that is no option; None: there is none."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, _, value = argument.partition("=")
         if argument.startswith("-") and name not in _OPTIONS:
             key = name.lstrip("-").replace("-", "_")
@@ -145,9 +145,11 @@ def _close(key: str, root: DictConfig) -> list[str]:
     keys = [*dict.fromkeys([*_keys(root), *GROUPS])]
     parent, _, leaf = key.rpartition(".")
     leaves = {name: name.rpartition(".")[2] for name in keys}
-    if same := [name for name in keys if leaves[name] == leaf]:  # in another group, or in none
-        return same[:2]
     beside = [name for name in keys if name.rpartition(".")[0] == parent]
+    same = [name for name in keys if leaves[name] == leaf]  # in another group, or in none
+    same = same or [name for name in keys if leaves[name].endswith(f"_{leaf}")]
+    if same and not (parent and get_close_matches(leaf, [leaves[name] for name in beside], 1, 0.6)):
+        return same[:2]
     for names, cutoff in ((beside, 0.6), (keys, 0.75)):
         found = get_close_matches(leaf, [leaves[name] for name in names], 1, cutoff)
         if found:
@@ -183,7 +185,7 @@ def command(overrides: Iterable[str], arguments: Sequence[str], checkpoint: str 
     """
     kept = [text for text in overrides if text.lstrip("+").partition("=")[0] not in ("ckpt_path", "hydra.run.dir")]
     options: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if argument.partition("=")[0] in _WITH_VALUE:
             options += [argument] if "=" in argument else [argument, following]
     return shlex.join([*_program(), *options, *kept, f"ckpt_path={quoted(str(checkpoint))}"])

@@ -233,6 +233,8 @@ def _say_how_to_go_on(job: Job, error: BaseException) -> None:
     newest = next((callback.newest for callback in found if callback.newest is not None), None)
     number = next((callback.interrupted_by for callback in found if callback.interrupted_by is not None), None)
     interrupted = isinstance(error, (SystemExit, KeyboardInterrupt))
+    if not interrupted and newest is None and not job.trainer.global_step:
+        return  # nothing was trained: the error says it all
     if interrupted:
         _left.append(
             f"roundpipe-train: interrupted after {job.trainer.global_step} of {plural(job.trainer.max_steps, 'step')}."

@@ -103,8 +103,8 @@ def _parameters(task: LightningModule, settings: Mapping[str, Any]) -> str:
     trained = sum(p.numel() for p in task.parameters() if p.requires_grad)
     if trained == total:
         return f"{total:,}, all of them trained"
-    adapters = f"LoRA adapters of rank {settings['lora']['r']}" if "r" in settings["lora"] else "adapters"
-    return f"{total:,}, of which {trained:,} ({100 * trained / total:.2g} %) are trained: {adapters}"
+    adapters = f"LoRA, rank {settings['lora']['r']}" if "r" in settings["lora"] else "adapters"
+    return f"{trained:,} of {total:,} trained ({100 * trained / total:.2g} %): {adapters}"
 
 
 def _optimizer(settings: Mapping[str, Any]) -> str:
@@ -115,7 +115,7 @@ def _optimizer(settings: Mapping[str, Any]) -> str:
     shape = str(scheduler["_target_"]).rpartition(".")[2].removeprefix("get_").removesuffix("_schedule_with_warmup")
     steps = scheduler.get("num_warmup_steps")
     return f"{kind}, learning rate {optimizer['lr']:g} at its peak, {shape}" + (
-        f" after {_count(steps, 'warm-up step')}" if steps else ""
+        f" after {count(steps, 'warm-up step')}" if steps else ""
     )
 
 
@@ -126,14 +126,13 @@ def _batch(trainer: Trainer, settings: Mapping[str, Any]) -> str:
     options, parts = getattr(trainer.strategy, "options", None), ""
     if options is not None:
         cut = sizes_of(size, options.num_microbatches, options.microbatch_size, trainer.num_devices)
-        parts = f", in {_count(len(cut), 'microbatch')}"
-    return f"{_count(size, 'sequence')} of {length:,} tokens{parts}"
+        parts = f", in {count(len(cut), 'microbatch')}"
+    return f"{count(size, 'sequence')} of {length:,} tokens{parts}"
 
 
 def _steps(trainer: Trainer, settings: Mapping[str, Any]) -> str:
-    steps = (
-        f"{trainer.max_steps:,}" if trainer.max_steps > 0 else f"as many as {_count(trainer.max_epochs, 'epoch')} take"
-    )
+    number, epochs = trainer.max_steps, trainer.max_epochs or 1
+    steps = f"{number:,}" if number > 0 else f"as many as {count(epochs, 'epoch')} take"
     each = trainer.accumulate_grad_batches
     size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
     tokens = f" of {size * length * each:,} tokens" if size is not None and length is not None else ""
@@ -144,7 +143,7 @@ def _devices(trainer: Trainer) -> str:
     strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
     kind = trainer.accelerator.name()
     if strategy == "roundpipe" and kind == "cpu":
-        return f"{_count(trainer.num_devices, 'emulated device')}, strategy roundpipe"
+        return f"{count(trainer.num_devices, 'emulated device')}, strategy roundpipe"
     return f"{trainer.num_devices} x {kind}, strategy {strategy}"
 
 
@@ -153,10 +152,6 @@ def _checkpoints(trainer: Trainer) -> str:
         if isinstance(callback, Checkpoints):
             return callback.describe()
     return "none" if not trainer.checkpoint_callbacks else "by the callback that is configured"
-
-
-def _count(number: int | None, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:

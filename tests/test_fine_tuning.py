@@ -1,0 +1,95 @@
+"""What `roundpipe-train` does by itself: its first lines, rates that do a model no harm, a demonstration that lives."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe import train
+from lightning_roundpipe.tasks.demonstration import prose, train_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, Any]:
+    """What ``roundpipe-train`` prints, and its summary."""
+    monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
+    train.main()
+    out = capfd.readouterr().out
+    return out, json.loads((Path(out.splitlines()[-1]) / "summary.json").read_text())
+
+
+def header(out: str) -> dict[str, str]:
+    return dict(re.findall(r"^(\w+) +(.*)$", out.partition("Validation")[0], re.MULTILINE))
+
+
+def test_the_first_lines_say_what_will_happen(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["experiment=random_tokens", "lora=all_linear", "lora.r=2", "trainer.max_steps=1", "prompt=null"]
+    given += ["trainer.accumulate_grad_batches=2", "strategy.microbatch_size=2", "trainer.precision=bf16-mixed"]
+    out, _ = run(monkeypatch, capfd, *given, "callbacks.checkpoint.every_n_minutes=5")
+    said = header(out)
+    assert said["run"] == "random_tokens"
+    assert said["model"] == "a random llama"
+    found = re.fullmatch(r"([\d,]+) of ([\d,]+) trained \(([\d.]+) %\): LoRA, rank 2", said["parameters"])
+    assert found is not None
+    trained, total = (int(found[number].replace(",", "")) for number in (1, 2))
+    assert 100 * trained / total == pytest.approx(float(found[3]), rel=0.05)
+    assert said["optimizer"] == "AdamW, learning rate 0.01, constant"
+    assert said["batch"] == "4 sequences of 32 tokens, in 2 microbatches"
+    assert said["steps"] == "1 of 256 tokens, 2 batches each"
+    assert said["precision"] == "bf16-mixed"
+    assert said["devices"] == "4 emulated devices, strategy roundpipe"
+    assert said["checkpoints"] == "every 5 minutes, after each validation, at the end, on Ctrl-C"
+    assert said["folder"] == out.splitlines()[-1]
+    longest = max(len(line) for line in out.partition("folder ")[0].splitlines())
+    assert longest <= 80
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("lora", "rate"), [("none", "2e-05"), ("all_linear", "0.0002")])
+def test_a_trained_model_becomes_better(
+    lora: str, rate: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is set but what has to be: the validation loss of SmolLM2 falls."""
+    pytest.importorskip("gguf")
+    given = ["model=smollm2", "data=topics", f"lora={lora}", "trainer.max_steps=6", "data.sequence_length=128"]
+    out, summary = run(monkeypatch, capfd, *given)
+    assert f"learning rate {rate} at its peak, cosine" in header(out)["optimizer"]
+    assert summary["val_loss_after"] < summary["val_loss_before"] - 0.005
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_demonstration_learns_words(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    _, summary = run(monkeypatch, capfd, "experiment=tiny")
+    assert summary["val_loss_after"] < 0.6 * summary["val_loss_before"]
+    known = set(re.findall(r"[a-z]+", " ".join(prose().values()).lower()))
+    completed = re.findall(r"[a-z]+", summary["completion_after"].lower())
+    assert len(completed) >= 5
+    assert sum(word in known for word in completed) >= 0.8 * len(completed)
+    guessed = re.findall(r"[a-z]+", summary["completion_before"].lower())
+    assert sum(word in known for word in guessed) < 0.8 * len(guessed)
+
+
+def test_the_demonstrations_text_is_plain_english() -> None:
+    texts = prose()
+    assert 100_000 < sum(map(len, texts.values())) < 300_000
+    lines = [line for text in texts.values() for line in text.splitlines()]
+    assert all(line[0].isupper() and line.endswith(".") and "  " not in line for line in lines)
+    tokenizer = train_tokenizer(texts, 512)
+    assert len(tokenizer) == 512
+    assert tokenizer.decode(tokenizer(lines[0])["input_ids"]) == lines[0]
+    assert tokenizer("Straße")["input_ids"]  # every byte has a token
+    assert tokenizer.decode(tokenizer("Straße")["input_ids"]) == "Straße"

@@ -1,0 +1,163 @@
+"""The command line of `roundpipe-train`: help, what was meant, and the command that goes on with a run."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from lightning_roundpipe import train
+from lightning_roundpipe.overrides import GROUPS, choices, command, quoted
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+MODEL = ["model=folder", "model.folder=/m", "data=topics"]
+
+
+def composed(*overrides: str) -> Any:
+    with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
+        return compose("train", ["hydra.runtime.output_dir=/run", *overrides])
+
+
+def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    """The exit status, and what was printed."""
+    monkeypatch.setattr(sys, "argv", ["roundpipe-train", *arguments])
+    code: Any = 0
+    try:
+        train.main()
+    except SystemExit as error:
+        code = error.code
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+# -- defaults ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_experiment_is_applied_unless_it_is_asked_for() -> None:
+    """What a run takes that names a model and data is for fine-tuning, whether all weights are trained or adapters."""
+    full, adapters = composed(*MODEL), composed(*MODEL, "lora=all_linear")
+    assert full.name == adapters.name == "run"
+    assert (full.optimizer.lr, adapters.optimizer.lr) == (2e-5, 2e-4)
+    assert (
+        composed(*MODEL, "lora=attention", "optimizer=sgd").optimizer.lr
+        > composed(*MODEL, "optimizer=sgd").optimizer.lr
+    )
+    assert composed(*MODEL, "lora=all_linear", "optimizer.lr=1e-3").optimizer.lr == 1e-3
+    for cfg in (full, adapters):
+        assert cfg.scheduler._target_ == "transformers.get_cosine_schedule_with_warmup"
+    assert composed(*MODEL, "trainer.max_steps=300").scheduler.num_warmup_steps == 30
+
+
+@pytest.mark.parametrize(("given", "missing"), [(["model=smollm2"], "data"), (["data=topics"], "model")])
+def test_model_and_data_are_chosen_by_the_user(
+    given: list[str], missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = said(given, monkeypatch, capsys)
+    assert code == 2
+    assert text.startswith(f"roundpipe-train: {missing} must be chosen: {missing}=CHOICE, one of ")
+    assert text.count("\n") == 1
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+
+def test_without_arguments_it_says_what_can_be_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = said([], monkeypatch, capsys)
+    assert code == 2
+    assert text.startswith("usage: roundpipe-train ")
+    assert text.count("\n  roundpipe-train ") == 3
+    assert max(map(len, text.splitlines())) <= 80
+    for line in text.replace("\\\n", "").splitlines():
+        if line.startswith("  roundpipe-train "):
+            composed(*shlex.split(line)[1:])
+
+
+def test_help_has_every_group_and_choice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = said(["--help"], monkeypatch, capsys)
+    assert code == 0
+    assert max(map(len, text.splitlines())) <= 80
+    defaults = OmegaConf.load(CONF / "train.yaml").defaults
+    groups = [str(next(iter(entry))) for entry in defaults if entry != "_self_"]
+    assert set(GROUPS) == {group for group in groups if not group.startswith("override")}
+    words = text.replace(",", " ").split()
+    for group in GROUPS:
+        assert f"{group}:" in words
+        assert choices(group) == sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+        assert set(choices(group)) <= set(words)
+    assert said(["--version"], monkeypatch, capsys) == (0, f"lightning-roundpipe {version('lightning-roundpipe')}\n")
+
+
+# -- what was meant ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["modle=smollm2"], "model=smollm2"),
+        (["model=smolm2", "data=topics"], "model=smollm2"),
+        (["experiment=smolm2_lora"], "experiment=smollm2_lora"),
+        (["experiment=tiny", "optimizer.lrr=1"], "optimizer.lr=1"),
+        (["trainer.max_step=3"], "trainer.max_steps=3"),
+        (["experiment=tiny", "batch_size=8"], "data.batch_size=8"),
+        (["experiment=tiny", "lora=all_linear", "lora.rank=8", "lora.alpha=4"], None),
+        (["experiment=tiny", "lora=all_linear", "alpha=4"], "lora.lora_alpha=4"),
+        (["experiment=tiny", "callbacks.checkpoint.every_n_steps=4"], "callbacks.checkpoint.every_n_train_steps=4"),
+        (["--lr", "3"], "optimizer.lr=3"),
+        (["--max-steps=3"], "trainer.max_steps=3"),
+        (["smollm2_lora"], "experiment=smollm2_lora"),
+        (["experiment=tiny", "optimizer=adam"], "optimizer=adamw"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_did_you_mean(
+    arguments: list[str], meant: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = said(arguments, monkeypatch, capsys)
+    assert code == 2
+    assert text.count("\n") == 1 and text.startswith("roundpipe-train: ")
+    assert meant is None or f"Did you mean {meant}?" in text
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/plain/x.ckpt",
+        "/my work/x.ckpt",
+        "/it's/x (1).ckpt",
+        '/"quoted"/x.ckpt',
+        "/a=b,c/[x]{y}.ckpt",
+        "/back\\slash\\",
+    ],
+)
+def test_any_path_survives_the_shell_and_hydra(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/roundpipe-train"])
+    given = ["experiment=tiny", "ckpt_path=old.ckpt", "hydra.run.dir=here", "prompt='What is it?'", "~logger"]
+    line = command(given, ["-m", "--config-dir", "my conf", *given], path)
+    program, *words = shlex.split(line)
+    assert program == "/somewhere/roundpipe-train"  # it is on no PATH
+    assert words[:2] == ["--config-dir", "my conf"]
+    assert words[2:-1] == ["experiment=tiny", "prompt='What is it?'", "~logger"]
+    assert words[-1] == f"ckpt_path={quoted(path)}"
+    assert composed(*words[2:]).ckpt_path == path
+
+
+def test_the_command_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "roundpipe-train"
+    script.touch(0o755)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    assert command([], [], "x.ckpt").startswith(f"{script} ")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command([], [], "x.ckpt") == "roundpipe-train ckpt_path=x.ckpt"
+    monkeypatch.setattr(sys, "argv", [train.__file__])
+    assert command([], [], "x.ckpt") == f"{sys.executable} -m lightning_roundpipe.train ckpt_path=x.ckpt"
