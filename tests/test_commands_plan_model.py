@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_an_answer_with_what_would(command: Any, memory: in
 
 def test_what_helps_only_together_is_tried_together(command: Any) -> None:
     """The optimizer's state is too much for the host, and adapters alone leave too much on a worker."""
-    options = ("model=tiny_llama", "gpu=rtx4090", "host_memory=3MB", "memory=600KB", "sequence_length=256")
+    options = ("model=tiny_llama", "gpu=rtx4090", "host_memory=3MB", "memory=1MB", "sequence_length=256")
     options = (*options, "microbatch_size=8", "microbatches=1", "search_seconds=0")
     found = json.loads(command(*options, "format=json")[1])
     [remedy] = found["would_fit"]
@@ -381,7 +381,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
     found = json.loads(command(*options, "sequence_length=256")[1])
     longest = found["longest_sequence"]
     assert 256 < longest < 1 << 16
-    assert found["limited_by"].startswith("memory=0.05GiB of each worker, most of it for activations")
+    assert found["limited_by"].startswith("memory=47.68MiB of each worker, most of it for activations")
     for length, fits in ((longest, True), (longest + 256, False)):
         again = json.loads(command(*options, f"sequence_length={length}", "microbatch_size=1")[1])
         assert again["fits"] is fits

@@ -329,13 +329,18 @@ def _why_not(
     plan = smallest_within(costs, workers, microbatches, lowest, memory, most)
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
-        return f"memory={memory / 2**30:,.2f}GiB of each worker, most of it for {_without_stage(item)}"
+        return f"memory={_size(memory)} of each worker, most of it for {_without_stage(item)}"
     items = host_items(plan, costs, shape.parameters)
     if total(items) > shape.hardware.host_memory:
         item = max(items, key=lambda item: item.nbytes)
-        limit = f"host_memory={shape.hardware.host_memory / 2**30:,.2f}GiB of {shape.hardware.title}"
+        limit = f"host_memory={_size(shape.hardware.host_memory)} of {shape.hardware.title}"
         return f"{limit}, most of it for {item.name}"
     return None
+
+
+def _size(nbytes: int) -> str:
+    """As it could be given, but for the commas."""
+    return f"{nbytes / 2**30:,.2f}GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f}MiB"
 
 
 def _without_stage(item: Item) -> str:
