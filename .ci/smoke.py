@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 COMMAND = Path(sys.executable).parent / "roundpipe-train"
 
@@ -32,13 +33,18 @@ def check_command_answers() -> None:
 
 
 def check_simulator_gives_the_papers_figures() -> None:
-    """The command is installed, and the cases with it."""
-    cases = files("lightning_roundpipe.conf") / "cases" / "paper.json"
-    command = COMMAND.with_name("roundpipe-simulate")
-    done = subprocess.run([command, f"case={cases}", "format=json"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    [row] = [r for r in json.loads(done.stdout) if (r["model"], r["schedule"]) == ("llama3.1-8b", "roundpipe")]
+    """The commands are installed, and the cases with them, which have names."""
+
+    def answer(program: str, *arguments: str) -> Any:
+        command = [COMMAND.with_name(program), *arguments, "format=json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        return json.loads(done.stdout)
+
+    rows = answer("roundpipe-simulate", "case=paper")
+    [row] = [r for r in rows if (r["model"], r["schedule"]) == ("llama3.1-8b", "roundpipe")]
     assert abs(row["makespan_ms"] - 6100.545) < 1e-3, row
+    assert answer("roundpipe-plan", "case=llama3.1-8b", "partitioner=paper")["fits"] is True
 
 
 def check_main_job_runs_two_steps() -> None:

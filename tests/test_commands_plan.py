@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from dataclasses import asdict
@@ -14,11 +15,15 @@ import pytest
 from planning.judge import Times, step_ends
 
 from lightning_roundpipe.commands import plan
+from lightning_roundpipe.commands.case_files import find_cases
+from lightning_roundpipe.commands.machines import choose_machine
+from lightning_roundpipe.commands.options import parse
 from lightning_roundpipe.commands.plan_costs import Question, answer, does_not_fit
 from lightning_roundpipe.planning import CallCost, Costs, Plan, search
 from lightning_roundpipe.planning.limits import Limits
 
-PAPER = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
+ROOT = Path(__file__).parents[1]
+PAPER = ROOT / "conf" / "cases" / "paper.json"
 COSTS = {
     "layers": 9,
     "forward_ms": 10,
@@ -265,6 +270,29 @@ def test_smallest_models(call: Any, workers: int, layers: int) -> None:
         assert code == 0
         assert sum(json.loads(out)["forward"]) + json.loads(out)["fused"] == layers
     assert call(**{name: 0 for name in COSTS if name.endswith("_ms")})[0] == 0
+
+
+def test_commands_in_the_documents_are_right() -> None:
+    """They parse, and what they name without a path is in the package."""
+    text = "\n".join(file.read_text() for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    lines = re.findall(r"^roundpipe-plan (.*)$|`roundpipe-plan ([^`]*=\w[^`]*)`", text, flags=re.MULTILINE)
+    found = [one or other for one, other in lines if "..." not in one + other]
+    assert len(found) >= 12
+    for line in found:
+        options = parse(plan.PlanOptions, shlex.split(line.replace("\n", " ")))
+        for text in (options.costs, options.case):
+            if text is not None and not text.endswith(".json"):
+                find_cases(text, "costs")
+        if options.gpu or not (options.hardware or "my-machine.yaml").endswith(".yaml"):
+            choose_machine(options.hardware, options.gpu, options.gpus, options.workers, options.host_memory)
+
+
+def test_the_documents_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), flags=re.DOTALL)
+    assert snippets
+    for snippet in snippets:
+        exec(compile(snippet, "docs/planning.md", "exec"), {})
+    assert "transfer" in capsys.readouterr().out
 
 
 def test_a_plan_of_ones_own_is_judged(call: Any) -> None:

@@ -217,14 +217,14 @@ def test_what_does_not_fit_is_an_answer_with_what_would(command: Any, memory: in
         code, again, _ = command(*changed, *shlex.split(remedy["settings"]), "format=json")
         assert (code, json.loads(again)["tokens_per_s"]) == (0, remedy["tokens_per_s"])
     lines = command(*options)[1].splitlines()
-    assert re.fullmatch(r"Does not fit: needs [\d.]+ of [1-9][\d.]+ MiB a worker\.", lines[0])
+    assert re.fullmatch(r"Does not fit: [\d.]+ of [1-9][\d.]+ MiB a worker\.", lines[0])
     start = next(number for number, line in enumerate(lines) if line.startswith("What would fit"))
     assert [line.split("tokens/s")[1].strip() for line in lines[start + 1 :][: len(settings)]] == settings
 
 
 def test_what_helps_only_together_is_tried_together(command: Any) -> None:
     """The optimizer's state is too much for the host, and adapters alone leave too much on a worker."""
-    options = ("model=tiny_llama", "gpu=rtx4090", "host_memory=3MB", "memory=600KB", "sequence_length=256")
+    options = ("model=tiny_llama", "gpu=rtx4090", "host_memory=3MB", "memory=1MB", "sequence_length=256")
     options = (*options, "microbatch_size=8", "microbatches=1", "search_seconds=0")
     found = json.loads(command(*options, "format=json")[1])
     [remedy] = found["would_fit"]
@@ -235,8 +235,8 @@ def test_where_nothing_fits_that_is_said(command: Any) -> None:
     code, out, _ = command(*TINY_4090, "memory=30KB", "microbatch_size=2")
     text = " ".join(out.split())
     assert code == 1 and "What would fit" not in out
-    assert "Nothing that was tried fits (tried: microbatch_size=1 microbatches=32;" in text
-    assert "lora=attention" in text and "Take devices with more memory, or a smaller model." in text
+    assert "Nothing that was tried fits (tried: lora=all_linear; lora=attention; " in text
+    assert "Take devices with more memory, or a smaller model." in text
 
 
 def test_a_plan_that_does_not_fit_is_left_out_first(command: Any) -> None:
@@ -253,13 +253,13 @@ def test_a_plan_that_does_not_fit_is_left_out_first(command: Any) -> None:
     assert "without plan=" in command(*options, text, memory)[1]
 
 
-@pytest.mark.parametrize(("given", "memory"), [((), 1), (("lora=attention",), 1)])
-def test_a_host_with_less_memory_has_smaller_rounds(command: Any, given: tuple[str, ...], memory: int) -> None:
+@pytest.mark.parametrize("given", [(), ("lora=attention",)])
+def test_a_host_with_less_memory_has_smaller_rounds(command: Any, given: tuple[str, ...]) -> None:
     """Boundary tensors of fewer microbatches at once, before anything else is given up."""
     options = (*TINY_4090, *given, "microbatches=64", "microbatch_size=8", "workers=4", "format=json")
     whole = json.loads(command(*options)[1])
     items = {item["name"].split(" of ")[0]: item["bytes"] for item in whole["host_memory"]["items"]}
-    assert whole["round_microbatches"] > 16
+    assert whole["round_microbatches"] > 8
     room = whole["host_memory"]["needed_bytes"] - items["boundary tensors"] // 2
     code, out, _ = command(*options, f"host_memory={room}")
     less = json.loads(out)
@@ -381,7 +381,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
     found = json.loads(command(*options, "sequence_length=256")[1])
     longest = found["longest_sequence"]
     assert 256 < longest < 1 << 16
-    assert found["limited_by"].startswith("memory=0.05GiB of each worker, most of it for activations")
+    assert found["limited_by"].startswith("memory=47.68MiB of each worker, most of it for activations")
     for length, fits in ((longest, True), (longest + 256, False)):
         again = json.loads(command(*options, f"sequence_length={length}", "microbatch_size=1")[1])
         assert again["fits"] is fits

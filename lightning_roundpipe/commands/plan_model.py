@@ -12,6 +12,7 @@ from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import (
+    ARENAS,
     Item,
     Parameters,
     StageRow,
@@ -109,6 +110,15 @@ class Outlook:
     @property
     def fits(self) -> bool:
         return self.fits_device and self.fits_host
+
+    @property
+    def weights_fit(self) -> bool:
+        """Whether what does not depend on microbatches fits: arenas on each worker, and all but boundary tensors."""
+        stages = self.stages
+        arenas = ARENAS * (max(s.weight_bytes for s in stages) + max(s.gradient_bytes for s in stages))
+        saved = sum(c.boundary_bytes for c in self.costs.calls[: self.plan.fused.first] if c.needs_backward)
+        host = total(self.host_items) - self.plan.round_microbatches * saved
+        return (self.memory is None or arenas <= self.memory) and host <= self.hardware.host_memory
 
     @property
     def step_tokens(self) -> int:
@@ -266,6 +276,9 @@ class _Try:
 def _fastest(tries: list[_Try]) -> tuple[_Try, Plan]:
     """The most tokens a second, of all sizes that fit: each is tried with the paper's plan and a short search, the best
     one with what is left of the search. Or, where none fits, the smallest size, and the plan that takes the least."""
+    last = tries[-1]
+    if last.wish.plan is None and not last.fits(last.smallest):  # and larger ones even less
+        return last, last.smallest
     trial = _TRIAL if len(tries) > 1 else 1.0
     found: list[tuple[_Try, Plan]] = []
     for one in tries:
@@ -273,10 +286,9 @@ def _fastest(tries: list[_Try]) -> tuple[_Try, Plan]:
             if (plan := one.best(trial)) is not None:
                 found.append((one, plan))
         except ValueError:  # stages shorter than a layer takes for so many sequences
-            if one is tries[-1] and not found:
+            if one is last and not found:
                 raise
     if not found:
-        last = tries[-1]
         return last, last.smallest if last.wish.plan is None else Plan.parse(last.wish.plan)
 
     def seconds(pair: tuple[_Try, Plan]) -> float:
@@ -329,13 +341,18 @@ def _why_not(
     plan = smallest_within(costs, workers, microbatches, lowest, memory, most)
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
-        return f"memory={memory / 2**30:,.2f}GiB of each worker, most of it for {_without_stage(item)}"
+        return f"memory={_size(memory)} of each worker, most of it for {_without_stage(item)}"
     items = host_items(plan, costs, shape.parameters)
     if total(items) > shape.hardware.host_memory:
         item = max(items, key=lambda item: item.nbytes)
-        limit = f"host_memory={shape.hardware.host_memory / 2**30:,.2f}GiB of {shape.hardware.title}"
+        limit = f"host_memory={_size(shape.hardware.host_memory)} of {shape.hardware.title}"
         return f"{limit}, most of it for {item.name}"
     return None
+
+
+def _size(nbytes: int) -> str:
+    """As it could be given, but for the commas."""
+    return f"{nbytes / 2**30:,.2f}GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f}MiB"
 
 
 def _without_stage(item: Item) -> str:

@@ -63,8 +63,8 @@ def _verdict(found: Outlook) -> str:
         assert found.memory is not None
         needs.append(f"{_share(device, found.memory)} a worker")
     if not found.fits_host:
-        needs.append(f"{_share(host, found.hardware.host_memory)} of the host")
-    return f"Does not fit: needs {', '.join(needs)}."
+        needs.append(f"{_share(host, found.hardware.host_memory)} of host")
+    return f"Does not fit: {', '.join(needs)}."
 
 
 def _facts(found: Outlook) -> list[str]:

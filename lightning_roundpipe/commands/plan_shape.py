@@ -80,6 +80,7 @@ class Shape:
         if memory is not None:
             self.refined = cut_to_fit(found, lambda layer: Size(*layer_bytes(layer)), memory // ARENAS)
         self._layers = self.refined.layers if self.refined.stuck is None else found
+        self.has_experts = any(weight.ndim == 3 for weight in self._module.parameters())
         self._lean = _is_lean(self._module)
         weights = list(self._module.parameters())
         trained = sum(p.numel() for p in weights if p.requires_grad)

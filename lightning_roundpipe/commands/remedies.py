@@ -17,7 +17,7 @@ from lightning_roundpipe.commands.plan_model import Outlook, find_longest, look_
 from lightning_roundpipe.commands.plan_shape import Shape, Wish
 from lightning_roundpipe.planning.profile import Precision
 
-SECONDS = 12.0
+SECONDS = 15.0
 """Of the processor, for all tries together, so that other programs change no answer. A try that has begun may end
 later."""
 
@@ -34,7 +34,6 @@ _NARROWER: Mapping[Precision, tuple[Precision, ...]] = {
 }
 """Mixed precision is estimated as if all of it were in 16 bits, so ``*-true`` would change no figure of it."""
 
-_ADAPTERS = ("all_linear", "attention")
 
 Changes = Mapping[str, Any]
 """Options and their values; None: the option is left out."""
@@ -92,18 +91,20 @@ class _Tries:
         own = [name for name in ("plan", "stage_seconds", "min_round", "max_fused") if getattr(wish, name) is not None]
         if own:
             yield [dict.fromkeys(own)]
-        if (size := wish.microbatch_size) is not None and size > 1:
+        fewer = found.weights_fit
+        if fewer and (size := wish.microbatch_size) is not None and size > 1:
             smaller = [s for s in (8, 4, 2, 1) if s < size and size * found.microbatches % s == 0]
             yield [{"microbatch_size": s, "microbatches": found.microbatches * size // s} for s in smaller]
         if wish.staleness:
             yield [{"staleness": 0}]
-        if fewer := [found.microbatches >> n for n in range(1, 6) if found.microbatches >> n]:
-            yield [{"microbatches": count} for count in fewer if count < found.workers]
+        if fewer:
+            counts = [found.microbatches >> n for n in range(1, 6) if found.microbatches >> n]
+            yield [{"microbatches": count} for count in counts if count < found.workers]
         if narrower := _NARROWER.get(wish.precision):
             yield [{"precision": precision} for precision in narrower]
         if wish.lora == "none":
-            yield [{"lora": lora} for lora in _ADAPTERS]
-        if shorter := self._shorter({}):
+            yield [{"lora": lora} for lora in self._adapters()]
+        if fewer and (shorter := self._shorter({})):
             yield [shorter]
 
     def _together(self) -> None:
@@ -113,15 +114,22 @@ class _Tries:
         if narrower := _NARROWER.get(wish.precision):
             ways.append({"precision": narrower[-1]})
         if wish.lora == "none":
-            ways.append({"lora": _ADAPTERS[0]})
+            ways.append({"lora": self._adapters()[-1]})
         small: Changes = {} if wish.microbatch_size in (None, 1) else {"microbatch_size": 1}
-        for count in range(1, len(ways) + 1):
-            for chosen in combinations(ways, count):
-                changes = {name: value for way in (small, *chosen) for name, value in way.items()}
-                if len(changes) > 1 and self._first_that_fits([changes]):
-                    return
-                if (shorter := self._shorter(changes)) and self._first_that_fits([{**changes, **shorter}]):
-                    return
+        merged = [
+            {name: value for way in (small, *chosen) for name, value in way.items()}
+            for count in range(1, len(ways) + 1)
+            for chosen in combinations(ways, count)
+        ]
+        if any(self._first_that_fits([changes]) for changes in merged if len(changes) > 1):
+            return
+        for changes in merged:
+            if (shorter := self._shorter(changes)) and self._first_that_fits([{**changes, **shorter}]):
+                return
+
+    def _adapters(self) -> tuple[str, ...]:
+        """From the most to the fewest; those of every expert are no small change."""
+        return ("attention",) if self._shape(self._wish).has_experts else ("all_linear", "attention")
 
     def _first_that_fits(self, ways: list[Changes]) -> bool:
         for changes in ways:
