@@ -50,15 +50,26 @@ def _register() -> Any:
     torch.utils.generate_methods_for_privateuse1_backend()
     torch._register_device_module(NAME, Module)  # type: ignore[no-untyped-call]
     built.played_register()
-    everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    everything.fallback(_compute, "PrivateUse1")
+    aten = torch.library.Library("aten", "IMPL")
     for name in _VIEWS:
         kernel = functools.partial(_on_storage, getattr(torch.ops.aten, name).default)
         aten.impl(name, kernel, "PrivateUse1")
     for name, kernel in _KERNELS.items():
         aten.impl(name, kernel, "PrivateUse1")
+    for name in _missing():  # one by one, as torch does not find a fallback from within a TorchDispatchMode
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        aten.impl(name, functools.partial(_compute, op), "PrivateUse1")
     torch.empty(1, pin_memory=True)  # until torch has looked for a device, no memory is pinned
-    return everything, aten
+    return aten
+
+
+def _missing() -> list[str]:
+    """Operations with a kernel for the CPU that torch does not compose for every device."""
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    computed = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    return [n.removeprefix("aten::") for n in names if has(n, "CPU") and not computed(n, "PrivateUse1")]
 
 
 @functools.cache
@@ -274,11 +285,19 @@ def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
         given["generator"] = kwargs.get("generator") or generators()[index]
     fits = {key: value for key, value in kwargs.items() if key.startswith("out") and _is_ours(value)}
     grown = [key for key, value in fits.items() if not value.numel()]
-    for key in grown:  # the memory of ours cannot grow
-        given[key] = torch.empty(0, dtype=kwargs[key].dtype)
-    result = op(*map(_lowered, args), **given)
-    for key in grown:
-        _give(kwargs[key], given[key])
+    try:
+        fresh = {key: torch.empty(0, dtype=kwargs[key].dtype) for key in grown}  # as the memory of ours cannot grow
+        result = op(*map(_lowered, args), **given | fresh)
+    except RuntimeError as error:
+        if "not resizable" not in str(error):
+            raise
+        fresh = {key: torch.empty(0, dtype=value.dtype) for key, value in fits.items()}
+        result = op(*map(_lowered, args), **given | fresh)
+    for key, value in fresh.items():
+        if kwargs[key].shape == value.shape:
+            on_host(kwargs[key]).copy_(value)
+        else:
+            _give(kwargs[key], value)
     return _raised(op, result, args, kwargs, index)
 
 
@@ -406,6 +425,59 @@ def _set_to(tensor: Tensor, source: Tensor) -> Tensor:
     )
 
 
+def _convolution(*args: Any) -> Tensor:
+    return _compute(torch.ops.aten.convolution.default, *args)
+
+
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> Any:
+    biases = [weight.shape[1] * args[5] if args[3] else weight.shape[0]]
+    return _compute(torch.ops.aten.convolution_backward.default, grad, x, weight, biases, *args)
+
+
+def _histc(x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:  # noqa: A002
+    """Of whole numbers too, unlike the CPU's."""
+    if min == max:
+        _wait("histc")
+    return on_device(torch.histc(on_host(x).float(), bins, min, max).to(x.dtype), x.device.index)
+
+
+def _lstm_cell(of_input: Tensor, of_hidden: Tensor, before: Tensor, bias: Any = None, other: Any = None) -> Any:
+    gates = of_input + of_hidden + (0 if bias is None else bias + other)
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    cell = f * before + i * g
+    return o * cell.tanh(), cell, torch.cat([i, f, g, o], 1)
+
+
+def _lstm_cell_backward(grad: Any, grad_cell: Any, before: Any, cell: Any, gates: Tensor, has_bias: bool) -> Any:
+    if grad is None and grad_cell is None:
+        return None, None, None
+    i, f, g, o = gates.chunk(4, 1)
+    bent = cell.tanh()
+    grad = torch.zeros_like(cell) if grad is None else grad
+    total = grad * o * (1 - bent * bent) + (0 if grad_cell is None else grad_cell)
+    parts = [total * g * i * (1 - i), total * before * f * (1 - f), total * i * (1 - g * g), grad * bent * o * (1 - o)]
+    of_gates = torch.cat(parts, 1)
+    return of_gates, total * f, of_gates.sum(0) if has_bias else None
+
+
+def _gru_cell(of_input: Tensor, of_hidden: Tensor, before: Tensor, bias: Any = None, other: Any = None) -> Any:
+    a, b, c = (of_input if bias is None else of_input + bias).chunk(3, 1)
+    d, e, f = (of_hidden if other is None else of_hidden + other).chunk(3, 1)
+    r, z = (a + d).sigmoid(), (b + e).sigmoid()
+    n = (c + r * f).tanh()
+    return n + z * (before - n), torch.cat([r, z, n, before, f], 1)
+
+
+def _gru_cell_backward(grad: Tensor, kept: Tensor, has_bias: bool) -> Any:
+    r, z, n, before, f = kept.chunk(5, 1)
+    of_z, of_n = grad * (before - n) * z * (1 - z), grad * (1 - z) * (1 - n * n)
+    of_r = of_n * f * r * (1 - r)
+    of_input, of_hidden = torch.cat([of_r, of_z, of_n], 1), torch.cat([of_r, of_z, of_n * r], 1)
+    biases = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
+    return of_input, of_hidden, grad * z, *biases
+
+
 def _choose_attention(*args: Any, **kwargs: Any) -> int:
     return 0  # out of products and a softmax
 
@@ -419,4 +491,11 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "set_.source_Storage": _set_whole_storage,
     "set_.source_Tensor": _set_to,
     "_fused_sdp_choice": _choose_attention,
+    "convolution_overrideable": _convolution,
+    "convolution_backward_overrideable": _convolution_backward,
+    "histc": _histc,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+    "_thnn_fused_lstm_cell": _lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
 }

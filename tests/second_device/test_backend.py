@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from second_device import backend, rules
 
@@ -142,3 +143,39 @@ def test_who_waits_is_noted(what: str) -> None:
         action(d)
     assert bool(found) == expected, found
     assert all("test_backend.py" in str(wait) for wait in found)
+
+
+class Seen(TorchDispatchMode):
+    """Lets everything through."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_within_a_mode() -> None:
+    with Seen(), Seen():
+        d = torch.tensor([1.0, 2.0], device="played")
+        assert (d[[1]] + d).tolist() == [3.0, 4.0]
+
+
+MODULES: dict[str, Callable[[], tuple[torch.nn.Module, Tensor]]] = {
+    "LSTM": lambda: (torch.nn.LSTM(3, 4), torch.randn(2, 5, 3)),
+    "GRU": lambda: (torch.nn.GRU(3, 4), torch.randn(2, 5, 3)),
+    "Conv2d": lambda: (torch.nn.Conv2d(4, 6, 3, groups=2, stride=2), torch.randn(2, 4, 7, 7)),
+    "ConvTranspose1d": lambda: (torch.nn.ConvTranspose1d(4, 6, 3, groups=2), torch.randn(2, 4, 7)),
+    "BatchNorm1d": lambda: (torch.nn.BatchNorm1d(3), torch.randn(5, 3)),
+    "attention": lambda: (torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), torch.randn(2, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_computes_as_the_cpu(name: str) -> None:
+    results = []
+    for where in ("cpu", "played:1"):
+        torch.manual_seed(3)
+        module, x = MODULES[name]()
+        module, x = module.to(where), x.to(where).requires_grad_()
+        out = module(x)
+        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+        results.append([t.grad.cpu() for t in (x, *module.parameters()) if t.grad is not None])
+    torch.testing.assert_close(results[0], results[1])
