@@ -2,11 +2,11 @@
 
 ``register()`` adds it to the process for good, so tests that use it run in a process of their own. What is like CUDA:
 
-* Tensors are ``torch.Tensor`` with a storage of the device: views share it, and their version. They come from CPU tensors
-  through DLPack, whose description of memory names a device; so no allocator has to be written in C++. Operations that
-  torch composes out of others, views among them, are torch's own; what is left computes on the CPU, on the same memory.
-* Operations refuse to mix devices as CUDA's do: a host tensor without dimensions may be an operand, indices may be on the
-  host, and everything else may not.
+* Tensors are ``torch.Tensor`` with a storage of the device: views share it, and their version. They come from CPU
+  tensors through DLPack, whose description of memory names a device. Operations that torch composes out of others,
+  views among them, are torch's own; what is left computes on the CPU, on the same memory.
+* Operations refuse to mix devices as CUDA's do: a host tensor without dimensions may be an operand, indices may be on
+  the host, and everything else may not.
 * Autograd runs backward on threads of its own, one for each device: torch asks ``played.cpp`` how many there are.
 * Each device draws from a generator of its own.
 * What would make the host wait for a GPU is noted with its stack: numbers that are read, results whose shape depends on
@@ -88,7 +88,7 @@ def library() -> ctypes.CDLL:
     return library
 
 
-# ------------------------------------------------------------------------------------------------------------ the module
+# ----------------------------------------------------------------------------------------------------------- the module
 
 
 class Module:
@@ -159,7 +159,7 @@ def _index(device: torch.device) -> int:
     return Module.current_device() if device.index is None else device.index
 
 
-# ----------------------------------------------------------------------------------------------------------------- waits
+# ---------------------------------------------------------------------------------------------------------------- waits
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,8 @@ def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
     index = _common_index(op, name, args, kwargs)
     if name in _READS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
         _wait(name)
-    elif name in _INDEXING and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
-        if not ("index_put" in name and args[2].numel() == 1):  # which CUDA fills without counting
-            _wait(f"{name} by a mask")
+    elif _counts(name, args):
+        _wait(f"{name} by a mask")
     given = {key: _lowered(value) for key, value in kwargs.items()}
     if any(a.name == "generator" for a in op._schema.arguments):
         given["generator"] = kwargs.get("generator") or generators()[index]
@@ -299,6 +298,13 @@ def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
         else:
             _give(kwargs[key], value)
     return _raised(op, result, args, kwargs, index)
+
+
+def _counts(name: str, args: Any) -> bool:
+    """Whether it takes elements that a mask names; to fill them with one number CUDA need not know how many."""
+    if name not in _INDEXING or ("index_put" in name and args[2].numel() == 1):
+        return False
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _give(tensor: Tensor, host: Tensor) -> None:
@@ -434,7 +440,7 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -
     return _compute(torch.ops.aten.convolution_backward.default, grad, x, weight, biases, *args)
 
 
-def _histc(x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:  # noqa: A002
+def _histc(x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
     """Of whole numbers too, unlike the CPU's."""
     if min == max:
         _wait("histc")

@@ -89,10 +89,12 @@ def _boxes(*, scores: bool) -> list[dict[str, Tensor]]:
     return [found | ({"scores": torch.rand(2)} if scores else {})]
 
 
-_NEED_WEIGHTS = {"BERTScore", "InfoLM", "CLIPScore", "CLIPImageQualityAssessment", "FrechetInceptionDistance",
-                 "InceptionScore", "KernelInceptionDistance", "LearnedPerceptualImagePatchSimilarity",
-                 "MemorizationInformedFrechetInceptionDistance", "PerceptualPathLength", "DeepNoiseSuppressionMeanOpinionScore",
-                 "NonIntrusiveSpeechQualityAssessment", "ARNIQA", "DeepImageStructureAndTextureSimilarity"}  # fmt: skip
+_NEED_WEIGHTS = {
+    "ARNIQA", "BERTScore", "CLIPImageQualityAssessment", "CLIPScore", "DeepImageStructureAndTextureSimilarity",
+    "DeepNoiseSuppressionMeanOpinionScore", "FrechetInceptionDistance", "InceptionScore", "InfoLM",
+    "KernelInceptionDistance", "LearnedPerceptualImagePatchSimilarity", "MemorizationInformedFrechetInceptionDistance",
+    "NonIntrusiveSpeechQualityAssessment", "PerceptualPathLength",
+}  # fmt: skip
 """Of models that would have to be downloaded."""
 
 
