@@ -179,14 +179,21 @@ _listeners: list[Callable[[Wait], None]] = []
 
 
 @contextlib.contextmanager
+def listening(listener: Callable[[Wait], None]) -> Iterator[None]:
+    """``listener`` is told of each wait within, in the thread that waits."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextlib.contextmanager
 def waits() -> Iterator[list[Wait]]:
     """Those that come within, of all threads."""
     found: list[Wait] = []
-    _listeners.append(found.append)
-    try:
+    with listening(found.append):
         yield found
-    finally:
-        _listeners.remove(found.append)
 
 
 def _wait(what: str) -> None:

@@ -48,6 +48,10 @@ ADDS_TO_THE_HOST = """
 """
 """Those that do not work yet: their state on the host is the target of an operation with values of the device."""
 
+KEEPING = ["BinaryAUROC", "RetrievalMAP", "SpearmanCorrCoef"]
+"""Those that keep all that they are given, here predictions of the device beside targets of the host."""
+KEEPS = pytest.mark.xfail(strict=True, raises=RuntimeError, reason="what a metric keeps stays on different devices")
+
 
 def _params(names: Iterable[str]) -> list[Any]:
     mark = pytest.mark.xfail(strict=True, raises=RuntimeError, reason="in-place updates of host tensors raise")
@@ -89,3 +93,16 @@ def test_every_metric(name: str) -> None:
 @pytest.mark.slow
 def test_there_are_many_metrics() -> None:
     assert sum(metrics.case_of(kind) is not None for kind in CLASSES.values()) >= 170
+
+
+@pytest.mark.parametrize("name", ["MulticlassF1Score", "CatMetric", *(pytest.param(n, marks=KEEPS) for n in KEEPING)])
+def test_values_at_the_end_of_an_epoch(name: str) -> None:
+    """Lightning asks for them outside the mode."""
+    kind = CLASSES[name]
+    case = metrics.case_of(kind)
+    assert case is not None
+    metric = kind(**case[0])
+    with mode():
+        metrics.updated(kind, case, there, metric)
+    expected = metrics.updated(kind, case, lambda value: value).compute()
+    torch.testing.assert_close(tree_map_only(torch.Tensor, lambda t: t.cpu(), metric.compute()), expected)

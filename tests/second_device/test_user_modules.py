@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -164,16 +164,20 @@ VALIDATED = {
 """Those whose metrics add to a state on the host, or to several at once."""
 
 
-def _params(adds: set[str]) -> list[Any]:
-    return [pytest.param(name, marks=ADDS_TO_THE_HOST) if name in adds else name for name in MODULES]
+FAST = {"packaged task", "metrics", "averages"}
 
 
-@pytest.mark.parametrize("name", _params({"averages"}))
+def _params(adds: set[str], fast: set[str]) -> Iterator[Any]:
+    for name in MODULES:
+        marks = [ADDS_TO_THE_HOST] if name in adds else []
+        yield pytest.param(name, marks=marks if name in fast else [*marks, pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", _params({"averages"}, FAST))
 def test_training(name: str, devices: list[Any]) -> None:
     _compare(name, validated=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", _params({"averages"} | VALIDATED))
+@pytest.mark.parametrize("name", _params({"averages"} | VALIDATED, {"packaged task"}))
 def test_training_and_validation(name: str, devices: list[Any]) -> None:
     _compare(name, validated=True)
