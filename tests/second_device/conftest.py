@@ -1,0 +1,28 @@
+"""The device type, in processes that are there for it; elsewhere these tests do not exist."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+collect_ignore_glob = ["test_*.py"]
+
+if os.environ.get("SECOND_DEVICE") == "1":
+    collect_ignore_glob = []
+    from second_device import backend
+
+    backend.register()  # before autograd first runs, as it counts devices then
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What Trainers run on: each worker has a device of its own. Those that were made last."""
+    from second_device.play import trainers_on_devices
+
+    return trainers_on_devices(monkeypatch)
+
+
+Make = Callable[..., list[Any]]

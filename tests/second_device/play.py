@@ -1,0 +1,117 @@
+"""The part of ``torch.cuda`` that devices use, played by the device type of `backend`: Trainers then run on it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_roundpipe import strategy
+from lightning_roundpipe.devices.cuda import share_out
+from second_device import backend
+from second_device.backend import Module
+
+ROOM = 8 << 30
+"""Bytes that each device says it has."""
+_numbers = itertools.count(1)
+
+
+class Event:
+    """Reached as soon as it is recorded."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.timed = enable_timing
+        self.at: float | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.at is not None, "waited for an event that was never recorded"
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.timed and later.timed and self.at is not None and later.at is not None
+        return (later.at - self.at) * 1e3
+
+
+class Stream:
+    """A stream of one device."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.device, self.number = torch_device, next(_numbers)
+
+    def wait_event(self, event: Event) -> None:
+        assert event.at is not None, "waited for an event that was never recorded"
+
+    def synchronize(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def stream(entered: Stream) -> Iterator[None]:
+    """The calling thread's current stream, and its device the current one, as ``torch.cuda.stream`` does."""
+    library, index = backend.library(), entered.device.index
+    before = library.played_stream(index)
+    with Module.device(entered.device):
+        library.played_set_stream(index, entered.number)
+        try:
+            yield
+        finally:
+            library.played_set_stream(index, before)
+
+
+def _no_record_stream(*args: object) -> None:
+    raise AssertionError("when memory comes back would be up to the allocator")
+
+
+def play(patch: pytest.MonkeyPatch) -> None:
+    """Put the device type in the place of CUDA."""
+    backend.register()
+    fakes: dict[str, Any] = {
+        "Event": Event,
+        "Stream": Stream,
+        "stream": stream,
+        "device": Module.device,
+        "default_generators": backend.generators(),
+        "cudart": lambda: backend.CUDART,
+        "mem_get_info": lambda device: (ROOM, ROOM),
+        "get_per_process_memory_fraction": lambda device: 1.0,
+        "memory_reserved": lambda device: 0,
+        "memory_allocated": lambda device: 0,
+        "max_memory_allocated": lambda device: 0,
+        "reset_peak_memory_stats": lambda device: None,
+    }
+    for name, fake in fakes.items():
+        patch.setattr(torch.cuda, name, fake)
+    patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1:4")  # KiB: the models that are trained are small
+    patch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
+    patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    patch.setattr(torch.Tensor, "record_stream", _no_record_stream, raising=False)
+
+
+def trainers_on_devices(patch: pytest.MonkeyPatch, *, shared: bool = False, pin_memory: str = "on") -> list[Any]:
+    """Let Trainers have devices of `backend`; those that were made last are in what is returned.
+
+    Args:
+        patch: undoes it.
+        shared: whether all workers share one. If not, each has its own.
+        pin_memory: see ``pinned.host_buffer``.
+    """
+    made: list[Any] = []
+
+    def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[Any]:
+        homes = [torch.device(backend.NAME, 0 if shared else i) for i in range(len(torch_devices))]
+        made[:] = share_out(homes, pin_memory)
+        return made
+
+    play(patch)
+    patch.setattr(strategy, "make_devices", make)
+    return made

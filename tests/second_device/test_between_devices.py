@@ -1,0 +1,88 @@
+"""The smallest modules of which something crosses from device to device, or from the host, between layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+from harness import assert_same, ours, run
+from torch import Tensor, nn
+
+WIDTH = 16
+
+
+class Layers(nn.Module):
+    """Three layers, and a function that says what stands between them."""
+
+    def __init__(self, between: Callable[[Layers, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(8, WIDTH), Scaled(), nn.Linear(WIDTH, 5)
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.three(self.between(self, x))
+
+
+class Scaled(nn.Module):
+    """A layer with several inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, scale: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
+        out = self.inner(h) if scale is None else self.inner(h) * scale
+        return out if skip is None else out + skip
+
+
+BETWEEN: dict[str, Callable[[Layers, Tensor], Tensor]] = {
+    "nothing": lambda m, x: m.two(m.one(x)),
+    "a function": lambda m, x: m.two(m.one(x).relu()),
+    "a residual": lambda m, x: m.two(h := m.one(x)) + h,
+    "a residual into the next layer": lambda m, x: m.two(m.two(h := m.one(x)) + h),
+    "two inputs of one layer": lambda m, x: m.two(h := m.one(x), skip=h * 2),
+    "a parameter of the host in user code": lambda m, x: m.two(m.one(x) * m.scale),
+    "a parameter of the host": lambda m, x: m.two(m.one(x), m.scale),
+    "a computed tensor of the host": lambda m, x: m.two(m.one(x), m.scale.exp()),
+    "a computed tensor of the host behind a function": lambda m, x: m.two(m.one(x).relu(), m.scale.exp()),
+    "a tensor of the host twice": lambda m, x: m.two(m.two(m.one(x), s := m.scale.exp()), s),
+    "tensors of two devices": lambda m, x: m.two(m.two(h := m.one(x)).relu(), skip=h.tanh()),
+    "a tensor of the device, and one that follows it": lambda m, x: m.two(m.one(x), skip=m.scale.expand(len(x), -1)),
+}
+
+
+FAILING = {
+    "a parameter of the host",
+    "a computed tensor of the host",
+    "a computed tensor of the host behind a function",
+    "a tensor of the host twice",
+    "tensors of two devices",
+    "a tensor of the device, and one that follows it",
+}
+REASON = "what goes into a layer from another device than its worker's gets its gradient on the worker's"
+FAST = {"a function", "a computed tensor of the host", "tensors of two devices"}
+
+
+def _cases() -> Iterator[Any]:
+    for what in BETWEEN:
+        for workers in (1, 2):
+            marks = [] if what in FAST and workers == 2 else [pytest.mark.slow]
+            if what in FAILING and (workers == 2 or what != "tensors of two devices"):
+                marks.append(pytest.mark.xfail(strict=True, raises=RuntimeError, reason=REASON))
+            yield pytest.param(what, workers, marks=marks)
+
+
+@pytest.mark.parametrize(("what", "workers"), _cases())
+def test_between(what: str, workers: int, devices: list[Any]) -> None:
+    torch.manual_seed(0)
+    module = zoo.PlainClassifier(Layers(BETWEEN[what]))
+    batches = zoo.make_batches("mlp", 3)
+    expected = run("auto", module, batches)
+    result = run(ours(num_microbatches=2, layers=["Linear", "Scaled"]), module, batches, devices=workers)
+    assert_same(expected, result)
+    assert harness.roundpipe_threads() == []

@@ -1,0 +1,85 @@
+"""Hugging Face models' own code around layers: masks, positions, rotary tables. Weights are on the device, as layers'
+are, and inputs on the host, as the engine leaves them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    T5ForConditionalGeneration,
+)
+
+from second_device.user_code import HOME, mode
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+OLDER: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "mistral": SIZES | {"sliding_window": 4},
+    "qwen2": SIZES,
+    "qwen3": SIZES,
+    "gemma2": SIZES | {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    "phi3": SIZES | {"original_max_position_embeddings": 64},
+    "gpt_neox": SIZES,
+    "falcon": {key: value for key, value in SIZES.items() if key != "head_dim"} | {"multi_query": True},
+    "opt": SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "gpt2": OLDER,
+    "gptj": OLDER | {"rotary_dim": 8},
+    "bert": SIZES,
+    "t5": {
+        "vocab_size": 64,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    },
+}
+EAGER = {"gemma2", "bloom", "gptj"}
+"""Those that have no other attention."""
+
+
+def _model(family: str, attention: str) -> nn.Module:
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    torch.manual_seed(0)
+    if family == "t5":
+        return T5ForConditionalGeneration(config)
+    made = AutoModelForSequenceClassification if family == "bert" else AutoModelForCausalLM
+    model: nn.Module = made.from_config(config, attn_implementation=attention)
+    return model
+
+
+def _inputs(family: str, masked: bool) -> dict[str, Tensor]:
+    words = torch.randint(1, 64, (3, 10), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": words, "labels": words % 2 if family != "bert" else words[:, 0] % 2}
+    if masked:
+        given["attention_mask"] = (torch.arange(10) < torch.tensor([[10], [7], [4]])).long()
+    return given
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("family", "attention"), [(f, a) for f in FAMILIES for a in ("sdpa", "eager") if a == "eager" or f not in EAGER]
+)
+def test_masks(family: str, attention: str, masked: bool) -> None:
+    model, given = _model(family, attention).eval(), _inputs(family, masked)
+    options = {} if family == "bert" else {"use_cache": False}
+    expected = model(**given, **options)
+    there = copy.deepcopy(model).to(HOME)
+    with mode():
+        result = there(**given, **options)
+    assert result.logits.device == HOME
+    torch.testing.assert_close(result.logits.cpu(), expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.loss.cpu(), expected.loss, rtol=1e-4, atol=1e-5)

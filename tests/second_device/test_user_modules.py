@@ -1,0 +1,183 @@
+"""Training and validation of LightningModules as users write them, with metrics and logging: losses, what is logged and
+metrics are those of plain training on the CPU. The modules are the packaged task's, the examples', and one with metrics
+of all kinds."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+import zoo
+from harness import assert_tensors_same, ours, run
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from examples import bert_classification, lora_chat, plain_lightning, preference_dpo, vision_transformer
+from lightning_roundpipe.tasks.causal_lm import CausalLM
+
+Made = tuple[pl.LightningModule, list[Any], list[Any]]
+"""A module, batches for training and for validation."""
+LLAMA = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def _first(loader: DataLoader[Any], count: int = 3) -> list[Any]:
+    return [batch for batch, _ in zip(loader, range(count), strict=False)]
+
+
+def _tokens(count: int, seed: int, masked: bool = True) -> list[dict[str, Tensor]]:
+    """Batches of four sequences, of other lengths each."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for i in range(count):
+        words = torch.randint(1, 64, (4, 12 - i), generator=generator)
+        kept = torch.arange(12 - i) < torch.tensor([[12], [9], [5], [7]])
+        batch = {"input_ids": words, "labels": torch.where(kept, words, -100)}
+        batches.append(batch | ({"attention_mask": kept.long()} if masked else {}))
+    return batches
+
+
+def _packaged(*, lean_loss: bool = True, masked: bool = True) -> Made:
+    task = CausalLM(LlamaForCausalLM(LLAMA), functools.partial(torch.optim.SGD, lr=0.1), lean_loss=lean_loss)
+    return task, _tokens(3, 1, masked), _tokens(2, 2, masked)
+
+
+def _bert() -> Made:
+    return (bert_classification.Classifier(steps=8), _first(bert_classification.loader(96, seed=1)),
+            _first(bert_classification.loader(64, seed=2), 2))  # fmt: skip
+
+
+def _chat() -> Made:
+    return lora_chat.ChatTuning(LlamaForCausalLM(LLAMA)), _tokens(3, 1), _tokens(2, 2)
+
+
+def _plain() -> Made:
+    data = [DataLoader(plain_lightning.sentences(48, seed), batch_size=16) for seed in (1, 2)]
+    return plain_lightning.SentenceClassifier(), _first(data[0]), _first(data[1], 2)
+
+
+def _preferences() -> Made:
+    data = [DataLoader(preference_dpo.pairs(24, seed), batch_size=8) for seed in (1, 2)]
+    return preference_dpo.PreferenceTuning(), _first(data[0]), _first(data[1], 2)
+
+
+def _vision() -> Made:
+    data = [DataLoader(vision_transformer.patterns(24, seed), batch_size=8) for seed in (1, 2)]
+    return vision_transformer.PatternClassifier(), _first(data[0]), _first(data[1], 2)
+
+
+class Measured(pl.LightningModule):
+    """Logs values, and metrics: those that add up, and those that keep all they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = zoo.MLP()
+        self.losses, self.seen = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=5)
+        self.ranking = torchmetrics.classification.MulticlassAUROC(num_classes=5)
+        self.register_buffer("average", torch.zeros(5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"])
+        self.accuracy(logits, batch["y"])
+        self.log("train/accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/largest", logits.max(), on_step=True, reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.model(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"], reduction="none")
+        self.losses.update(loss)
+        self.seen.update(loss)
+        self.ranking.update(logits.softmax(-1), batch["y"])
+        self.log_dict({"val/loss": self.losses, "val/ranking": self.ranking, "val/plain": loss.mean()})
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/seen", self.seen.compute().std())
+        self.seen.reset()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Averaged(Measured):
+    """Keeps averages of its own on the host."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch["x"])
+        self.average += 0.1 * (logits.detach().mean(0) - self.average)
+        self.log("train/average", self.average.sum())
+        return F.cross_entropy(logits, batch["y"])
+
+
+def _measured(kind: type[Measured]) -> Made:
+    return kind(), zoo.make_batches("mlp", 3), zoo.make_batches("mlp", 2, seed=5)
+
+
+MODULES: dict[str, Callable[[], Made]] = {
+    "packaged task": _packaged,
+    "packaged task without masks": functools.partial(_packaged, masked=False),
+    "packaged task with all logits": functools.partial(_packaged, lean_loss=False),
+    "bert_classification": _bert,
+    "lora_chat": _chat,
+    "plain_lightning": _plain,
+    "preference_dpo": _preferences,
+    "vision_transformer": _vision,
+    "metrics": functools.partial(_measured, Measured),
+    "averages": functools.partial(_measured, Averaged),
+}
+
+
+def _compare(name: str, validated: bool) -> None:
+    torch.manual_seed(0)
+    module, batches, others = MODULES[name]()
+    options: dict[str, Any] = {"val_batches": others, "num_sanity_val_steps": 1} if validated else {}
+    expected = run("auto", copy.deepcopy(module), batches, **options)
+    result = run(ours(num_microbatches=1 if name == "averages" else 2), module, batches, devices=2, **options)
+    assert_tensors_same(expected.losses, result.losses, 1e-3, 1e-5)
+    assert_tensors_same(expected.metrics, result.metrics, 1e-3, 1e-5)
+    assert len(expected.logged or []) == len(result.logged or [])
+
+
+ADDS_TO_THE_HOST = pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="in-place updates of host tensors with values of the device raise"
+)
+VALIDATED = {
+    "packaged task",
+    "packaged task without masks",
+    "packaged task with all logits",
+    "plain_lightning",
+    "metrics",
+}
+"""Those whose metrics add to a state on the host, or to several at once."""
+
+
+FAST = {"packaged task", "metrics", "averages"}
+
+
+def _params(adds: set[str], fast: set[str]) -> Iterator[Any]:
+    for name in MODULES:
+        marks = [ADDS_TO_THE_HOST] if name in adds else []
+        yield pytest.param(name, marks=marks if name in fast else [*marks, pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", _params({"averages"}, FAST))
+def test_training(name: str, devices: list[Any]) -> None:
+    _compare(name, validated=False)
+
+
+@pytest.mark.parametrize("name", _params({"averages"} | VALIDATED, {"packaged task"}))
+def test_training_and_validation(name: str, devices: list[Any]) -> None:
+    _compare(name, validated=True)
