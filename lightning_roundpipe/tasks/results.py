@@ -115,7 +115,7 @@ def _optimizer(settings: Mapping[str, Any]) -> str:
     shape = str(scheduler["_target_"]).rpartition(".")[2].removeprefix("get_").removesuffix("_schedule_with_warmup")
     steps = scheduler.get("num_warmup_steps")
     return f"{kind}, learning rate {optimizer['lr']:g} at its peak, {shape}" + (
-        f" after {count(steps, 'warm-up step')}" if steps else ""
+        f" after {plural(steps, 'warm-up step')}" if steps else ""
     )
 
 
@@ -126,13 +126,13 @@ def _batch(trainer: Trainer, settings: Mapping[str, Any]) -> str:
     options, parts = getattr(trainer.strategy, "options", None), ""
     if options is not None:
         cut = sizes_of(size, options.num_microbatches, options.microbatch_size, trainer.num_devices)
-        parts = f", in {count(len(cut), 'microbatch')}"
-    return f"{count(size, 'sequence')} of {length:,} tokens{parts}"
+        parts = f", in {plural(len(cut), 'microbatch')}"
+    return f"{plural(size, 'sequence')} of {length:,} tokens{parts}"
 
 
 def _steps(trainer: Trainer, settings: Mapping[str, Any]) -> str:
     number, epochs = trainer.max_steps, trainer.max_epochs or 1
-    steps = f"{number:,}" if number > 0 else f"as many as {count(epochs, 'epoch')} take"
+    steps = f"{number:,}" if number > 0 else f"as many as {plural(epochs, 'epoch')} take"
     each = trainer.accumulate_grad_batches
     size, length = settings["data"].get("batch_size"), settings["data"].get("sequence_length")
     tokens = f" of {size * length * each:,} tokens" if size is not None and length is not None else ""
@@ -143,7 +143,7 @@ def _devices(trainer: Trainer) -> str:
     strategy = getattr(trainer.strategy, "strategy_name", type(trainer.strategy).__name__)
     kind = trainer.accelerator.name()
     if strategy == "roundpipe" and kind == "cpu":
-        return f"{count(trainer.num_devices, 'emulated device')}, strategy roundpipe"
+        return f"{plural(trainer.num_devices, 'emulated device')}, strategy roundpipe"
     return f"{trainer.num_devices} x {kind}, strategy {strategy}"
 
 
