@@ -51,10 +51,15 @@ def strategy_report(trainer: Trainer) -> dict[str, Any]:
 
 
 def plan_table(report: Mapping[str, Any], module: Module) -> Table:
-    """The slots of one round as a table. ``module`` holds the layers under the names that the report calls them by."""
-    slots = [slot for slot in report["slots"] if slot["round"] == report["slots"][0]["round"]]
+    """The slots of one round as a table. ``module`` holds the layers under the names that the report calls them by.
+
+    A backward stage of calls that nothing differentiates through, such as frozen embeddings, has nothing to do and no
+    row.
+    """
+    of_round = [slot for slot in report["slots"] if slot["round"] == report["slots"][0]["round"]]
+    slots = {position: slot for position, slot in enumerate(of_round) if slot["layers"]}
     rounds = len({slot["round"] for slot in report["slots"]})
-    short = short_names({layer for slot in slots for layer in slot["layers"]})
+    short = short_names({layer for slot in slots.values() for layer in slot["layers"]})
     table = Table(
         title=f"Plan: {plural(len(slots), 'stage')} on {plural(report['workers'], 'worker')}, "
         f"{plural(report['microbatches'], 'microbatch')}" + (f" in {plural(rounds, 'round')}" if rounds > 1 else ""),
@@ -64,7 +69,7 @@ def plan_table(report: Mapping[str, Any], module: Module) -> Table:
     )
     for heading in ("stage", "phase", "layers", "weights", "worker"):
         table.add_column(heading, justify="right" if heading in ("stage", "weights", "worker") else "left")
-    for position, slot in enumerate(slots):
+    for position, slot in slots.items():
         layers = slot["layers"]
         size = f"{weight_bytes(module, layers) / 2**20:,.1f} MiB"
         table.add_row(str(position), slot["phase"], span([short[layer] for layer in layers]), size, str(slot["worker"]))
@@ -72,12 +77,7 @@ def plan_table(report: Mapping[str, Any], module: Module) -> Table:
 
 
 def span(names: Sequence[str]) -> str:
-    """First and last of several names, and how many they are; a dash where there are none.
-
-    A backward stage of calls that nothing differentiates through, such as frozen embeddings, has nothing to load.
-    """
-    if not names:
-        return "–"
+    """First and last of several names, and how many they are."""
     return " … ".join(dict.fromkeys([names[0], names[-1]])) + (f" ({len(names)})" if len(names) > 2 else "")
 
 
