@@ -313,10 +313,13 @@ def test_own_files_are_trained_on(
     assert "Plan: " not in out
 
 
+TINY_SWEEP = ("experiment=random_tokens", "prompt=null")
+
+
 def test_a_sweep_leaves_a_table(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run(monkeypatch, "-m", "strategy.microbatch_size=1,4", "trainer.max_steps=2", "prompt=null")
+    run(monkeypatch, "-m", *TINY_SWEEP, "strategy.microbatch_size=1,4", "trainer.max_steps=2")
     out, _ = capfd.readouterr()
     folder = Path(last_line(out))
     assert folder.parent == working_folder / "runs"
@@ -353,7 +356,7 @@ def test_plans_of_a_sweep_follow_from_shapes(
 
 def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        run(monkeypatch, "-m", "strategy.emulation.memory=2KB,1GB", "trainer.max_steps=1", "prompt=null")
+        run(monkeypatch, "-m", *TINY_SWEEP, "strategy.emulation.memory=2KB,1GB", "trainer.max_steps=1")
     assert exit_.value.code == 1
     out, _ = capfd.readouterr()
     failed, finished = csv.DictReader((Path(last_line(out)) / "sweep.csv").open())
@@ -375,7 +378,7 @@ def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: py
         (["trainer.accelerator=cpu,gpu"], 1, "needs a CUDA device"),
         (["trainer.precision=32-true,64-true"], 1, "64-true"),
         (["data=random_tokens,texts"], 1, "data.path must be set"),
-        (["model=tiny_llama,no_such_model"], None, "Could not find 'model/no_such_model'. There are folder"),
+        (["model=tiny_llama,no_such_model"], None, "there is no model=no_such_model. There are folder"),
     ],
 )
 def test_a_sweep_with_an_impossible_run_does_not_begin(
@@ -388,7 +391,7 @@ def test_a_sweep_with_an_impossible_run_does_not_begin(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as exit_:
-        run(monkeypatch, "-m", *settings, "trainer.max_steps=1")
+        run(monkeypatch, "-m", *TINY_SWEEP, *settings, "trainer.max_steps=1")
     assert exit_.value.code == 2
     out, err = capfd.readouterr()
     assert message in err and len(err.splitlines()) == 1
@@ -403,7 +406,7 @@ def test_a_sweep_over_several_settings(monkeypatch: pytest.MonkeyPatch, capfd: p
     """Microbatches, rounds, staleness and ranks, two runs of which fail; the others are there all the same."""
     ways = ["strategy.num_microbatches=2,4", "strategy.staleness=0,1", "lora.r=2,0", "partition.round_microbatches=2"]
     with pytest.raises(SystemExit):
-        run(monkeypatch, "-m", *ways, "lora=all_linear", "trainer.max_steps=2", "prompt=null")
+        run(monkeypatch, "-m", *TINY_SWEEP, *ways, "lora=all_linear", "trainer.max_steps=2")
     out, _ = capfd.readouterr()
     rows = list(csv.DictReader((Path(last_line(out)) / "sweep.csv").open()))
     assert len(rows) == 8
