@@ -375,7 +375,7 @@ def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: py
         (["trainer.accelerator=cpu,gpu"], 1, "needs a CUDA device"),
         (["trainer.precision=32-true,64-true"], 1, "64-true"),
         (["data=random_tokens,texts"], 1, "data.path must be set"),
-        (["model=tiny_llama,no_such_model"], None, "Could not find 'model/no_such_model'. There are folder"),
+        (["model=tiny_llama,no_such_model"], None, "there is no model=no_such_model. There are folder"),
     ],
 )
 def test_a_sweep_with_an_impossible_run_does_not_begin(
