@@ -59,7 +59,17 @@ _OPTIONS = _WITH_VALUE | {
     *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r"),
     *("--multirun", "-m", "--shell-completion", "-sc", "--experimental-rerun", "--info", "-i"),
 }
-"""Hydra's options."""
+"""Hydra's options. Some take the next argument, if it is no setting."""
+
+
+def options_first(arguments: Sequence[str]) -> list[str]:
+    """The same arguments in the order that Hydra's parser takes: it refuses options between settings."""
+    options: list[str] = []
+    settings: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value = before in _OPTIONS and not re.search("=|^~", argument)
+        (options if argument.startswith("-") or is_value else settings).append(argument)
+    return [*options, *settings]
 
 
 # -- help --------------------------------------------------------------------------------------------------------------

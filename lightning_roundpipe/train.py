@@ -40,7 +40,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.overrides import USAGE, command, explained, help_text, wrong_option
+from lightning_roundpipe.overrides import USAGE, command, explained, help_text, options_first, wrong_option
 from lightning_roundpipe.sweep import finished_sweep, forget_sweep, make_plans_static
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def main() -> None:
     if "--version" in arguments:
         print(f"lightning-roundpipe {version('lightning-roundpipe')}")
         return
+    sys.argv[1:] = options_first(arguments)
     _finished.clear()
     _left.clear()
     forget_sweep()

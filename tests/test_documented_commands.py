@@ -38,7 +38,6 @@ NOT_RUN = {
 FEW = "trainer.max_steps=2"
 SUBSTITUTIONS = {
     # What documents name is made in the working folder: see `place`.
-    r"conf/cases/paper\.json": "cases.json",
     r"FILE\.json": "FILE.json",
     r"/models/": "models/",
     r"/my/texts": "texts",

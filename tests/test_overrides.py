@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lightning_roundpipe import train
-from lightning_roundpipe.overrides import GROUPS, choices, command, quoted
+from lightning_roundpipe.overrides import GROUPS, choices, command, options_first, quoted
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 MODEL = ["model=folder", "model.folder=/m", "data=topics"]
@@ -93,6 +93,19 @@ def test_help_has_every_group_and_choice(monkeypatch: pytest.MonkeyPatch, capsys
         assert choices(group) == sorted(file.stem for file in (CONF / group).glob("*.yaml"))
         assert set(choices(group)) <= set(words)
     assert said(["--version"], monkeypatch, capsys) == (0, f"lightning-roundpipe {version('lightning-roundpipe')}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ordered"),
+    [
+        (["a=1", "-m", "b=1,2"], ["-m", "a=1", "b=1,2"]),
+        (["a=1", "--cfg", "job", "~b", "--resolve"], ["--cfg", "job", "--resolve", "a=1", "~b"]),
+        (["a=1", "-cd", "my conf", "b=-1"], ["-cd", "my conf", "a=1", "b=-1"]),
+        (["-m", "~a"], ["-m", "~a"]),
+    ],
+)
+def test_options_may_stand_anywhere(arguments: list[str], ordered: list[str]) -> None:
+    assert options_first(arguments) == ordered
 
 
 # -- what was meant ----------------------------------------------------------------------------------------------------
