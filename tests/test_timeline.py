@@ -271,7 +271,7 @@ def test_events_of_a_call_are_read_with_what_they_are_called() -> None:
         (without("step_time_s"), "The report lacks 'step_time_s'"),
         (synthetic(**TINY) | {"events": []}, "no events.*has a training step finished"),
         (changed(kind="thinking"), "Event 0 of the report is of kind 'thinking'; known are forward, recompute"),
-        (changed(worker=1), "Event 0 of the report ran on worker 1, but there are 1 workers"),
+        (changed(worker=1), "Event 0 of the report ran on worker 1, of workers=1"),
         (changed(start_s=5.0, end_s=4.0), "Event 0 of the report ends at 4.0 s, before its start at 5.0 s"),
         (changed(end_s=float("nan")), "Event 0 of the report ends at nan s"),
         (synthetic(**TINY) | {"events": [{"worker": 0}]}, "Event 0 of the report lacks 'kind'; it needs worker"),
