@@ -158,8 +158,10 @@ class Announcements:
             try:
                 if not isinstance(logger, TensorBoardLogger):
                     logger.log_hyperparams(given)
-                elif first:
+                elif first and own:
                     logger.log_hyperparams(own | given)  # the only ones that it shows
+                elif first:
+                    logger.hparams.update(given)  # no metric that the user has not asked for comes with them
                 else:  # it has written its file
                     logger.hparams.update(given)
                     save_hparams_to_yaml(Path(logger.log_dir) / logger.NAME_HPARAMS_FILE, logger.hparams)

@@ -522,6 +522,7 @@ def test_a_users_logger_is_told_the_same(tmp_path: Path) -> None:
         enable_checkpointing=True,
     )
     plain, own = (logger.told for logger in loggers)
+    own = [told for told in own if "roundpipe/" not in str(told)]  # the strategy's settings, which the other one lacks
     assert {"metrics", "hyperparameters", "graph", "saved", "save", "finalize"} == {what for what, *_ in plain}
     harness.assert_tensors_same(plain, own)
 

@@ -140,5 +140,5 @@ def test_settings_that_cannot_be_are_named() -> None:
         packed(sequence_length=1)
     with pytest.raises(ValueError, match=r"data\.sequence_length=5000 is longer than all text for training"):
         packed(sequence_length=5000)
-    with pytest.raises(ValueError, match=r"data\.batch_size=1000 is more than the \d+ training sequences"):
+    with pytest.raises(ValueError, match=r"data\.batch_size=1000 is more than there are sequences for training, \d+"):
         packed(batch_size=1000).train_dataloader()

@@ -116,7 +116,7 @@ def test_a_package_without_its_file(package: Path) -> None:
 def test_a_package_with_several_files(package: Path) -> None:
     for name in ("model.gguf", "other.gguf"):
         write_gguf(package / name)
-    with pytest.raises(ValueError, match=r"fits 2 files .*model\.gguf, other\.gguf"):
+    with pytest.raises(ValueError, match=r"fits several files .*model\.gguf, other\.gguf"):
         from_package("some-model")
     assert from_package("some-model", "model.*").source.startswith("model.gguf")
 

@@ -509,7 +509,7 @@ def test_after_an_error_training_goes_on(where: str) -> None:
             trainer.fit(module, harness.loader(samples()))
     finally:
         Bomb.fails = ""
-    place = "the code after layer" if where == "glue" else f"layer 'two', {where}"
+    place = "the code " if where == "glue" else f"layer 'two', {where}"
     assert any(place in note for note in caught.value.__notes__)
     assert not any("forward" in vars(part) for part in module.modules())
     before = module.one.weight.detach().clone()

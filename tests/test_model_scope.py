@@ -27,6 +27,7 @@ from peft import LoraConfig, get_peft_model
 from stress import CALLS
 from torch import Tensor, nn
 
+from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.model_runs import PartRun
 
@@ -329,14 +330,14 @@ def test_parts_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line["mean_step"] for _, line in result.logged if "mean_step" in line] == [2.5] * 3
 
 
-def test_what_may_be_pairs_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_may_be_pairs_is_said() -> None:
     class Pairs(TwoTowers):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
             return self.image(batch["image"])["features"].square().mean()
 
-    with caplog.at_level("INFO"):
+    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: .*a value for each pair of samples") as caught:
         trained(made(Pairs), data=batches((16, 16)), num_microbatches=2)
-    assert caplog.text.count("a value for each pair of samples") == 1
+    assert sum("pair of samples" in str(warning.message) for warning in caught) == 1
 
 
 class Odd(nn.Module):

@@ -377,7 +377,7 @@ def test_who_may_look_after_each_batch_is_waited_for(said: list[str]) -> None:
         run(strategy, module, many(4), devices=devices, callbacks=[grads])
         seen.append(grads.seen)
     assert seen[0] == pytest.approx(seen[1], rel=1e-4)
-    assert sum("callback Grads (on_train_batch_end) may look" in text for text in said) == 1
+    assert sum("callback Grads (on_train_batch_end) may read" in text for text in said) == 1
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -180,7 +180,7 @@ def _layers_per_stage(name: str, data: Any, at_least: int) -> tuple[int, ...]:
 
 def _check_sum(name: str, total: int, layers: int) -> None:
     if total != layers:
-        raise ValueError(f"the stages of {name} must hold layers={layers} together, and hold {total}.")
+        raise ValueError(f"{name} must hold layers={layers} together, but they hold {total}.")
 
 
 def _read_expected(data: Any) -> Mapping[str, float] | None:

@@ -57,9 +57,9 @@ def test_rounds_are_as_large_as_fits() -> None:
             plan = partition_within(costs, 3, 8, None, exact + room)
             assert plan.round_microbatches == size
             assert device_bytes(plan, costs, 3) <= exact + room
-    with pytest.raises(ValueError, match="2 microbatches that wait hold up to 20"):
+    with pytest.raises(ValueError, match="2 waiting microbatches with up to 20"):
         partition_within(costs, 3, 8, None, exact - 1)
-    with pytest.raises(ValueError, match="3 microbatches that wait"):
+    with pytest.raises(ValueError, match="3 waiting microbatches"):
         partition_within(costs, 3, 8, None, exact, min_round=4)
     with pytest.raises(ValueError, match="7 microbatches that wait"):
         partition_within(costs, 3, 8, 8, exact)

@@ -257,12 +257,12 @@ def test_nothing_could_have_started_earlier(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        (case_of("1f1b", 2, 2, [1, 1, 1]), "1f1b runs one stage on each worker: at most workers=2 stages, not 3"),
+        (case_of("1f1b", 2, 2, [1, 1, 1]), "1f1b runs one stage on each worker: at most workers=2, not 3"),
         (case_of("gpipe", 1, 2, [1, 1]), "gpipe runs one stage on each worker"),
-        (case_of("interleaved-1f1b", 2, 2, [1, 1, 1]), "a multiple of workers=2, not 3 stages"),
+        (case_of("interleaved-1f1b", 2, 2, [1, 1, 1]), "a multiple of workers=2, not 3"),
         (
             case_of("interleaved-1f1b", 2, 5, [1] * 4),
-            "cannot cut microbatches=5 into 2 equal rounds .* a multiple of 2",
+            "cannot cut microbatches=5 into equal rounds: there are 2 .* a multiple of 2",
         ),
         (case_of("looped-bfs", 1, 10**6, [1]), f"too many to simulate: at most {MOST_OPERATIONS:,}"),
     ],
