@@ -324,7 +324,6 @@ def test_data_are_checked_before_weights_are_read(
         raise Reading
 
     import_module("lightning_roundpipe.train")  # its resolvers, which conf/ refers to
-    import_module("lightning_roundpipe.train")  # its resolvers, which conf/ refers to
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loading, "_whole_model", read)
     loading.from_config("llama", vocab_size=300, hidden_size=32, num_hidden_layers=1).model.save_pretrained("model")
