@@ -75,10 +75,14 @@ class Result:
     def _rounding(self) -> dict[str, float]:
         assert self.again is not None
         largest: dict[str, float] = {}
+        threads = torch.get_num_threads()
         for seed in range(NUDGES):
+            # Devices share the cores: one may compute with fewer threads than plain training, which sums otherwise.
+            torch.set_num_threads(1 if seed % 2 else threads)
             for found in _differences(self, self.again(seed), _equal, outputs=True, rng=False):
                 if found.gap < float("inf"):
                     largest[found.label] = max(found.gap, largest.get(found.label, 0.0))
+        torch.set_num_threads(threads)
         return largest
 
     def rounding_of(self, label: str) -> float:

@@ -39,6 +39,12 @@ class Module(zoo.PlainClassifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """What is compared to the bit is summed by as many threads: a device has its share of them, plain training all."""
+    torch.set_num_threads(1)
+
+
 def scaler(scale: float = TOO_LARGE) -> GradScaler:
     return GradScaler("cpu", init_scale=scale, growth_interval=2)
 
