@@ -73,7 +73,7 @@ DATA = [
         SECTION,
         "`data.path` that is not there",
         "data.path='…' is not there",
-        "Name a file or a folder of .jsonl, .json, .parquet or .txt files",
+        "Name a file that ends in .jsonl, .json, .parquet or .txt, or a folder of such",
         (lambda user: _open(user, path=user.folder / "nowhere"),),
     ),
     Mistake(
@@ -86,7 +86,7 @@ DATA = [
     Mistake(
         SECTION,
         "records that are none, or cannot be learnt from",
-        "data.path: … of … records cannot be used: … line …: …",
+        "data.path: … of … cannot be used: … line …: …",
         "Correct or remove",
         (
             _reading(QUESTION, "{"),
@@ -99,7 +99,7 @@ DATA = [
     Mistake(
         SECTION,
         "records whose fields have names of their own, or misspelt ones",
-        "data.path: … of … records cannot be used: … line …: …",
+        "data.path: … of … cannot be used: … line …: …",
         "data.fields.…=…",
         (
             _reading(QUESTION, {"question": "what?", "answer": "that"}),
@@ -111,7 +111,7 @@ DATA = [
     Mistake(
         SECTION,
         "records with the fields of several formats",
-        "data.path: … of … records cannot be used: … line …: the record has the fields of several formats",
+        "data.path: … of … cannot be used: … line …: the record has the fields of several formats",
         "set data.format to one of",
         (_reading(QUESTION | {"text": "what?"}), _reading(QUESTION | {"messages": []})),
     ),
@@ -199,7 +199,7 @@ DATA = [
     Mistake(
         SECTION,
         "the tokenizer of another model",
-        "data.path: the tokenizer makes token …, and the model knows … tokens",
+        "data.path: the tokenizer makes token …, and the model's vocabulary has …",
         "Set data.tokenizer to that of the model",
         (_reading(QUESTION, vocab_size=20),),
     ),

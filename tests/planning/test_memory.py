@@ -61,7 +61,7 @@ def test_rounds_are_as_large_as_fits() -> None:
         partition_within(costs, 3, 8, None, exact - 1)
     with pytest.raises(ValueError, match="3 waiting microbatches"):
         partition_within(costs, 3, 8, None, exact, min_round=4)
-    with pytest.raises(ValueError, match="7 microbatches that wait"):
+    with pytest.raises(ValueError, match="7 waiting microbatches"):
         partition_within(costs, 3, 8, 8, exact)
 
 
