@@ -261,7 +261,7 @@ def test_what_fails_on_the_way_back_is_raised_at_the_next_step(
         fit(Gated(Failing(2), lambda module, batch: begun.append(batch)), staleness=staleness)
     assert max(begun) in (2, 3)
     notes = "".join(error.value.__notes__)
-    assert "backward, microbatch" in notes
+    assert "backward pass, microbatch" in notes
     assert "go on from a checkpoint" in notes, "layers behind it were stepped"
     assert "failed too" not in notes
     assert harness.roundpipe_threads() == []
