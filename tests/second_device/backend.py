@@ -91,6 +91,10 @@ def library() -> ctypes.CDLL:
 # ----------------------------------------------------------------------------------------------------------- the module
 
 
+MADE_CURRENT: set[int] = set()
+"""Devices that threads have made their current one, be it by going back to it: on a GPU, CUDA takes memory for that."""
+
+
 class Module:
     """``torch.played``: what torch asks of a device type in Python."""
 
@@ -116,7 +120,9 @@ class Module:
 
     @staticmethod
     def set_device(device: Any) -> None:
-        library().played_set_device(_index(torch.device(device)))
+        index = device if isinstance(device, int) else _index(torch.device(device))
+        MADE_CURRENT.add(index)
+        library().played_set_device(index)
 
     @staticmethod
     @contextlib.contextmanager
@@ -127,7 +133,7 @@ class Module:
         try:
             yield
         finally:
-            library().played_set_device(before)
+            Module.set_device(before)
 
     @staticmethod
     def manual_seed_all(seed: int) -> None:

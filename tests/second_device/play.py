@@ -68,6 +68,12 @@ def stream(entered: Stream) -> Iterator[None]:
             library.played_set_stream(index, before)
 
 
+def set_stream(entered: Stream) -> None:
+    """As ``torch.cuda.set_stream`` does, for good."""
+    Module.set_device(entered.device)
+    backend.library().played_set_stream(entered.device.index, entered.number)
+
+
 def _no_record_stream(*args: object) -> None:
     raise AssertionError("when memory comes back would be up to the allocator")
 
@@ -79,7 +85,10 @@ def play(patch: pytest.MonkeyPatch) -> None:
         "Event": Event,
         "Stream": Stream,
         "stream": stream,
+        "set_stream": set_stream,
         "device": Module.device,
+        "set_device": Module.set_device,
+        "current_device": Module.current_device,
         "default_generators": backend.generators(),
         "cudart": lambda: backend.CUDART,
         "mem_get_info": lambda device: (ROOM, ROOM),
@@ -97,18 +106,21 @@ def play(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "record_stream", _no_record_stream, raising=False)
 
 
-def trainers_on_devices(patch: pytest.MonkeyPatch, *, shared: bool = False, pin_memory: str = "on") -> list[Any]:
+def trainers_on_devices(
+    patch: pytest.MonkeyPatch, *, shared: bool = False, first: int = 0, pin_memory: str = "on"
+) -> list[Any]:
     """Let Trainers have devices of `backend`; those that were made last are in what is returned.
 
     Args:
         patch: undoes it.
         shared: whether all workers share one. If not, each has its own.
+        first: the number of the first device.
         pin_memory: see ``pinned.host_buffer``.
     """
     made: list[Any] = []
 
     def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[Any]:
-        homes = [torch.device(backend.NAME, 0 if shared else i) for i in range(len(torch_devices))]
+        homes = [torch.device(backend.NAME, first if shared else first + i) for i in range(len(torch_devices))]
         made[:] = share_out(homes, pin_memory)
         return made
 

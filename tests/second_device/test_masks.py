@@ -69,7 +69,7 @@ def _inputs(family: str, masked: bool) -> dict[str, Tensor]:
     return given
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("family", "attention"), [(f, a) for f in FAMILIES for a in ("sdpa", "eager") if a == "eager" or f not in EAGER]
 )

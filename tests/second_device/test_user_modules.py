@@ -164,7 +164,7 @@ VALIDATED = {
 """Those whose metrics add to a state on the host, or to several at once."""
 
 
-FAST = {"packaged task", "metrics", "averages"}
+FAST = {"metrics", "averages"}
 
 
 def _params(adds: set[str], fast: set[str]) -> Iterator[Any]:

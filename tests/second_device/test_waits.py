@@ -145,7 +145,7 @@ WAITING = {
 def _cases() -> Iterator[Any]:
     for name in TASKS:
         marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=WAITING[name])] if name in WAITING else []
-        yield pytest.param(name, marks=marks)
+        yield pytest.param(name, marks=marks if name == "packaged task" else [*marks, pytest.mark.slow])
 
 
 @pytest.mark.parametrize("name", _cases())

@@ -1,0 +1,70 @@
+"""What a driver would be asked for again and again: pages that are pinned, and devices that become current."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import ours, run
+
+from second_device import backend
+from second_device.play import trainers_on_devices
+
+pytestmark = pytest.mark.slow
+WARM = 4
+"""Batches after which nothing is new."""
+
+
+class Counts(pl.Callback):
+    """What happens from batch ``WARM`` on."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self) -> None:
+        self.registrations = 0
+        self.current: set[int] = set()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARM:
+            self.registrations = backend.CUDART.registrations
+            backend.MADE_CURRENT.clear()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARM + 3:
+            self.registrations = backend.CUDART.registrations - self.registrations
+            self.current = set(backend.MADE_CURRENT)
+
+
+def _counted(batches: list[Any], workers: int) -> Counts:
+    counts = Counts()
+    strategy = ours(num_microbatches=2, plan="forward 0-2; fused 3-5; backward 1-2 0; round 2")
+    run(strategy, zoo.make_module("llama"), batches, devices=workers, callbacks=[counts], watch=False)
+    return counts
+
+
+def _batches(lengths: list[int]) -> list[Any]:
+    """Long enough for several pages."""
+    generator = torch.Generator().manual_seed(1)
+    return [zoo.ENTRIES["llama"].batch(generator, 12, length) for length in lengths]
+
+
+def test_batches_of_one_length_pin_nothing_more(devices: list[Any]) -> None:
+    before = backend.CUDART.registrations
+    assert _counted(_batches([60] * (WARM + 4)), 2).registrations == 0
+    assert backend.CUDART.registrations > before, "nothing was pinned at all"
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="pinned memory is used again at its exact size only")
+def test_batches_of_other_lengths_pin_nothing_more(devices: list[Any]) -> None:
+    assert _counted(_batches([60, 37, 52, 44, 57, 33, 48, 41]), 2).registrations == 0
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="streams are left for the device that was current before")
+def test_devices_that_are_not_used_do_not_become_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainers_on_devices(monkeypatch, first=1)
+    counts = _counted(_batches([60] * (WARM + 4)), 1)
+    assert [str(device.torch_device) for device in made] == ["played:1"]
+    assert counts.current <= {1}
