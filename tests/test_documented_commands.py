@@ -38,7 +38,7 @@ NOT_RUN = {
 FEW = "trainer.max_steps=2"
 SUBSTITUTIONS = {
     # What documents name is made in the working folder: see `place`.
-    r"FILE\.json": "FILE.json",
+    r"FOLDER/": "",
     r"/models/": "models/",
     r"/my/texts": "texts",
     r"faq\.parquet": "faq.jsonl",  # the package that reads the other is optional
@@ -180,7 +180,8 @@ def run(command: str, installed: Path, folder: Path) -> subprocess.CompletedProc
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=6 * PATIENCE_S
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    answers = "roundpipe-plan" in command and "does not fit" in done.stdout  # which is an answer, and exits with 1
+    assert done.returncode == int(answers), f"{command}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr, f"{command}\n{done.stderr}"
     return done
 
