@@ -100,6 +100,7 @@ def play(patch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
+    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in backend.MADE_CURRENT, raising=False)
     patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1:4")  # KiB: the models that are trained are small
     patch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
