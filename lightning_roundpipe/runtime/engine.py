@@ -31,6 +31,7 @@ from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, models_in, without_caches
 from lightning_roundpipe.runtime.interrupts import allowed, held
 from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_from, reserve_for_layers
+from lightning_roundpipe.runtime.logs import HostMetrics
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
 from lightning_roundpipe.runtime.queues import WorkerQueue
@@ -76,6 +77,7 @@ class Engine:
         types = {d.torch_device.type for d in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)
+        self._metrics = HostMetrics(module if self.accelerator is not None else nn.Module())
         self.staging = devices[0] if self.accelerator is not None else None
         """The device whose host memory tensors of the host go to workers from; None where workers read any."""
         self.randomness = Randomness()
@@ -176,6 +178,7 @@ class Engine:
                     self._end(before)
                 try:
                     output = step.finish()
+                    self._metrics.settle()
                 except BaseException as error:
                     if overlaps:
                         step.stop(error)
@@ -203,6 +206,7 @@ class Engine:
             with self._failing(step), intercepted(self._interceptors, step.control.fail):
                 output = step.run(function)
             self._end(step)
+            self._metrics.settle()
         finally:
             self._drain()
         self.hints.after_step(self.layers, switched_off, 1)
@@ -320,7 +324,9 @@ class Engine:
         evaluation = Evaluation(self)
         try:
             with intercepted(self._evaluating):
-                return evaluation.run(function, args, kwargs)
+                output = evaluation.run(function, args, kwargs)
+            self._metrics.settle()
+            return output
         except BaseException:
             self._buffers.clear()  # what was on its way to them will not arrive
             raise
@@ -397,6 +403,7 @@ class Engine:
         """Stop all threads and give everything on the devices back. What was submitted is applied."""
         with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
             rest.callback(self.crew.close)
+            rest.callback(self._metrics.end)
             if self.updates is not None:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)

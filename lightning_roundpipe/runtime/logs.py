@@ -111,6 +111,35 @@ _POSITIONAL = (
 )  # fmt: skip
 
 
+class HostMetrics:
+    """The metrics of a module whose steps run on devices: what they gather stays on the host.
+
+    Predictions come from whichever device a microbatch ends on, and targets from the host. Lightning computes a metric
+    at the end of an epoch outside of the mode that brings them together, and a GPU would hold all of them until then.
+
+    Args:
+        module: whose metrics they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        self._changed = [m for m in self._metrics if not m.compute_on_cpu]
+        for metric in self._changed:
+            metric.compute_on_cpu = True  # torchmetrics moves lists to the host after each update
+
+    def settle(self) -> None:
+        """After a step: move the tensors that an update has replaced (``self.total = self.total + x``) too."""
+        for metric in self._metrics:
+            for name, value in metric.metric_state.items():
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    setattr(metric, name, value.cpu())
+
+    def end(self) -> None:
+        """Leave the metrics as they were found."""
+        for metric in self._changed:
+            metric.compute_on_cpu = False
+
+
 class BatchValue:
     """The value of a metric for all microbatches that it is called with in one step, as if they had been one batch.
 

@@ -342,12 +342,16 @@ class Sink:
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.grads: Sequence[Tensor | None] = ()
+        self._homes = [t.device for t in inputs]
         with torch.enable_grad():
             self._root: Tensor = _SinkFunction.apply(self, *inputs)  # type: ignore[no-untyped-call]
 
     def push(self, grads: Sequence[Tensor | None]) -> None:
-        """Send ``grads`` (one per input) into the glue. The graph is retained: other calls may reach it too."""
-        self.grads = grads
+        """Send ``grads`` (one per input) into the glue. The graph is retained: other calls may reach it too.
+
+        Each goes to where its input lies: a layer takes inputs from the host and from other devices as well.
+        """
+        self.grads = [g if g is None else g.to(home) for g, home in zip(grads, self._homes, strict=True)]
         try:
             with driven_backward:
                 torch.autograd.backward(self._root, retain_graph=True)

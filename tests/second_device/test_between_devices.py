@@ -56,15 +56,6 @@ BETWEEN: dict[str, Callable[[Layers, Tensor], Tensor]] = {
 }
 
 
-FAILING = {
-    "a parameter of the host",
-    "a computed tensor of the host",
-    "a computed tensor of the host behind a function",
-    "a tensor of the host twice",
-    "tensors of two devices",
-    "a tensor of the device, and one that follows it",
-}
-REASON = "what goes into a layer from another device than its worker's gets its gradient on the worker's"
 FAST = {"a function", "a computed tensor of the host", "tensors of two devices"}
 
 
@@ -72,8 +63,6 @@ def _cases() -> Iterator[Any]:
     for what in BETWEEN:
         for workers in (1, 2):
             marks = [] if what in FAST and workers == 2 else [pytest.mark.slow]
-            if what in FAILING and (workers == 2 or what != "tensors of two devices"):
-                marks.append(pytest.mark.xfail(strict=True, raises=RuntimeError, reason=REASON))
             yield pytest.param(what, workers, marks=marks)
 
 

@@ -11,15 +11,6 @@ from zoo_runs import expected, train
 
 from second_device.play import trainers_on_devices
 
-GRADIENTS_FROM_ELSEWHERE = pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="what goes into a layer from another device than its worker's gets its gradient on the worker's",
-)
-"""See `test_between_devices`."""
-FAILING = {"inplace", "shared_scales", "recurrent", "gpt2", "deberta", "whisper"}
-EVERY = [pytest.param(name, marks=GRADIENTS_FROM_ELSEWHERE) if name in FAILING else name for name in zoo.ENTRIES]
-
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("name", "lora"), [("mlp", False), ("llama", True)])
@@ -33,7 +24,7 @@ def test_equals_plain(name: str, lora: bool, shared: bool, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", zoo.ENTRIES)
 def test_every_model_equals_plain(name: str, devices: list[Any]) -> None:
     """Attention sums in another order than the CPU's own kernel, so there is a little more rounding."""
     wanted = expected(name, False, 3)

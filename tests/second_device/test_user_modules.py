@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -151,21 +151,18 @@ def _compare(name: str, validated: bool) -> None:
     assert len(expected.logged or []) == len(result.logged or [])
 
 
-KEEPS = pytest.mark.xfail(strict=True, raises=RuntimeError, reason="what a metric keeps stays on different devices")
 FAST = {"metrics", "averages"}
 
 
-def _params(keeping: set[str], fast: set[str]) -> Iterator[Any]:
-    for name in MODULES:
-        marks = [KEEPS] if name in keeping else []
-        yield pytest.param(name, marks=marks if name in fast else [*marks, pytest.mark.slow])
+def _params(fast: set[str]) -> list[Any]:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in MODULES]
 
 
-@pytest.mark.parametrize("name", _params(set(), FAST))
+@pytest.mark.parametrize("name", _params(FAST))
 def test_training(name: str, devices: list[Any]) -> None:
     _compare(name, validated=False)
 
 
-@pytest.mark.parametrize("name", _params({"metrics", "averages"}, {"packaged task"}))
+@pytest.mark.parametrize("name", _params({"packaged task", "metrics"}))
 def test_training_and_validation(name: str, devices: list[Any]) -> None:
     _compare(name, validated=True)
