@@ -39,6 +39,7 @@ FEW = "trainer.max_steps=2"
 SUBSTITUTIONS = {
     # What documents name is made in the working folder: see `place`.
     r"FOLDER/": "",
+    r"costs=FILE\.json": "costs=costs.json",
     r"/models/": "models/",
     r"/my/texts": "texts",
     r"faq\.parquet": "faq.jsonl",  # the package that reads the other is optional
