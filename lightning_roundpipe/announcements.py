@@ -228,7 +228,7 @@ def host_bytes(engine: Engine, parameters: Sequence[nn.Parameter], optimizers: S
 
 def _state_bytes(optimizer: Optimizer) -> int:
     """What the state will take, or takes already; 0 if that is not known before a step of the user's own optimizer."""
-    stepped = optimizer.state_dict()["state"].values()
+    stepped = optimizer.state_dict().get("state", {}).values()
     if stepped:
         return sum(t.nbytes for state in stepped for t in state.values() if isinstance(t, torch.Tensor))
     if not type(optimizer).__module__.startswith("torch.optim."):

@@ -146,7 +146,7 @@ class AutogradThread:
         device = current_device()
 
         def run() -> None:
-            torch._C._stash_obj_in_tls(behalf._KEY, whom)
+            behalf._stash(whom)
             _current.device = device  # autograd has a thread for each GPU
             try:
                 with torch.set_grad_enabled(grad), current_stream(stream):

@@ -439,7 +439,7 @@ def test_mistakes_are_one_line(command: Any, arguments: tuple[str, ...], message
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "is no Hugging Face configuration: it has no model_type"),
+        ("[]", "is not a Hugging Face configuration: it has no model_type"),
         ('{"model_type": "lama"}', "transformers has no model_type 'lama'. Did you mean llama?"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "transformers does not take these settings"),
         ('{"model_type": "llama", "hidden_size": 30}', "does not"),

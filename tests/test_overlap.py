@@ -141,14 +141,13 @@ def test_layers_are_stepped_while_earlier_ones_still_run_backward(monkeypatch: p
         real(updates, step, gathered)
         if step.number == 3 and not gate.opened.is_set():
             stepped.extend(unit.index for unit in gathered)
-            if 2 in stepped:
+            if {2, 3, 4} <= set(stepped):  # in any order: an optimizer that is late finds several at once
                 gate.opened.set()
 
     monkeypatch.setattr(Updates, "_apply", apply)
     monkeypatch.setattr(updates_module, "PIECE", 0)
     fit(Gated(gate))
-    assert not gate.in_vain
-    assert {2, 3, 4} <= set(stepped)  # in this order, unless the optimizer finds two of them at once
+    assert not gate.in_vain, stepped
 
 
 @pytest.mark.parametrize("way", ["accumulated", "stale"])

@@ -38,7 +38,8 @@ def busy() -> Iterator[None]:
 
     def burn() -> None:
         while not end.is_set():
-            torch.ones(64, 64).mm(torch.ones(64, 64))
+            square = torch.ones(64, 64, dtype=torch.float32)  # training sets the default for all threads
+            square.mm(square)
 
     threads = [threading.Thread(target=burn) for _ in range(3)]
     for thread in threads:

@@ -9,6 +9,9 @@ thread-locals and context variables stay behind; what is kept here goes along, a
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,6 +19,28 @@ from typing import Any, NamedTuple
 import torch
 
 _KEY = "lightning_roundpipe"
+
+
+def _stash(found: Behalf | None) -> None:
+    """Let torch keep ``found`` for the calling thread and for those that autograd lends it."""
+    if _takes_no_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+    torch._C._stash_obj_in_tls(_KEY, found)
+
+
+@functools.cache
+def _takes_no_reference() -> bool:
+    """Whether torch gives up a reference that it never took, as 2.11 does: the object would be freed while it is used.
+
+    The probe stays with this thread until the next object takes its place.
+    """
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(_KEY, probe)
+    if sys.getrefcount(probe) > before:
+        return False
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return True
 
 
 class Behalf(NamedTuple):
@@ -41,8 +66,8 @@ def thread() -> int:
 def working(context: Any) -> Iterator[None]:
     """The calling thread, and those that autograd lends it, do ``context``."""
     before = behalf()
-    torch._C._stash_obj_in_tls(_KEY, Behalf(thread(), context))
+    _stash(Behalf(thread(), context))
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(_KEY, before)
+        _stash(before)

@@ -178,7 +178,7 @@ class Engine:
                     self._end(before)
                 try:
                     output = step.finish()
-                    self._metrics.settle()
+                    self._metrics.bring_to_host()
                 except BaseException as error:
                     if overlaps:
                         step.stop(error)
@@ -206,7 +206,7 @@ class Engine:
             with self._failing(step), intercepted(self._interceptors, step.control.fail):
                 output = step.run(function)
             self._end(step)
-            self._metrics.settle()
+            self._metrics.bring_to_host()
         finally:
             self._drain()
         self.hints.after_step(self.layers, switched_off, 1)
@@ -325,7 +325,7 @@ class Engine:
         try:
             with intercepted(self._evaluating):
                 output = evaluation.run(function, args, kwargs)
-            self._metrics.settle()
+            self._metrics.bring_to_host()
             return output
         except BaseException:
             self._buffers.clear()  # what was on its way to them will not arrive

@@ -127,7 +127,7 @@ class HostMetrics:
         for metric in self._changed:
             metric.compute_on_cpu = True  # torchmetrics moves lists to the host after each update
 
-    def settle(self) -> None:
+    def bring_to_host(self) -> None:
         """After a step: move the tensors that an update has replaced (``self.total = self.total + x``) too."""
         for metric in self._metrics:
             for name, value in metric.metric_state.items():

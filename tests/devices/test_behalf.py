@@ -4,6 +4,7 @@
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -109,3 +110,13 @@ def test_a_lock_is_free_when_it_was_released_as_often_as_taken() -> None:
         other.submit(lock.release).result()
     assert lock.acquire(blocking=False)
     lock.release()
+
+
+def test_no_reference_is_lost() -> None:
+    """Some versions of torch give up a reference to what they keep that they have never taken."""
+    context = object()
+    before = sys.getrefcount(context)
+    for _ in range(3):
+        with working(context), working(context):
+            assert sys.getrefcount(context) > before
+    assert sys.getrefcount(context) == before

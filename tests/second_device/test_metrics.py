@@ -86,7 +86,7 @@ def _compare_outside(name: str) -> None:
         if "Sparse" in str(error):
             pytest.skip("the device type has no sparse tensors")
         raise
-    gathered.settle()
+    gathered.bring_to_host()
     expected = metrics.updated(kind, case, lambda value: value).compute()
     result: Any = metric.compute()
     result = tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
