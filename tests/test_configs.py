@@ -497,3 +497,21 @@ def test_the_pretrained_experiments_run(
     assert (folder / "adapters").is_dir() == (experiment == "smollm2_lora")
     # It was cut; into how many stages depends on times that were measured while other things ran.
     assert summary["forward_stages"] >= 1 and summary["backward_stages"] >= 1
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name.startswith("paper_")])
+def test_the_papers_rows_take_other_data(experiment: str) -> None:
+    """What is set for random tokens alone would be an unknown setting of files."""
+    cfg = composed(f"experiment={experiment}", "data=texts", "data.path=/texts")
+    assert set(cfg.data) == set(composed("model=hub", "model.name=x", "data=texts", "data.path=/texts").data)
+
+
+def test_a_setting_that_data_do_not_take_is_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, although the settings that are filled in later are not there yet."""
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "+data.no_such=1", "trainer.max_steps=1")
+    said = capfd.readouterr().err
+    assert "RandomTokens does not take these settings" in said and "no_such" in said
+    assert said.count("\n") == 1

@@ -18,7 +18,8 @@ class RandomTokens(LightningDataModule):
         vocab_size: tokens are drawn from 0 to this, excluded.
         sequence_length: tokens of each sequence.
         batch_size: sequences of a batch.
-        sequences: how many there are. Validation takes the first ``batch_size`` of them: to be learnt, not held out.
+        sequences: how many there are. ``None``: four batches. Validation takes the first ``batch_size`` of them: to be
+            learnt, not held out.
         seed: of the tokens and of their order.
         num_workers: processes that load data. The sequences are in memory: 0 is best.
     """
@@ -28,14 +29,15 @@ class RandomTokens(LightningDataModule):
         vocab_size: int,
         sequence_length: int,
         batch_size: int,
-        sequences: int = 16,
+        sequences: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
         check_sizes(sequence_length, batch_size)
         generator = torch.Generator().manual_seed(seed)
-        self.training = torch.randint(vocab_size, (sequences, sequence_length), generator=generator)
+        number = 4 * batch_size if sequences is None else sequences
+        self.training = torch.randint(vocab_size, (number, sequence_length), generator=generator)
         self.validation = self.training[:batch_size]
         self.batch_size = batch_size
         self.num_workers = num_workers

@@ -189,7 +189,8 @@ def _annotations(target: str) -> dict[str, Any]:
 
 
 def _shown(node: DictConfig) -> str:
-    return ", ".join(f"{key!s}={value!r}" for key, value in node.items() if not str(key).startswith("_"))
+    known = [key for key in map(str, node) if not key.startswith("_") and not OmegaConf.is_missing(node, key)]
+    return ", ".join(f"{key}={node[key]!r}" for key in known)
 
 
 def _make_trainer(cfg: DictConfig, measurements: Measurements) -> Trainer:
