@@ -160,7 +160,13 @@ def failing_at(number: int, times: int = 1) -> Callable[..., Tensor]:
     return failing
 
 
-@pytest.mark.parametrize("options", [[], ["trainer.accumulate_grad_batches=2", "lora=all_linear"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["trainer.accumulate_grad_batches=2", "lora=all_linear"],
+        pytest.param([], marks=pytest.mark.slow),
+    ],
+)
 def test_what_an_error_ends_goes_on(
     options: list[str], working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,6 +100,8 @@ def large_models() -> Any:
     return module
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_large_models_are_as_the_page_says() -> None:
     """Every figure under the plans on the page; that the search finds these plans is another test's question."""
     pages = large_models()
