@@ -166,7 +166,7 @@ def test_fields_that_two_formats_share_do_not_confuse(tmp_path: Path) -> None:
         ({"fields": {"promt": "a"}}, r"^data\.fields has no field 'promt' \(did you mean 'prompt'\?\)\. It has text, "),
         ({"fields": {"prompt": ""}}, r"^data\.fields\.prompt='' must name a field of the records"),
         ({"fields": {"prompt": "a", "completion": "a"}}, r"^data\.fields gives two fields of the format 'completion'"),
-        ({"chat_template": "nowhere"}, r"^data\.chat_template='nowhere' is no file\. Name one .* set it to plain"),
+        ({"chat_template": "nowhere"}, r"^data\.chat_template='nowhere' is not a file\. Name one .* set it to plain"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_what_is_wrong_with_a_json_list(
     monkeypatch.setattr(sources, "PIECE", piece)
     (tmp_path / "a.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(
-        ValueError, match=rf"^data\.path: 1 of \d records cannot be used: a\.json record {number}: .*{reason}"
+        ValueError, match=rf"^data\.path: 1 of \d records? cannot be used: a\.json record {number}: .*{reason}"
     ):
         module(tmp_path / "a.json").prepare_data()
 
