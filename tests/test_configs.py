@@ -308,7 +308,7 @@ def test_own_files_are_trained_on(
     assert exit_.value.code == 2
     out, err = capfd.readouterr()
     assert (
-        "roundpipe-train: data.path: 1 of 1 records cannot be used: chats.jsonl line 1: the record has no field" in err
+        "roundpipe-train: data.path: 1 of 1 record cannot be used: chats.jsonl line 1: the record has no field" in err
     )
     assert "Plan: " not in out
 
