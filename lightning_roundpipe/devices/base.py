@@ -320,6 +320,14 @@ def check_copy(dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
     return dst, src
 
 
+def stage(tensor: Tensor, device: Device) -> Tensor:
+    """A copy of a host tensor in host memory that ``device`` copies from without the host waiting."""
+    staged = device.host_like(tensor)
+    to, of = check_copy(staged, tensor)
+    to.copy_(of)
+    return staged
+
+
 def check_fill(buffer: Tensor, byte: int) -> Tensor:
     """``buffer`` as flat bytes, past autograd."""
     if not buffer.is_contiguous():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device, Event, Hold
-from lightning_roundpipe.devices.base import check_copy
+from lightning_roundpipe.devices.base import stage
 from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.runtime.events import Recorder
 from lightning_roundpipe.runtime.writes import version_of
@@ -145,12 +145,9 @@ class Boundaries:
         if self._staging is None or tensor.layout is not torch.strided:
             return tensor.clone()
         try:
-            staged = self._staging.host_like(tensor)
-            to, of = check_copy(staged, tensor)
-            to.copy_(of)
+            return stage(tensor, self._staging)
         except RuntimeError:  # elements that share memory, in a way that torch writes to none of them
             return tensor.clone()
-        return staged
 
     def settle(self) -> None:
         """Order everything that follows on the compute streams after the downloads of what was saved so far.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.base import check_copy
+from lightning_roundpipe.devices.base import stage
 
 
 class Bringer:
@@ -81,9 +81,7 @@ class Bringer:
             return moved if dtype is None else moved.to(dtype)
         if dtype is not None:
             tensor = tensor.to(dtype)
-        staged = device.host_like(tensor)
-        to, of = check_copy(staged, tensor)
-        to.copy_(of)
+        staged = stage(tensor, device)
         moved = staged.to(where, non_blocking=True)
         device.let_go([staged])
         if not (tensor.is_floating_point() or moved.is_inference() or tensor.is_inference()):
