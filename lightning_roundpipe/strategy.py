@@ -346,9 +346,11 @@ class RoundPipeStrategy(OneProcess):
             ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (each per worker),
             ``planned_device_bytes`` (of each worker, at the most; None without a plan), ``peak_host_bytes``,
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
-            ``step_time_s``, ``weights_bytes_uploaded_total`` since setup, ``profiled`` (a step without a plan, each
+            ``step_time_s`` (from its start, or the end of the step before if they overlap),
+            ``weights_bytes_uploaded_total`` since setup, ``profiled`` (a step without a plan, each
             call a slot of its own), ``costs`` (of each call, as the plan was made from them; or None), and
-            ``events`` and ``stalls``: every call, copy and wait with its worker, slot and times in seconds.
+            ``events`` and ``stalls``: every call, copy and wait with its worker, slot and times in seconds from the
+            same moment (what was uploaded ahead of the step has negative ones).
         """
         return (self._engine.report() if self._engine is not None else None) or self._last_report
 

@@ -121,13 +121,15 @@ def draw_timeline(report: Mapping[str, Any], path: Path, title: str | None = Non
     from matplotlib.patches import Patch
 
     events = read_events(report)
-    span_s = max(float(_value(report, "step_time_s")), *(event.end_s for event in events))
-    unit = TimeUnit.of(span_s)
+    # What was uploaded ahead of the step is cut off; what it computed beside the end of the step before is shown.
+    start_s = min([0.0, *(event.start_s for event in events if event.lane == _COMPUTE)])
+    end_s = max(float(_value(report, "step_time_s")), *(event.end_s for event in events))
+    unit = TimeUnit.of(end_s - start_s)
 
     rows = _rows(events)
     figure = Figure(figsize=(_WIDTH, _FRAME + rows.scale * rows.pitch * len(rows.of)), layout="constrained")
     axes = figure.add_subplot()
-    _set_axes(axes, rows, span_s, unit)
+    _set_axes(axes, rows, (start_s, end_s), unit)
     _draw_boxes(axes, events, rows)
     axes.set_title(_title(report, title, unit, len(rows.of)), fontsize=11, loc="left")
     present = {event.label for event in events}
@@ -153,13 +155,14 @@ def write_trace(report: Mapping[str, Any], path: Path) -> None:
     Copies of different kinds overlap in time, which one track cannot show; so every kind has its own.
     """
     events, stages, records = read_events(report), stage_names(report), []
+    earliest_s = min(event.start_s for event in events)  # a trace has no negative times
     for worker in range(int(_value(report, "workers"))):
         records.append(_metadata("process_name", worker, 0, name=f"worker {worker}"))
         records.append(_metadata("process_sort_index", worker, 0, sort_index=worker))
         for number, track in enumerate(_TRACKS):
             records.append(_metadata("thread_name", worker, number, name=track.replace("_", " ")))
             records.append(_metadata("thread_sort_index", worker, number, sort_index=number))
-    records.extend(_trace_record(event, stages.get(event.slot, "")) for event in events)
+    records.extend(_trace_record(event, stages.get(event.slot, ""), earliest_s) for event in events)
     summary = {key: report[key] for key in ("plan", "microbatches", "bubble_pct", "step_time_s") if key in report}
     path.write_text(json.dumps({"displayTimeUnit": "ms", "otherData": summary, "traceEvents": records}))
 
@@ -168,15 +171,15 @@ def _metadata(what: str, worker: int, track: int, **details: str | int) -> dict[
     return {"name": what, "ph": "M", "pid": worker, "tid": track, "args": details}
 
 
-def _trace_record(event: Event, stage: str) -> dict[str, Any]:
-    """A complete event ("X"), in microseconds, as the Trace Event Format wants it."""
+def _trace_record(event: Event, stage: str, origin_s: float) -> dict[str, Any]:
+    """A complete event ("X"), in microseconds from the origin, as the Trace Event Format wants it."""
     return {
         "name": f"{event.kind} {event.layer}".strip(),
         "cat": event.label,
         "ph": "X",
         "pid": event.worker,
         "tid": _TRACKS.index(_COMPUTE if event.lane == _COMPUTE else event.kind),
-        "ts": 1e6 * event.start_s,
+        "ts": 1e6 * (event.start_s - origin_s),
         "dur": 1e6 * (event.end_s - event.start_s),
         "args": {"stage": stage, "phase": event.phase, "slot": event.slot, "microbatch": event.microbatch},
     }
@@ -274,8 +277,8 @@ def _rows(events: Sequence[Event]) -> _Rows:
     return _Rows({worker: row for row, worker in enumerate(working)}, shown, pitch, height / pitch)
 
 
-def _set_axes(axes: Axes, rows: _Rows, span_s: float, unit: TimeUnit) -> None:
-    axes.set_xlim(0, span_s or 1.0)  # what was uploaded before the step began is cut off
+def _set_axes(axes: Axes, rows: _Rows, span_s: tuple[float, float], unit: TimeUnit) -> None:
+    axes.set_xlim(*span_s if span_s[0] < span_s[1] else (0.0, 1.0))
     axes.set_ylim(len(rows.of) * rows.pitch - _NAMES + 0.03, -_NAMES)
     axes.set_xlabel(f"time in the step ({unit.name})")
     set_time_axis(axes, unit)

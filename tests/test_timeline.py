@@ -130,6 +130,21 @@ def test_picture_of_a_profiled_step_without_slots(tmp_path: Path) -> None:
     assert is_picture(tmp_path / "step.png")
 
 
+@pytest.mark.parametrize(("shift", "left"), [(-0.2, None), (0.0, 0.0), (0.1, 0.0)])
+def test_the_axis_begins_with_the_step_or_with_what_it_computed_before(
+    shift: float, left: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with weights that were uploaded ahead, which in a step beside another can be long before."""
+    report = synthetic()
+    end = max(event["end_s"] for event in report["events"])
+    for event in report["events"]:
+        event.update(start_s=event["start_s"] + shift, end_s=event["end_s"] + shift)
+    first = min(event["start_s"] for event in report["events"] if event["kind"] == "forward")
+    report["events"].append(report["events"][0] | {"start_s": -3.0, "end_s": -2.9})
+    [axes] = drawn(report | {"step_time_s": end + shift}, monkeypatch).axes
+    assert axes.get_xlim() == pytest.approx((first if left is None else left, end + shift))
+
+
 def test_title_legend_and_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in the picture, read from the figure before it becomes pixels."""
     figures: list[Figure] = []
@@ -218,14 +233,16 @@ def test_backend_of_the_program_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_trace_holds_every_event(tmp_path: Path) -> None:
+    """Times begin with the earliest event, which may be an upload ahead of the step."""
     report = synthetic()
+    report["events"].append(report["events"][0] | {"start_s": -0.5, "end_s": -0.4})
     write_trace(report, tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     complete = [record for record in trace["traceEvents"] if record["ph"] == "X"]
     assert len(complete) == len(report["events"])
     given, written = report["events"][-2], complete[-2]
     assert written["pid"] == given["worker"]
-    assert written["ts"] == pytest.approx(1e6 * given["start_s"])
+    assert written["ts"] == pytest.approx(1e6 * (given["start_s"] + 0.5))
     assert written["dur"] == pytest.approx(1e6 * (given["end_s"] - given["start_s"]))
     assert written["args"]["stage"] == "B5"
     assert trace["otherData"]["plan"] == PLAN

@@ -59,9 +59,8 @@ class Recorder:
         with self._lock:
             self._counted[kind, microbatch, call].append(seconds)
 
-    def stalls(self) -> list[dict[str, Any]]:
+    def stalls(self, origin: float) -> list[dict[str, Any]]:
         """When workers waited so, with times as in `rows`."""
-        origin = min((start.time() for _, _, start, end, *_ in self._items if end.done()), default=0.0)
         return [
             {"worker": worker, "start_s": start.time() - origin, "end_s": end.time() - origin}
             for worker, start, end in self._waits
@@ -76,10 +75,13 @@ class Recorder:
                 total[worker] += nbytes
         return total
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The events in order of their start, with times in seconds from the first one's start.
+    def rows(self, origin: float) -> list[dict[str, Any]]:
+        """The events in order of their start, with times in seconds from ``origin``.
 
         Waits for those that are not over: gradients may be on their way until somebody asks for them.
+
+        Args:
+            origin: on the clock of ``time.perf_counter()``. What was uploaded ahead of a step has negative times.
         """
         rows: list[dict[str, Any]] = []
         for kind, worker, start, end, microbatch, nbytes, where in self._items:
@@ -99,14 +101,10 @@ class Recorder:
                     "layer": where.layer,
                     "microbatch": microbatch,
                     "nbytes": nbytes,
-                    "start_s": times[0],
-                    "end_s": times[1],
+                    "start_s": times[0] - origin,
+                    "end_s": times[1] - origin,
                 }
             )
-        origin = min((r["start_s"] for r in rows), default=0.0)
-        for row in rows:
-            row["start_s"] -= origin
-            row["end_s"] -= origin
         return sorted(rows, key=lambda r: r["start_s"])
 
     def call_seconds(self) -> dict[tuple[str, int, int], list[float]]:

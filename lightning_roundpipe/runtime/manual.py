@@ -84,7 +84,7 @@ class ManualStep(Step):
         except BaseException as error:
             self.control.fail(error)
         engine.crew.rest(self.control, given_up=self.control.given_up)
-        self.seconds = time.perf_counter() - self._started
+        self.seconds = time.perf_counter() - self.started
         self.control.raise_error()
         return output
 

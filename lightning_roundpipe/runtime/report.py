@@ -54,7 +54,7 @@ def report_of(step: Step) -> Callable[[], Report]:
     """
     engine = step.engine
     recorder, plan, workers, costs = step.recorder, step.plan, len(engine.workers), engine.costs
-    took = step.seconds
+    started, took = step.started, step.seconds
     peaks = [d.peak_bytes() for d in engine.devices]
     limit = worker_bytes(engine.options, engine.devices)
     planned = None
@@ -75,8 +75,8 @@ def report_of(step: Step) -> Callable[[], Report]:
     text = str(plan) if plan is not None else str(Plan.per_call(len(step.traces[0].calls) or 1))
 
     def report() -> Report:
-        rows = recorder.rows()
-        stalls = recorder.stalls()
+        rows = recorder.rows(started)
+        stalls = recorder.stalls(started)
         span, stalled = workers * span_of(rows), sum(s["end_s"] - s["start_s"] for s in stalls)
         return Report(
             {

@@ -60,7 +60,8 @@ class Step:
     Attributes:
         plan: that it runs under; None if it goes call by call.
         overlaps: whether its way back may go on when its outputs have been given out.
-        seconds: that it took, once it is over.
+        started: when, on the clock of ``time.perf_counter()``; where the step before is still on its way, that one's end.
+        seconds: that it took from then on, once it is over.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Step:
         self._counting = threading.Lock()
         self._all_closed = Waiter()
         self._tasks: list[Task[None]] = []
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
         self.runs: list[MicrobatchRun] = []
         self.gradients: StepGradients | None = None
         """What its loss hands out, once it is there."""
@@ -173,6 +174,7 @@ class Step:
             self.engine.crew.wait(run.passed, self.control)
         if self.before is not None and not self.control.failed:
             self.before._wait_for_end()
+            self.started = max(self.started, self.before.started + self.before.seconds)
             self.before = None
             self.control.part()
         if not self.control.failed:
@@ -250,7 +252,7 @@ class Step:
             last = not self._running
         if last:
             self.arrivals.ended()
-            self.seconds = time.perf_counter() - self._started
+            self.seconds = time.perf_counter() - self.started
 
     @staticmethod
     def _current_log() -> Any:
@@ -307,7 +309,7 @@ class Step:
             self._unclosed -= 1
             last = not self._unclosed
         if last:
-            self.seconds = time.perf_counter() - self._started
+            self.seconds = time.perf_counter() - self.started
             self._all_closed.wake()
 
     def _make_slot(

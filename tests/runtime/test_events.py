@@ -34,22 +34,22 @@ def slow() -> Iterator[Device]:
     made.close()
 
 
-def test_rows_are_sorted_and_count_from_the_first_start() -> None:
+def test_rows_are_sorted_and_count_from_the_origin() -> None:
     recorder = Recorder()
     where = Where(slot=4, phase="fused", call=2, layer="head")
     recorder.add("backward", 1, At(12.0), At(13.5), 3, 0, where)
     recorder.add("upload_weights", 0, At(10.0), At(11.0), nbytes=64)
-    first, second = recorder.rows()
-    assert (first["kind"], first["start_s"], first["end_s"], first["nbytes"]) == ("upload_weights", 0.0, 1.0, 64)
+    first, second = recorder.rows(11.0)
+    assert (first["kind"], first["start_s"], first["end_s"], first["nbytes"]) == ("upload_weights", -1.0, 0.0, 64)
     assert (first["slot"], first["call"], first["microbatch"]) == (-1, -1, -1)
     assert second == {
         "kind": "backward", "phase": "fused", "worker": 1, "slot": 4, "call": 2, "layer": "head", "microbatch": 3,
-        "nbytes": 0, "start_s": 2.0, "end_s": 3.5,
+        "nbytes": 0, "start_s": 1.0, "end_s": 2.5,
     }  # fmt: skip
 
 
 def test_no_events_are_no_rows() -> None:
-    assert Recorder().rows() == [] and bubble_percent([], 2) == 0.0
+    assert Recorder().rows(0.0) == [] and bubble_percent([], 2) == 0.0
 
 
 def test_rows_wait_for_what_is_on_its_way(slow: Device) -> None:
@@ -58,7 +58,7 @@ def test_rows_wait_for_what_is_on_its_way(slow: Device) -> None:
     start = stream.record(timed=True)
     stream.copy(torch.zeros(2), torch.ones(2))
     recorder.add("download_gradients", 0, start, stream.record(timed=True))
-    [row] = recorder.rows()
+    [row] = recorder.rows(0.0)
     assert row["end_s"] >= 0.1
 
 
