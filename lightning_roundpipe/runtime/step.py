@@ -60,7 +60,7 @@ class Step:
     Attributes:
         plan: that it runs under; None if it goes call by call.
         overlaps: whether its way back may go on when its outputs have been given out.
-        started: when, on the clock of ``time.perf_counter()``; where the step before is still on its way, that one's end.
+        started: when, on the clock of ``time.perf_counter()``; or the end of the step before, if that is later.
         seconds: that it took from then on, once it is over.
     """
 
