@@ -72,7 +72,7 @@ def _refuse_parts(options: Options) -> None:
     """Under manual optimization: a step that differentiates and steps by itself cannot be run in parts."""
     given = {"microbatch_size": options.microbatch_size, "plan": options.plan_text}
     asked = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    if options.microbatch_scope != "step":
+    if options.microbatch_scope == "model":
         asked.append(f"microbatch_scope={options.microbatch_scope!r}")
     if options.num_microbatches not in (None, 1):
         asked.insert(0, f"num_microbatches={options.num_microbatches}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.compiling import forwards_of
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
-from lightning_roundpipe.runtime.cutting import cut_batch
+from lightning_roundpipe.runtime.cutting import Cut, cut_batch, given_weights_of
 from lightning_roundpipe.runtime.evaluation import Evaluation
 from lightning_roundpipe.runtime.evaluation_parts import Parting
 from lightning_roundpipe.runtime.foresight import Order
@@ -34,6 +34,7 @@ from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_f
 from lightning_roundpipe.runtime.logs import HostMetrics
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
+from lightning_roundpipe.runtime.parts_check import PartsCheck, described, not_the_whole
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import Report, report_of
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
@@ -108,10 +109,18 @@ class Engine:
         """What the last batch's loss hands out."""
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
-        self._interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
-        self.parting, models = Parting(self), models_in(module, [layer.module for layer in self.layers])
-        self._evaluating = [*self._interceptors, *(models if self.parting.possible else ())]
-        self._interceptors += models if options.microbatch_scope == "model" else []
+        self.interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
+        self.parting, self._models = Parting(self), models_in(module, [layer.module for layer in self.layers])
+        self._evaluating = [*self.interceptors, *(self._models if self.parting.possible else ())]
+        self.scope = "step"
+        """What is cut: the batch, or the calls of the model."""
+        self._scope_is_known = False
+        if options.microbatch_scope == "model":
+            self._cut_calls()
+        self.rehearsing: Callable[[], contextlib.AbstractContextManager[Iterable[tuple[str, Any]]]] = lambda: (
+            contextlib.nullcontext(())
+        )
+        """Around a rehearsal: yields, by name, what user code may change that is not the module's."""
         self._buffers: dict[Hashable, GradientBuffers] = {}
         self.next_step, self.next_slot = itertools.count().__next__, itertools.count().__next__
         self._trainable = self._trainable_now()
@@ -157,6 +166,8 @@ class Engine:
         """
         self._prepare(anew=anew)
         cut = cut_batch(self, batch)
+        if not self._scope_is_known and cut.sizes is not None and len(cut.sizes) > 1:
+            cut = self._choose_scope(function, batch, rest, seed, cut)
         self.plans = self.plan is None and not self.in_order and (cut.several or self.options.plan_text is not None)
         overlaps = self._may_overlap
         if not overlaps or (self._on_its_way is not None and self._on_its_way.control.failed):
@@ -167,7 +178,7 @@ class Engine:
         switched_off = self._without_caches()
         try:
             with self._failing(step):
-                with intercepted(self._interceptors, step.control.fail):
+                with intercepted(self.interceptors, step.control.fail):
                     random_state.park()
                     try:
                         self._run(step, function, args, overlaps=overlaps)
@@ -197,13 +208,46 @@ class Engine:
                 self._drain()
         return output
 
+    def _cut_calls(self) -> None:
+        """From now on training_step runs once, on the whole batch, and the calls of the model are cut."""
+        self.scope, self._scope_is_known = "model", True
+        self.interceptors += self._models
+
+    def _choose_scope(
+        self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...], cut: Cut
+    ) -> Cut:
+        """Before the first batch that is cut: whether parts give what it gives."""
+        assert cut.sizes is not None
+        options, self._scope_is_known = self.options, True
+        auto = options.microbatch_scope == "auto" and options.plan_text is None and options.loss_weight is None
+        self._without_caches()
+        with self.rehearsing() as others, allowed():
+            check = PartsCheck(
+                self, function, batch, rest, cut.sizes, functools.partial(given_weights_of, self), seed, others
+            )
+            verdict = check.find_out(self._models if auto else ())
+        self._looked_at = True
+        self._adopt(newest=False)
+        for device in self.devices:
+            device.reset_peak()
+        if verdict.why_not:
+            self.hints.of_no_comparison(verdict.why_not)
+        elif verdict.parts is not None and not (verdict.announced or self.hints.couples):
+            what = described(verdict)
+            if not auto or verdict.model is not None:
+                raise RoundPipeError(not_the_whole(what, auto=auto))
+            self.hints.of_the_scope(what)
+            self._cut_calls()
+            return cut_batch(self, batch)
+        return cut
+
     @held()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
         """``function()``, a training_step that differentiates and steps by itself."""
         self._prepare(anew=False)
         step, switched_off = ManualStep(self, seed, self._buffers), self._without_caches()
         try:
-            with self._failing(step), intercepted(self._interceptors, step.control.fail):
+            with self._failing(step), intercepted(self.interceptors, step.control.fail):
                 output = step.run(function)
             self._end(step)
             self._metrics.bring_to_host()

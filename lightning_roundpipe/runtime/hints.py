@@ -60,6 +60,28 @@ class Hints:
             "samples.",
         )
 
+    def of_the_scope(self, what: str) -> None:
+        """Parts do not give what the whole batch gives, and ``what`` differs."""
+        self.say(
+            "scope",
+            f"in parts of the batch, {what}. So training_step runs once, on the whole batch, and the calls of the "
+            "model in it are cut, which gives what the whole batch gives. microbatch_scope='model' says so beforehand.",
+        )
+
+    def of_no_comparison(self, why: str) -> None:
+        """It is not known whether parts give what the whole batch gives."""
+        self.say(
+            "scope",
+            f"whether training_step gives the same in parts of a batch as on the whole could not be compared: {why}. "
+            "It runs on each part; where it needs all samples at once, set microbatch_scope='model' or "
+            "num_microbatches=1.",
+        )
+
+    @property
+    def couples(self) -> bool:
+        """Whether the configuration couples samples in a way that `after_step` warns of."""
+        return any(getattr(config, "output_router_logits", False) is True for config in self._configs())
+
     def say(self, key: str, text: str) -> None:
         """Inform of ``text``, which the user need not act on."""
         if key not in self._said:
@@ -81,7 +103,7 @@ class Hints:
                 if not isinstance(module, _BatchNorm) and "buffers" not in found:
                     what = f"buffer {name!r} of {type(module).__name__} in layer {layer.name!r}"
                     found["buffers"] = f"{what} changes in every forward pass, so it is computed {_OVER_MICROBATCHES}"
-        if any(getattr(config, "output_router_logits", False) is True for config in self._configs()):
+        if self.couples:
             found["router"] = f"the router's loss (output_router_logits=True) is computed {_OVER_MICROBATCHES}"
         return found
 

@@ -1,0 +1,420 @@
+"""Whether parts of a batch give what the whole batch gives: found out on a few samples, before anything is trained.
+
+    a few samples as one batch ── loss, outputs, logged values, metrics, what is left on modules ── [1]
+    the same samples as two parts, one after the other ── put together as those of a step are ── [2]   the same: parts
+    training_step once, and each call of the model in two parts ── [3]   the same as [1]: microbatch_scope="model"
+    neither ── an error with the value that differs most plainly ── [4]
+
+Rehearsals run forward only and leave nothing behind; see `rehearsal` and `left_behind`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
+
+from lightning_roundpipe.messages import plural
+from lightning_roundpipe.runtime import microbatch
+from lightning_roundpipe.runtime.arguments import flatten
+from lightning_roundpipe.runtime.foresight import Order
+from lightning_roundpipe.runtime.interception import Interceptor, ModelInterceptor, intercepted
+from lightning_roundpipe.runtime.joining import join
+from lightning_roundpipe.runtime.left_behind import ABSENT, LeftBehind
+from lightning_roundpipe.runtime.logs import shadowed_log
+from lightning_roundpipe.runtime.microbatch import detached, loss_of
+from lightning_roundpipe.runtime.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
+from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
+from lightning_roundpipe.runtime.samples import listed_samples
+from lightning_roundpipe.runtime.weighing import Weighing, Weights
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+
+FEW = 2
+"""Samples of a part in a rehearsal; one more in the first, where parts of the batch are not all equal."""
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative difference that rounding makes, by the format that is computed in."""
+_FLOOR = 1e-2
+"""Of the tolerance: the absolute difference that is rounding, too, as values may be small differences of large ones."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that parts give otherwise than the whole batch.
+
+    Attributes:
+        what: it is.
+        whole: what it is for the whole; ``parts``: and for the parts.
+    """
+
+    what: str
+    whole: str
+    parts: str
+
+    def __str__(self) -> str:
+        return f"{self.what} is {self.parts} instead of {self.whole}"
+
+
+@dataclass
+class Verdict:
+    """What the rehearsals have shown.
+
+    Attributes:
+        parts: what is another value in parts; None if nothing is.
+        model: the same where only the model's calls are cut; None if nothing is, or it was not tried.
+        samples: that were taken.
+        why_not: why it could not be found out; empty if it was.
+        announced: whether all that differs comes from layers with batch statistics.
+    """
+
+    samples: int
+    parts: Difference | None = None
+    model: Difference | None = None
+    why_not: str = ""
+    announced: bool = False
+
+
+@dataclass
+class _Shown:
+    """What one side has shown: values by what they are."""
+
+    output: Any = None
+    loss: Tensor | None = None
+    logged: list[tuple[str, Any]] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    left: dict[str, Any] = field(default_factory=dict)
+    alike: bool = True
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        """Stands in for the module's."""
+        self.logged.append((name, value))
+
+
+class PartsCheck:
+    """Of one engine and batch.
+
+    Args:
+        engine: whose layers run. Nothing is on its way.
+        function: training_step.
+        batch: of the first step, and ``rest``, its other arguments.
+        sizes: samples of each part that it would be cut into.
+        weigh: what the user says of how the losses of some parts make up that of the batch.
+        seed: of the batch.
+        others: by name, further objects that user code may change.
+    """
+
+    def __init__(
+        self, engine: Engine, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], sizes: list[int],
+        weigh: Callable[[Sequence[Any]], Weights], seed: tuple[int, ...], others: Iterable[tuple[str, Any]] = (),
+    ) -> None:  # fmt: skip
+        self._engine, self._function, self._batch, self._rest = engine, function, batch, rest
+        self._sizes, self._weigh, self._seed = sizes, weigh, derive(*seed)
+        self._root: Any = engine.module
+        names = {id(p): name for name, p in self._root.named_parameters()}
+        self._written = Written(names)
+        self._inside = {id(m) for layer in engine.layers for m in layer.module.modules()}
+        self._modules = dict(self._root.named_modules())
+        self._left = LeftBehind(self._root, others)
+        self._order = Order()
+
+    # -- what is rehearsed --------------------------------------------------------------------------------------------
+
+    def find_out(self, models: Sequence[ModelInterceptor]) -> Verdict:
+        """Rehearse; ``models`` are what calls are cut of, if that is to be tried, too."""
+        first, second = self._pair()
+        few = (min(first[1], FEW + (first[1] != second)), min(second, FEW))
+        verdict = Verdict(sum(few))
+        if self._left.stuck:
+            verdict.why_not = f"{self._left.stuck[0]} could not be put back"
+            return verdict
+        for one, two in dict.fromkeys([few, (first[1], second)]):
+            verdict = self._rehearse(first[0] - one, one, two, models)
+            if not verdict.why_not:
+                break  # else a few samples may be too few for its code
+        return verdict
+
+    def _pair(self) -> tuple[tuple[int, int], int]:
+        """Two neighbouring parts, of unequal sizes if there are such: where they meet, and both sizes."""
+        sizes = self._sizes
+        index = next((i for i in range(len(sizes) - 1) if sizes[i] != sizes[i + 1]), 0)
+        return (sum(sizes[: index + 1]), sizes[index]), sizes[index + 1]
+
+    def _rehearse(self, start: int, one: int, two: int, models: Sequence[ModelInterceptor]) -> Verdict:
+        sizes = [one, two]
+        verdict = Verdict(one + two)
+        state = GlobalRandomState(self._engine.devices)
+        draws = SameDraws(self._engine.devices, one + two, self._seed)
+        try:
+            whole_batch, *parts = (self._take(start, *rows) for rows in ((0, one + two), (0, one), (one, one + two)))
+            with without_dropout():
+                whole = self._side([whole_batch], [one + two], draws)
+                verdict.parts = self._in_parts(whole, parts, sizes, draws)
+                if verdict.parts is not None and self._layers_gather(whole):
+                    fixed = self._side([whole_batch], [one + two], draws, steady=True)
+                    verdict.announced = self._in_parts(fixed, parts, sizes, draws, steady=True) is None
+                if verdict.parts is not None and not verdict.announced and models:
+                    verdict.model = self._compare(whole, self._model_side(whole_batch, sizes, models, draws), sizes)
+        except CannotRehearse as error:
+            verdict.why_not = str(error)
+        except Exception as error:
+            verdict.why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        finally:
+            state.restore()
+        return verdict
+
+    def _take(self, start: int, first: int, last: int) -> Any:
+        total = sum(self._sizes)
+        if (start + first, start + last) == (0, total):
+            return self._batch
+        rows = slice(start + first, start + last)
+        return microbatch.part_of(self._batch, rows, total, listed_samples(self._batch) is not None, _rows)
+
+    # -- sides --------------------------------------------------------------------------------------------------------
+
+    def _in_parts(
+        self, whole: _Shown, parts: list[Any], sizes: list[int], draws: SameDraws, *, steady: bool = False
+    ) -> Difference | None:
+        shown = self._side(parts, sizes, draws, steady=steady)
+        found = self._compare(whole, shown, sizes)
+        if found is not None and not (whole.alike and shown.alike):
+            raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
+        return found
+
+    def _model_side(
+        self, batch: Any, sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws
+    ) -> _Shown | Difference:
+        def cut(samples: int) -> list[int]:
+            return sizes if samples == sum(sizes) else microbatch.sizes_of(samples, 2, None, 1)
+
+        try:
+            return self._side([batch], [sum(sizes)], draws, models, cut)
+        except Exception as error:
+            return Difference("training_step", "the same", f"{type(error).__name__} ({error})")
+
+    def _side(
+        self, batches: list[Any], sizes: list[int], draws: SameDraws, models: Sequence[ModelInterceptor] = (),
+        cut: Callable[[int], list[int]] | None = None, *, steady: bool = False,
+    ) -> _Shown:  # fmt: skip
+        """Run training_step on each of ``batches`` [1] [2] [3]; ``steady``: layers find their buffers as they were."""
+        engine, shown = self._engine, _Shown()
+        interceptors = [i for i in engine.interceptors if isinstance(i, Interceptor)]
+        runs: list[Rehearsal] = []
+        weighing = Weighing(sizes, self._weigh(batches) if len(batches) > 1 else None)
+        current: list[Rehearsal] = []
+        before = {id(m): m._update_count for m in self._modules.values() if isinstance(m, Metric)}
+        buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []
+        for module in self._batch_norms() if steady else ():
+            module.training = False  # until it is put back
+        try:
+            with (
+                intercepted([*interceptors, *models]),
+                shadowed_log(self._root, lambda: current[-1].logs, several=len(batches) > 1),
+            ):
+                for index, (batch, rows) in enumerate(zip(batches, microbatch.rows_of(sizes), strict=True)):
+                    run = Rehearsal(engine, index, draws, self._written, self._order, cut)
+                    current.append(run)
+                    draws.begin(rows)
+                    for buffer, value in buffers:
+                        buffer.copy_(value)
+                    output = run.run(self._function, (batch, *self._rest), {})
+                    shown.alike &= draws.alike
+                    loss = loss_of(output)
+                    run.mode.sums.judge(loss, sizes[index])
+                    if loss is not None:
+                        run.weight = weighing.of(run)
+                    run.output = detached(output)
+                    runs.append(run)
+            joined = join(shown, runs, sizes, weighing)
+            shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
+            shown.metrics = dict(self._values(before))
+            shown.left = self._left.changes() | self._written.changes()
+        finally:
+            self._left.put_back()
+            self._written.put_back()
+        return shown
+
+    def _values(self, before: dict[int, int]) -> Iterator[tuple[str, Any]]:
+        """Of metrics that have been updated, over the epoch and, where it is kept, of the step."""
+        for name, metric in self._modules.items():
+            if isinstance(metric, Metric) and metric._update_count != before[id(metric)]:
+                with contextlib.suppress(Exception):
+                    cached = getattr(metric, "_forward_cache", None)
+                    if cached is not None:
+                        yield f"metric {name!r} of the step", cached
+                    yield f"metric {name!r}", metric.compute()
+
+    def _layers_modules(self) -> list[nn.Module]:
+        return [m for m in self._modules.values() if id(m) in self._inside]
+
+    def _batch_norms(self) -> list[nn.Module]:
+        return [m for m in self._modules.values() if isinstance(m, _BatchNorm) and m.training]
+
+    def _layers_gather(self, whole: _Shown) -> bool:
+        """Whether layers compute statistics of a batch, or change their buffers; `hints` tells of it."""
+        return bool(self._batch_norms()) or any(not self._counts(path) for path in whole.left)
+
+    # -- comparing ----------------------------------------------------------------------------------------------------
+
+    def _compare(self, whole: _Shown, parts: _Shown | Difference, sizes: list[int]) -> Difference | None:
+        if isinstance(parts, Difference):
+            return parts
+        comparison = _Comparison(self._tolerance(), sizes)
+        comparison.see("the loss", whole.loss, parts.loss)
+        comparison.see_logs(whole.logged, parts.logged)
+        for name in {**whole.metrics, **parts.metrics}:
+            comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
+        comparison.see("what it returns", _without_loss(whole.output), _without_loss(parts.output))
+        for path in {**whole.left, **parts.left}:
+            if self._counts(path):
+                comparison.see_left(path, whole.left.get(path, ABSENT), parts.left.get(path, ABSENT))
+        return comparison.found
+
+    def _tolerance(self) -> float:
+        formats = self._engine.formats
+        low = formats.low
+        for device in self._engine.device_types:
+            if torch.is_autocast_enabled(device):
+                low = torch.get_autocast_dtype(device)
+        widest = {p.dtype for p in self._root.parameters() if p.is_floating_point()}
+        kinds = [_TOLERANCE.get(kind, 1e-4) for kind in (widest or {torch.float32})]
+        return max([*kinds, _TOLERANCE.get(low, 0.0) if low is not None else 0.0])
+
+    def _counts(self, path: str) -> bool:
+        """Whether ``path`` is compared: not what layers keep in themselves, of which `hints` tells, nor metrics."""
+        owner = path
+        while owner and owner not in self._modules:
+            owner = owner.rpartition(".")[0]
+        module = self._modules.get(owner, self._root)
+        return not isinstance(module, Metric) and id(module) not in self._inside
+
+
+def _rows(value: Any, rows: slice | None) -> Any:
+    return value if rows is None else value[rows]
+
+
+def _without_loss(output: Any) -> Any:
+    if isinstance(output, dict):
+        return {key: value for key, value in output.items() if key != "loss"}
+    return None if isinstance(output, Tensor) else output
+
+
+class _Comparison:
+    """Finds the first value that differs by more than rounding."""
+
+    def __init__(self, tolerance: float, sizes: list[int]) -> None:
+        self._tolerance, self._sizes = tolerance, sizes
+        self.found: Difference | None = None
+
+    def see(self, what: str, whole: Any, parts: Any) -> None:
+        """Compare what ``what`` is."""
+        if self.found is not None:
+            return
+        if whole is ABSENT or parts is ABSENT or type(whole) is not type(parts):
+            numbers = isinstance(whole, (int, float)) and isinstance(parts, (int, float))
+            if not numbers and whole is not parts:
+                self._differs(what, whole, parts)
+            if not numbers:
+                return
+        (one, spec), (other, found) = flatten(whole), flatten(parts)
+        if spec != found or len(one) != len(other) or not all(map(self._near, one, other)):
+            self._differs(what, whole, parts)
+
+    def see_logs(self, whole: list[tuple[str, Any]], parts: list[tuple[str, Any]]) -> None:
+        """Compare what was logged, in its order under each name."""
+        one, other = _by_name(whole), _by_name(parts)
+        for name in {**one, **other}:
+            a, b = one.get(name, []), other.get(name, [])
+            if len(a) != len(b):
+                self.see(f"the number of values logged as {name!r}", len(a), len(b))
+            for x, y in zip(a, b, strict=False):
+                if not isinstance(x, Metric):
+                    self.see(f"the logged {name!r}", _number(x), _number(y))
+
+    def see_left(self, path: str, whole: Any, parts: Any) -> None:
+        """Compare what is left at ``path``; of what has a row for each sample, the last part's rows are left."""
+        if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.dim() and parts.dim():
+            last = self._sizes[-1]
+            if (len(whole), len(parts)) == (sum(self._sizes), last) and whole.shape[1:] == parts.shape[1:]:
+                whole = whole[-last:]
+        name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"attribute or buffer {path!r}"
+        self.see(name, whole, parts)
+
+    def _near(self, a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.shape != b.shape or a.dtype is not b.dtype:
+                return False
+            if not (a.is_floating_point() or a.is_complex()) or not a.numel():
+                return torch.equal(a, b)
+            x, y = a.detach().cpu().double().flatten(), b.detach().cpu().double().flatten()
+            if not torch.equal(x.isfinite(), y.isfinite()):
+                return False
+            x, y = torch.nan_to_num(x), torch.nan_to_num(y)
+            return self._close(float((x - y).abs().max()), float(torch.maximum(x.abs(), y.abs()).max()))
+        if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not isinstance(a, bool):
+            if not (math.isfinite(a) and math.isfinite(b)):
+                return str(a) == str(b)
+            return self._close(abs(a - b), max(abs(a), abs(b)))
+        try:
+            return a is b or bool(a == b) or not _is_plain(a)
+        except Exception:
+            return True  # they cannot be compared
+
+    def _close(self, gap: float, size: float) -> bool:
+        return gap <= self._tolerance * (size + _FLOOR)
+
+    def _differs(self, what: str, whole: Any, parts: Any) -> None:
+        self.found = self.found or Difference(what, _text(whole), _text(parts))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, bytes, bool, int, float, type(None)))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _number(item) for key, item in value.items()}
+    if isinstance(value, Tensor):
+        return value.detach().cpu().double().squeeze()
+    return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, (int, float)) else value
+
+
+def _by_name(logged: list[tuple[str, Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for name, value in logged:
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def _text(value: Any) -> str:
+    if value is ABSENT:
+        return "not there"
+    if isinstance(value, Tensor):
+        return f"{float(value):.6g}" if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def described(verdict: Verdict) -> str:
+    """What differs, for messages."""
+    return f"{verdict.parts} (compared on {plural(verdict.samples, 'sample')} of the first batch)"
+
+
+def not_the_whole(what: str, *, auto: bool) -> str:
+    """The error where parts do not give what the whole batch gives."""
+    tried = ", and neither does cutting the calls of the model alone (microbatch_scope='model')" if auto else ""
+    return (
+        f"training_step gives something else in parts of the batch than on the whole batch{tried}: {what}. If the loss "
+        "is a mean with weights of its own, or a sum, set RoundPipeStrategy(loss_weight=...). If training_step needs "
+        "all samples at once, or counts how often it runs, set microbatch_scope='model', which runs it once and cuts "
+        "the calls of the model: these must return a row for each sample. num_microbatches=1 keeps the batch whole."
+    )
