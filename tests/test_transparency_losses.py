@@ -145,12 +145,13 @@ def test_sums_in_some_microbatches_only() -> None:
         run(ours(num_microbatches=3), summed, batches, devices=2)
 
 
-def test_a_sum_over_rows_that_is_averaged_is_warned_of() -> None:
-    """Nothing tells it from a mean with weights of the user's own; so it is averaged, as ever, but not in silence."""
+def test_a_sum_over_rows_is_found_to_be_no_mean() -> None:
+    """Nothing in its graph tells it from a mean with weights of the user's own; its value does."""
     batches = zoo.make_batches("mlp", samples=7)
     rows = Summed(zoo.make_module("mlp").model, DIVIDED["sum of squares"][0])
-    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: .*loss_weight='sum'"):
-        run(ours(num_microbatches=3), rows, batches, devices=2)
+    with pytest.raises(RoundPipeError, match=r"the loss is .* instead of .*loss_weight"):
+        run(ours(num_microbatches=3, microbatch_scope="step"), rows, batches, devices=2)
+    assert_same(run("auto", rows, batches), run(ours(num_microbatches=3), rows, batches, devices=2))
     features = Summed(zoo.make_module("mlp").model, lambda x, y: (x - one_hot(y)).square().mean(0).sum())
     with warnings.catch_warnings():
         warnings.simplefilter("error", RoundPipeWarning)

@@ -31,7 +31,7 @@ from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, models_in, without_caches
 from lightning_roundpipe.runtime.interrupts import allowed, held
 from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_from, reserve_for_layers
-from lightning_roundpipe.runtime.logs import HostMetrics
+from lightning_roundpipe.runtime.logs import OPEN, HostMetrics, Key
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
 from lightning_roundpipe.runtime.parts_check import PartsCheck, described, not_the_whole
@@ -46,6 +46,9 @@ from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.units import Unit, units_of
 from lightning_roundpipe.runtime.updates import Updates
 from lightning_roundpipe.runtime.weights import host_layers
+
+LOOKS = 3
+"""First batches whose parts are compared with the whole, if one does not tell."""
 
 
 class Engine:
@@ -115,6 +118,12 @@ class Engine:
         self.scope = "step"
         """What is cut: the batch, or the calls of the model."""
         self._scope_is_known = False
+        self._looks = 0
+        """Batches whose parts were compared with the whole."""
+        self.log_rules: dict[Key, str] = {}
+        """See `logs.RULES`."""
+        self._refusal = ""
+        """What is wrong with parts of the batch, as the first one has shown; raised unless its step is refused."""
         if options.microbatch_scope == "model":
             self._cut_calls()
         self.rehearsing: Callable[[], contextlib.AbstractContextManager[Iterable[tuple[str, Any]]]] = lambda: (
@@ -190,6 +199,8 @@ class Engine:
                 try:
                     output = step.finish()
                     self._metrics.bring_to_host()
+                    if self._refusal:
+                        raise RoundPipeError(self._refusal)
                 except BaseException as error:
                     if overlaps:
                         step.stop(error)
@@ -208,6 +219,11 @@ class Engine:
                 self._drain()
         return output
 
+    @property
+    def _is_weighed(self) -> bool:
+        """Whether the user says how losses of microbatches make up that of the batch."""
+        return self.options.loss_weight is not None or callable(getattr(self.module, "loss_weight", None))
+
     def _cut_calls(self) -> None:
         """From now on training_step runs once, on the whole batch, and the calls of the model are cut."""
         self.scope, self._scope_is_known = "model", True
@@ -218,8 +234,11 @@ class Engine:
     ) -> Cut:
         """Before the first batch that is cut: whether parts give what it gives."""
         assert cut.sizes is not None
-        options, self._scope_is_known = self.options, True
-        auto = options.microbatch_scope == "auto" and options.plan_text is None and options.loss_weight is None
+        options, self._looks = self.options, self._looks + 1
+        auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._is_weighed
+        self._drain()
+        if self.updates is not None:
+            self.updates.settle()
         self._without_caches()
         with self.rehearsing() as others, allowed():
             check = PartsCheck(
@@ -230,14 +249,23 @@ class Engine:
         self._adopt(newest=False)
         for device in self.devices:
             device.reset_peak()
+        for key in [key for key, rule in self.log_rules.items() if rule == OPEN]:
+            del self.log_rules[key]  # it shows now, or is open still
+        self.log_rules |= verdict.rules
+        self._scope_is_known = OPEN not in verdict.rules.values() or self._looks == LOOKS
         if verdict.why_not:
             self.hints.of_no_comparison(verdict.why_not)
         elif verdict.parts is not None and not (verdict.announced or self.hints.couples):
             what = described(verdict)
+            if options.microbatch_scope == "auto" and self._is_weighed:
+                self.hints.of_given_weights(what)
+                return cut
             if not auto or verdict.model is not None:
-                raise RoundPipeError(not_the_whole(what, auto=auto))
+                self._refusal = not_the_whole(what, auto=auto)
+                return cut
             self.hints.of_the_scope(what)
             self._cut_calls()
+            forget_plan(self)  # another batch may have shown it
             return cut_batch(self, batch)
         return cut
 

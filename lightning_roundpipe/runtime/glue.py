@@ -27,7 +27,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.bringing import Bringer
 from lightning_roundpipe.runtime.formats import Formats
-from lightning_roundpipe.runtime.losses import WITH_REDUCTION, Sums, reduction_of
+from lightning_roundpipe.runtime.losses import WITH_REDUCTION, Counts, Sums, reduction_of
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
@@ -116,7 +116,7 @@ class GlueMode(TorchFunctionMode):
         super().__init__()
         self.proxies = Proxies(read)
         self._read = read
-        self.counts: list[float] = []
+        self.counts = Counts()
         self.sums = Sums()
         self._masters = masters
         self._train = train
@@ -263,29 +263,35 @@ class GlueMode(TorchFunctionMode):
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a loss function returns; what it says of how microbatches make up the batch is noted."""
         reduction = reduction_of(func, args, kwargs)
-        if reduction == "mean" and func in _COUNTED:
-            self._count(args, kwargs)
+        count = self._count(args, kwargs) if reduction == "mean" and func in _COUNTED else None
         result = self._call(func, func.__name__, args, kwargs)
+        if count is not None:
+            self.counts.note(result, count)
         if reduction == "sum":
             self.sums.note(result, _COUNTED.get(func, ""))
         return result
 
-    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def judge(self, loss: Tensor | None, samples: int) -> None:
+        """The microbatch of so many ``samples`` has its ``loss``."""
+        self.counts.judge(loss)
+        self.sums.judge(loss, samples)
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """The targets that a cross entropy is a mean over."""
         bound = dict(zip(LOSS_ARGUMENTS, args, strict=False))
         bound.update(kwargs)
         logits, target = bound["input"], bound["target"]
         if not logits.requires_grad:
-            return
+            return None
         if target.is_floating_point():
             classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
-            self.counts.append(logits.numel() / classes)
-            return
+            return float(logits.numel() / classes)
         target = self._bringer.on_host(target)
         kept = target != bound.get("ignore_index", -100)
         weight = bound.get("weight")
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
-        self.counts.append(float(count))
+        return float(count)
 
 
 def _home(tensor: Tensor) -> torch.device:

@@ -21,6 +21,8 @@ _OVER_MICROBATCHES = (
     "batch whole."
 )
 
+_WHOLE_LOGS = "microbatch_scope='model' or num_microbatches=1 computes it from the whole batch."
+
 
 class Hints:
     """Says each thing once.
@@ -67,6 +69,30 @@ class Hints:
             f"in parts of the batch, {what}. So training_step runs once, on the whole batch, and the calls of the "
             "model in it are cut, which gives what the whole batch gives. microbatch_scope='model' says so beforehand.",
         )
+
+    def of_given_weights(self, what: str) -> None:
+        """By the user's own weights, parts do not give what the whole batch gives."""
+        self.warn(
+            "scope",
+            f"with the given loss_weight, training in parts of the batch is not that on the whole batch: {what}. Leave "
+            "loss_weight out, or let it return what a part counts in the loss of the batch; microbatch_scope='step' "
+            "makes this an error.",
+        )
+
+    def of_logs(self, undecided: Sequence[str], lost: Sequence[str]) -> None:
+        """Logged values that may not be those of the whole batch."""
+        for name in undecided:
+            self.warn(
+                f"log {name}",
+                f"the logged {name!r} was zero in the first batches, so that it could not be compared with that of the "
+                f"whole batch, and is merged as a mean of the microbatches. {_WHOLE_LOGS}",
+            )
+        for name in lost:
+            self.warn(
+                f"nan {name}",
+                f"the logged {name!r} is NaN in some microbatches of a batch, which makes that of the batch NaN. Where "
+                f"the whole batch has a value, a microbatch has nothing to average. {_WHOLE_LOGS}",
+            )
 
     def of_no_comparison(self, why: str) -> None:
         """It is not known whether parts give what the whole batch gives."""

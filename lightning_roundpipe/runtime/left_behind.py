@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.model.attributes import STRUCTURE
+from lightning_roundpipe.model.attributes import STRUCTURE, Container, frozen, own_attributes, refill, same
 
 _LIBRARIES = (sys.stdlib_module_names | {"builtins", "torch", "numpy", "lightning", "pytorch_lightning"}) | {
     "lightning_fabric", "lightning_utilities", "lightning_roundpipe", "torchmetrics", "_pytest", "pytest",
@@ -56,7 +56,8 @@ class LeftBehind:
     """
 
     def __init__(self, root: nn.Module, others: Iterable[tuple[str, Any]] = ()) -> None:
-        self._roots = [*((name, module) for name, module in root.named_modules()), *others, *_code_of(root)]
+        self._modules = list(root.named_modules())
+        self._others = [*others, *_code_of(root)]
         self.stuck: list[str] = []
         self._put: list[Callable[[], object]] = []
         self._copies: dict[int, tuple[Any, Callable[[Any], Any], Any]] = {}
@@ -65,8 +66,11 @@ class LeftBehind:
         """Tensors by id: the object, which must not die, where its memory is, and its version."""
         self._bytes = 0
         self._before: dict[str, Any] = {}
-        for path, value, kind in _walk(self._roots):
+        mine = {path for path, _, _ in _walk(self._modules, hooks=False)}
+        for path, value, kind in _walk([*self._modules, *self._others]):
             self._take(path, value, kind)
+        self._outside = self._before.keys() - mine
+        """Paths of what is put back, and not compared: hooks, closures and globals."""
         if self._bytes > _TENSOR_BYTES:
             self.stuck.append(f"{self._bytes / 2**30:.1f} GiB of tensors that are no parameters")
 
@@ -127,10 +131,10 @@ class LeftBehind:
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def changes(self) -> dict[str, Any]:
-        """What differs from before [3]: by path, what is there now, `ABSENT` if it is gone. Tensors are copies."""
+        """What of the modules differs from before [3]: by path, what is there now, or `ABSENT`. Tensors are copies."""
         found: dict[str, Any] = {}
         seen = set()
-        for path, value, kind in _walk(self._roots):
+        for path, value, kind in _walk(self._modules, hooks=False):
             seen.add(path)
             before = self._before.get(path, ABSENT)
             if kind == "leaf":
@@ -153,8 +157,8 @@ class LeftBehind:
                     found[path] = position
             elif kind == "many" and len(value) != before:
                 found[path] = len(value)
-        found.update(dict.fromkeys(self._before.keys() - seen, ABSENT))
-        return found
+        gone = (path for path in self._before if path not in seen and path not in self._outside)
+        return found | dict.fromkeys(gone, ABSENT)
 
     def put_back(self) -> None:
         """Everything is as it was [4]."""
@@ -162,11 +166,33 @@ class LeftBehind:
             put()
 
 
+class Attributes:
+    """Those of some modules, as they are now; without buffers, and without what is in helper objects."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._held = [(m, {k: (v, frozen(v)) for k, v in own_attributes(m).items()}) for m in modules]
+
+    def put_back(self) -> None:
+        """They are as they were."""
+        for module, held in self._held:
+            space = module.__dict__
+            for name in own_attributes(module).keys() - held.keys():
+                del space[name]
+            for name, (value, contents) in held.items():
+                if isinstance(value, Container) and not same(value, contents):
+                    refill(value, contents, nested=False)
+                if name != "forward" and space.get(name, ABSENT) is not value:
+                    space[name] = value
+
+
 # -- walking -----------------------------------------------------------------------------------------------------------
 
 
-def _walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, str]]:
-    """Everything that is reachable and may change: path, object, and what kind it is; each object once."""
+def _walk(roots: Iterable[tuple[str, Any]], *, hooks: bool = True) -> Iterator[tuple[str, Any, str]]:
+    """Everything that is reachable and may change: path, object, and what kind it is; each object once.
+
+    ``hooks``: what functions and hooks keep as well.
+    """
     seen: set[int] = set()
     waiting = deque(roots)
     while waiting:
@@ -178,7 +204,7 @@ def _walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, str]]:
             continue
         seen.add(id(value))
         kind = _kind(value)
-        if kind == "nothing":
+        if kind == "nothing" or (not hooks and kind in ("function", "method")):
             continue
         if kind not in ("tuple", "function", "method"):
             yield path, value, kind

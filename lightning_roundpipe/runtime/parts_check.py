@@ -27,8 +27,8 @@ from lightning_roundpipe.runtime.arguments import flatten
 from lightning_roundpipe.runtime.foresight import Order
 from lightning_roundpipe.runtime.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.joining import join
-from lightning_roundpipe.runtime.left_behind import ABSENT, LeftBehind
-from lightning_roundpipe.runtime.logs import shadowed_log
+from lightning_roundpipe.runtime.left_behind import ABSENT, Attributes, LeftBehind
+from lightning_roundpipe.runtime.logs import OPEN, RULES, Key, Said, gathered, ruled, shadowed_log
 from lightning_roundpipe.runtime.microbatch import detached, loss_of
 from lightning_roundpipe.runtime.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
 from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
@@ -73,6 +73,9 @@ class Verdict:
         samples: that were taken.
         why_not: why it could not be found out; empty if it was.
         announced: whether all that differs comes from layers with batch statistics.
+        raised: whether training_step raises an error on a part.
+        rules: how logged values are made of those of the parts that are no means of them, see `logs.RULES`; `OPEN` for
+            those that are zero throughout.
     """
 
     samples: int
@@ -80,6 +83,8 @@ class Verdict:
     model: Difference | None = None
     why_not: str = ""
     announced: bool = False
+    raised: bool = False
+    rules: dict[Key, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,6 +94,8 @@ class _Shown:
     output: Any = None
     loss: Tensor | None = None
     logged: list[tuple[str, Any]] = field(default_factory=list)
+    said: Said = field(default_factory=dict)
+    weights: list[float] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
     alike: bool = True
@@ -137,7 +144,7 @@ class PartsCheck:
             return verdict
         for one, two in dict.fromkeys([few, (first[1], second)]):
             verdict = self._rehearse(first[0] - one, one, two, models)
-            if not verdict.why_not:
+            if not (verdict.why_not or verdict.raised):
                 break  # else a few samples may be too few for its code
         return verdict
 
@@ -156,16 +163,21 @@ class PartsCheck:
             whole_batch, *parts = (self._take(start, *rows) for rows in ((0, one + two), (0, one), (one, one + two)))
             with without_dropout():
                 whole = self._side([whole_batch], [one + two], draws)
-                verdict.parts = self._in_parts(whole, parts, sizes, draws)
+                try:
+                    verdict.parts = self._in_parts(whole, parts, sizes, draws, verdict)
+                except CannotRehearse:
+                    raise
+                except Exception as error:
+                    verdict.parts, verdict.raised = Difference("training_step", "a result", _named(error)), True
                 if verdict.parts is not None and self._layers_gather(whole):
                     fixed = self._side([whole_batch], [one + two], draws, steady=True)
-                    verdict.announced = self._in_parts(fixed, parts, sizes, draws, steady=True) is None
+                    verdict.announced = self._in_parts(fixed, parts, sizes, draws, verdict, steady=True) is None
                 if verdict.parts is not None and not verdict.announced and models:
                     verdict.model = self._compare(whole, self._model_side(whole_batch, sizes, models, draws), sizes)
         except CannotRehearse as error:
             verdict.why_not = str(error)
         except Exception as error:
-            verdict.why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            verdict.why_not = _named(error)
         finally:
             state.restore()
         return verdict
@@ -180,10 +192,11 @@ class PartsCheck:
     # -- sides --------------------------------------------------------------------------------------------------------
 
     def _in_parts(
-        self, whole: _Shown, parts: list[Any], sizes: list[int], draws: SameDraws, *, steady: bool = False
-    ) -> Difference | None:
+        self, whole: _Shown, parts: list[Any], sizes: list[int], draws: SameDraws, verdict: Verdict, *,
+        steady: bool = False,
+    ) -> Difference | None:  # fmt: skip
         shown = self._side(parts, sizes, draws, steady=steady)
-        found = self._compare(whole, shown, sizes)
+        found = self._compare(whole, shown, sizes, verdict)
         if found is not None and not (whole.alike and shown.alike):
             raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
         return found
@@ -197,7 +210,7 @@ class PartsCheck:
         try:
             return self._side([batch], [sum(sizes)], draws, models, cut)
         except Exception as error:
-            return Difference("training_step", "the same", f"{type(error).__name__} ({error})")
+            return Difference("training_step", "a result", _named(error))
 
     def _side(
         self, batches: list[Any], sizes: list[int], draws: SameDraws, models: Sequence[ModelInterceptor] = (),
@@ -213,6 +226,7 @@ class PartsCheck:
         buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []
         for module in self._batch_norms() if steady else ():
             module.training = False  # until it is put back
+        own = Attributes(self._layers_modules())
         try:
             with (
                 intercepted([*interceptors, *models]),
@@ -222,17 +236,19 @@ class PartsCheck:
                     run = Rehearsal(engine, index, draws, self._written, self._order, cut)
                     current.append(run)
                     draws.begin(rows)
+                    own.put_back()  # what a layer sets on itself, each microbatch finds as the step began
                     for buffer, value in buffers:
                         buffer.copy_(value)
                     output = run.run(self._function, (batch, *self._rest), {})
                     shown.alike &= draws.alike
                     loss = loss_of(output)
-                    run.mode.sums.judge(loss, sizes[index])
+                    run.mode.judge(loss, sizes[index])
                     if loss is not None:
                         run.weight = weighing.of(run)
                     run.output = detached(output)
                     runs.append(run)
             joined = join(shown, runs, sizes, weighing)
+            shown.said, shown.weights = gathered([run.logs for run in runs]), joined.weights
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
             shown.metrics = dict(self._values(before))
             shown.left = self._left.changes() | self._written.changes()
@@ -263,18 +279,22 @@ class PartsCheck:
 
     # -- comparing ----------------------------------------------------------------------------------------------------
 
-    def _compare(self, whole: _Shown, parts: _Shown | Difference, sizes: list[int]) -> Difference | None:
+    def _compare(
+        self, whole: _Shown, parts: _Shown | Difference, sizes: list[int], verdict: Verdict | None = None
+    ) -> Difference | None:
         if isinstance(parts, Difference):
             return parts
         comparison = _Comparison(self._tolerance(), sizes)
         comparison.see("the loss", whole.loss, parts.loss)
-        comparison.see_logs(whole.logged, parts.logged)
+        comparison.see_logs(whole, parts)
         for name in {**whole.metrics, **parts.metrics}:
             comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
         comparison.see("what it returns", _without_loss(whole.output), _without_loss(parts.output))
         for path in {**whole.left, **parts.left}:
             if self._counts(path):
                 comparison.see_left(path, whole.left.get(path, ABSENT), parts.left.get(path, ABSENT))
+        if verdict is not None:
+            verdict.rules = comparison.rules
         return comparison.found
 
     def _tolerance(self) -> float:
@@ -312,6 +332,7 @@ class _Comparison:
     def __init__(self, tolerance: float, sizes: list[int]) -> None:
         self._tolerance, self._sizes = tolerance, sizes
         self.found: Difference | None = None
+        self.rules: dict[Key, str] = {}
 
     def see(self, what: str, whole: Any, parts: Any) -> None:
         """Compare what ``what`` is."""
@@ -323,20 +344,42 @@ class _Comparison:
                 self._differs(what, whole, parts)
             if not numbers:
                 return
-        (one, spec), (other, found) = flatten(whole), flatten(parts)
-        if spec != found or len(one) != len(other) or not all(map(self._near, one, other)):
+        if not self._alike(whole, parts):
             self._differs(what, whole, parts)
 
-    def see_logs(self, whole: list[tuple[str, Any]], parts: list[tuple[str, Any]]) -> None:
+    def _alike(self, whole: Any, parts: Any) -> bool:
+        (one, spec), (other, found) = flatten(whole), flatten(parts)
+        return bool(spec == found) and len(one) == len(other) and all(map(self._near, one, other))
+
+    def see_logs(self, whole: _Shown, parts: _Shown) -> None:
         """Compare what was logged, in its order under each name."""
-        one, other = _by_name(whole), _by_name(parts)
+        one, other = _by_name(whole.logged), _by_name(parts.logged)
         for name in {**one, **other}:
             a, b = one.get(name, []), other.get(name, [])
             if len(a) != len(b):
                 self.see(f"the number of values logged as {name!r}", len(a), len(b))
-            for x, y in zip(a, b, strict=False):
-                if not isinstance(x, Metric):
-                    self.see(f"the logged {name!r}", _number(x), _number(y))
+            for nth, (x, y) in enumerate(zip(a, b, strict=False)):
+                if isinstance(x, Metric):
+                    continue
+                x, y = _number(x), _number(y)
+                if _is_zero(x) and _is_zero(y):
+                    self.rules[name, nth] = OPEN
+                elif not (self._alike(x, y) or self._follows((name, nth), x, parts)):
+                    self.see(f"the logged {name!r}", x, y)
+
+    def _follows(self, key: Key, whole: Any, parts: _Shown) -> bool:
+        """Whether a logged value is made of those of the parts, if not as their mean; notes how."""
+        said = parts.said.get(key, [])
+        if len(said) < 2 or not isinstance(whole, Tensor):
+            return False
+        values, sizes = [_number(p.value) for p in said], [float(self._sizes[p.part]) for p in said]
+        weights = [parts.weights[p.part] if p.weight is None else p.weight for p in said]
+        for rule in RULES:
+            with contextlib.suppress(Exception):
+                if self._alike(whole, _number(ruled(rule, values, weights, sizes))):
+                    self.rules[key] = rule
+                    return True
+        return False
 
     def see_left(self, path: str, whole: Any, parts: Any) -> None:
         """Compare what is left at ``path``; of what has a row for each sample, the last part's rows are left."""
@@ -374,6 +417,11 @@ class _Comparison:
         self.found = self.found or Difference(what, _text(whole), _text(parts))
 
 
+def _named(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, bytes, bool, int, float, type(None)))
 
@@ -384,6 +432,10 @@ def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu().double().squeeze()
     return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, (int, float)) else value
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, Tensor) and not bool(value.any())
 
 
 def _by_name(logged: list[tuple[str, Any]]) -> dict[str, list[Any]]:

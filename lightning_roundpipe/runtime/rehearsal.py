@@ -73,9 +73,9 @@ class Rehearsal(Evaluation):
         super().__init__(engine)
         self.index, self.weight = index, 0.0
         self.output: Any = None
-        self.logs = LogRecorder(engine.devices)
         self.mode: GlueMode = _RehearsalGlue(engine, functools.partial(self._writes, written))
         self._mode = self.mode
+        self.logs = LogRecorder(engine.devices, self.mode.counts.behind)
         self._order = order
         self._draws, self._cut = draws, cut
         self._runners = [_Runner(engine, worker, draws) for worker in engine.workers]

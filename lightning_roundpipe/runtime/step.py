@@ -28,7 +28,7 @@ from lightning_roundpipe.runtime.events import Recorder
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.interception import current
 from lightning_roundpipe.runtime.joining import join
-from lightning_roundpipe.runtime.logs import shadowed_log
+from lightning_roundpipe.runtime.logs import lost, shadowed_log, undecided
 from lightning_roundpipe.runtime.notes import add_waiting_note
 from lightning_roundpipe.runtime.rounds import make_rounds
 from lightning_roundpipe.runtime.run import MicrobatchRun
@@ -342,7 +342,9 @@ class Step:
 
     def finish(self) -> Any:
         """The merged output of ``training_step``, its loss carrying the gradients; issues what was logged."""
-        joined = join(self.engine.module, self.runs, self.sizes, self.weighing)
+        joined = join(self.engine.module, self.runs, self.sizes, self.weighing, self.engine.log_rules)
+        if joined.losses and len(self.runs) > 1:
+            self.engine.hints.of_logs(undecided(joined.said, self.engine.log_rules), lost(joined.said, joined.weights))
         if len(joined.losses) < len(self.runs):
             return joined.output
         self._hint_at_sums()

@@ -56,7 +56,8 @@ class Weighing:
             return 1.0  # whatever it holds, even nothing
         if self.given is not None and self.given != "sum":
             return self.given[run.index]
-        return run.mode.counts[0] if run.mode.counts else float(self._sizes[run.index])
+        counts = run.mode.counts.of
+        return counts[0] if counts else float(self._sizes[run.index])
 
     def share(self, run: Weighed) -> float:
         """By what its loss is multiplied: its weight over a total that is guessed from the first one; 1 in a sum."""
