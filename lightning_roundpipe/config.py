@@ -257,9 +257,8 @@ class Options:
             )
         if self.microbatch_scope not in ("auto", "step", "model"):
             raise ValueError(
-                f"microbatch_scope={self.microbatch_scope!r} must be 'step' (each microbatch runs training_step), "
-                "'model' (training_step runs once, and each call of the model in microbatches) or 'auto' ('step' if "
-                "that gives what the whole batch gives, else 'model')."
+                f"microbatch_scope={self.microbatch_scope!r} must be 'auto', 'step' (each microbatch runs "
+                "training_step) or 'model' (training_step runs once, and each call of the model in microbatches)."
             )
         if self.microbatch_scope == "model" and self.loss_weight is not None:
             raise ValueError(

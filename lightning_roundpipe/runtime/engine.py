@@ -199,8 +199,6 @@ class Engine:
                 try:
                     output = step.finish()
                     self._metrics.bring_to_host()
-                    if self._refusal:
-                        raise RoundPipeError(self._refusal)
                 except BaseException as error:
                     if overlaps:
                         step.stop(error)
@@ -211,6 +209,8 @@ class Engine:
                 plan_from(self, step)
             elif microbatches == 1:
                 self.recent = step.traces[0]
+            if self._refusal:  # unless the engine had something more to the point to say
+                raise RoundPipeError(self._refusal)
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)

@@ -302,10 +302,8 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str,
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a global may be what user code counts in, rather than what it calls."""
-    if isinstance(value, (types.ModuleType, type)):
-        return False
-    return not callable(value) or isinstance(value, types.FunctionType)
+    """Whether a global may be, or keep, what user code counts in."""
+    return not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType))
 
 
 def _code_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
