@@ -46,10 +46,10 @@ class Cut:
 def cut_batch(engine: Engine, batch: Any) -> Cut:
     """``batch`` as the options say."""
     options = engine.options
-    if engine.scope == "model" and options.num_microbatches != 1:
+    if engine.scope.cuts_calls and options.num_microbatches != 1:
         return Cut([batch], None)
     sizes = sizes_for(engine, batch)
-    parts = microbatch.split(batch, sizes)
+    parts = engine.columns.split(batch, sizes)
     return Cut(parts, sizes, given_weights_of(engine, parts))
 
 

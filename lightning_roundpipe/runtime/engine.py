@@ -21,7 +21,6 @@ from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.compiling import forwards_of
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
-from lightning_roundpipe.runtime.cutting import Cut, cut_batch, given_weights_of
 from lightning_roundpipe.runtime.evaluation import Evaluation
 from lightning_roundpipe.runtime.evaluation_parts import Parting
 from lightning_roundpipe.runtime.foresight import Order
@@ -31,24 +30,22 @@ from lightning_roundpipe.runtime.hints import Hints
 from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, models_in, without_caches
 from lightning_roundpipe.runtime.interrupts import allowed, held
 from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_from, reserve_for_layers
-from lightning_roundpipe.runtime.logs import OPEN, HostMetrics, Key
+from lightning_roundpipe.runtime.logs import HostMetrics
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
-from lightning_roundpipe.runtime.parts_check import PartsCheck, described, not_the_whole
+from lightning_roundpipe.runtime.microbatch import Columns
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import Report, report_of
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.rounding import is_surprised, is_watched
 from lightning_roundpipe.runtime.run import MicrobatchRun
+from lightning_roundpipe.runtime.scope import Scope
 from lightning_roundpipe.runtime.step import Step
 from lightning_roundpipe.runtime.sums import GradientBuffers
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.units import Unit, units_of
 from lightning_roundpipe.runtime.updates import Updates
 from lightning_roundpipe.runtime.weights import host_layers
-
-LOOKS = 3
-"""First batches whose parts are compared with the whole, if one does not tell."""
 
 
 class Engine:
@@ -113,19 +110,10 @@ class Engine:
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
         self.interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
-        self.parting, self._models = Parting(self), models_in(module, [layer.module for layer in self.layers])
-        self._evaluating = [*self.interceptors, *(self._models if self.parting.possible else ())]
-        self.scope = "step"
-        """What is cut: the batch, or the calls of the model."""
-        self._scope_is_known = False
-        self._looks = 0
-        """Batches whose parts were compared with the whole."""
-        self.log_rules: dict[Key, str] = {}
-        """See `logs.RULES`."""
-        self._refusal = ""
-        """What is wrong with parts of the batch, as the first one has shown; raised unless its step is refused."""
-        if options.microbatch_scope == "model":
-            self._cut_calls()
+        self.parting, models = Parting(self), models_in(module, [layer.module for layer in self.layers])
+        self._evaluating = [*self.interceptors, *(models if self.parting.possible else ())]
+        self.scope = Scope(self, models)
+        self.columns = Columns()
         self.rehearsing: Callable[[], contextlib.AbstractContextManager[Iterable[tuple[str, Any]]]] = lambda: (
             contextlib.nullcontext(())
         )
@@ -174,9 +162,7 @@ class Engine:
             The merged output; the backward of its loss gives the masters their gradients, or has `updates` take them.
         """
         self._prepare(anew=anew)
-        cut = cut_batch(self, batch)
-        if not self._scope_is_known and cut.sizes is not None and len(cut.sizes) > 1:
-            cut = self._choose_scope(function, batch, rest, seed, cut)
+        cut = self.scope.cut(function, batch, rest, seed)
         self.plans = self.plan is None and not self.in_order and (cut.several or self.options.plan_text is not None)
         overlaps = self._may_overlap
         if not overlaps or (self._on_its_way is not None and self._on_its_way.control.failed):
@@ -209,8 +195,7 @@ class Engine:
                 plan_from(self, step)
             elif microbatches == 1:
                 self.recent = step.traces[0]
-            if self._refusal:  # unless the engine had something more to the point to say
-                raise RoundPipeError(self._refusal)
+            self.scope.refuse()
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
@@ -219,55 +204,24 @@ class Engine:
                 self._drain()
         return output
 
-    @property
-    def _is_weighed(self) -> bool:
-        """Whether the user says how losses of microbatches make up that of the batch."""
-        return self.options.loss_weight is not None or callable(getattr(self.module, "loss_weight", None))
-
-    def _cut_calls(self) -> None:
-        """From now on training_step runs once, on the whole batch, and the calls of the model are cut."""
-        self.scope, self._scope_is_known = "model", True
-        self.interceptors += self._models
-
-    def _choose_scope(
-        self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...], cut: Cut
-    ) -> Cut:
-        """Before the first batch that is cut: whether parts give what it gives."""
-        assert cut.sizes is not None
-        options, self._looks = self.options, self._looks + 1
-        auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._is_weighed
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[Iterable[tuple[str, Any]]]:
+        """Layers may be called as in evaluation, before a batch is trained; see `rehearsing`."""
         self._drain()
         if self.updates is not None:
             self.updates.settle()
         self._without_caches()
-        with self.rehearsing() as others, allowed():
-            check = PartsCheck(
-                self, function, batch, rest, cut.sizes, functools.partial(given_weights_of, self), seed, others
-            )
-            verdict = check.find_out(self._models if auto else ())
+        with self.rehearsing() as others:
+            yield others
         self._looked_at = True
         self._adopt(newest=False)
         for device in self.devices:
             device.reset_peak()
-        for key in [key for key, rule in self.log_rules.items() if rule == OPEN]:
-            del self.log_rules[key]  # it shows now, or is open still
-        self.log_rules |= verdict.rules
-        self._scope_is_known = OPEN not in verdict.rules.values() or self._looks == LOOKS
-        if verdict.why_not:
-            self.hints.of_no_comparison(verdict.why_not)
-        elif verdict.parts is not None and not (verdict.announced or self.hints.couples):
-            what = described(verdict)
-            if options.microbatch_scope == "auto" and self._is_weighed:
-                self.hints.of_given_weights(what)
-                return cut
-            if not auto or verdict.model is not None:
-                self._refusal = not_the_whole(what, auto=auto)
-                return cut
-            self.hints.of_the_scope(what)
-            self._cut_calls()
-            forget_plan(self)  # another batch may have shown it
-            return cut_batch(self, batch)
-        return cut
+
+    def forget(self) -> None:
+        """What was learned of training_step does not hold any more."""
+        self._buffers.clear()
+        forget_plan(self)
 
     @held()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:

@@ -40,17 +40,22 @@ class EvaluationStep(ModelStep):
         evaluation: that it belongs to.
         trace: the layers that parts call.
         spans: of its stages.
+        decisions: truth values of tensors that parts may go by; None: any.
 
     Attributes:
         astray: whether a part did what it may not do.
     """
 
-    def __init__(self, engine: Engine, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...]) -> None:
+    def __init__(
+        self, engine: Engine, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...],
+        decisions: list[bool] | None,
+    ) -> None:  # fmt: skip
         super().__init__(engine, (0,))
         self.recorder = evaluation.recorder
         self.belongings = None
         self.version = 0
         self.astray = False
+        self.decisions = decisions
         self._trace, self._spans = trace, spans
         self._device = evaluation.device
         self._unclosed = 1  # that stands for those that are not made yet
@@ -97,7 +102,7 @@ class _Part(PartRun):
         super().__init__(step, *args)
         self._evaluation_step = step
         self.segments = _Pieces(step, self.index, learning=False)
-        self.mode = EvaluationGlue(step.engine, go_astray)
+        self.mode = EvaluationGlue(step.engine, go_astray, self._decided)
 
     def forward(
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: Any, predecessor: Waiter | None
@@ -123,6 +128,12 @@ class _Part(PartRun):
 
     def _seed_of(self, layer: HostLayer) -> None:
         return None
+
+    def _decided(self, decisions: list[bool]) -> None:
+        """Its code goes by a tensor's truth value, the last of these."""
+        allowed = self._evaluation_step.decisions
+        if allowed is not None and decisions != allowed[: len(decisions)]:
+            go_astray()
 
 
 class _Pieces(Segments):

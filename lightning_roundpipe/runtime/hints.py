@@ -70,6 +70,32 @@ class Hints:
             "model in it are cut, which gives what the whole batch gives. microbatch_scope='model' says so beforehand.",
         )
 
+    def of_evaluation(self, name: str) -> None:
+        """Calls of a model are cut in evaluation."""
+        self.say(
+            "evaluation",
+            f"in evaluation, calls of {name!r} run in parts of the batch, which gave what the whole batch gives; some "
+            "later ones are compared again. num_microbatches=1 keeps them whole.",
+        )
+
+    def of_uneven_evaluation(self, name: str) -> None:
+        """They differ on a later batch."""
+        self.warn(
+            f"evaluation {name}",
+            f"in evaluation, parts of a batch gave something else than the whole batch for {name!r}, which the batches "
+            "before did not show: from here on its calls run whole. num_microbatches=1 keeps them whole from the "
+            "start.",
+        )
+
+    def of_uneven_batches(self, what: str) -> None:
+        """Uneven parts do not give what the whole batch gives, and even ones do."""
+        self.say(
+            "uneven",
+            f"in parts of unequal sizes, {what}. So batches that cannot be cut evenly stay whole. A batch size that "
+            "num_microbatches divides, or drop_last=True in the data loader, avoids them; microbatch_scope='model' "
+            "cuts the calls of the model instead.",
+        )
+
     def of_given_weights(self, what: str) -> None:
         """By the user's own weights, parts do not give what the whole batch gives."""
         self.warn(

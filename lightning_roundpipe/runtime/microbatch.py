@@ -62,12 +62,38 @@ def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[
     return weights
 
 
-def split(batch: Any, sizes: list[int]) -> list[Any]:
-    """The microbatches. Tensors are views of the batch's."""
-    if len(sizes) == 1:
-        return [batch]
-    listed = listed_samples(batch) is not None
-    return [part_of(batch, rows, sum(sizes), listed, _rows) for rows in rows_of(sizes)]
+class Columns:
+    """Which tensors of a batch have a row for each sample: those that had one in the first batch of the same structure.
+
+    A tensor that all samples share may have as many rows as a smaller last batch has samples.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[bool]] = {}
+
+    def split(self, batch: Any, sizes: list[int]) -> list[Any]:
+        """The microbatches. Tensors are views of the batch's."""
+        if len(sizes) == 1:
+            return [batch]
+        return [self.part(batch, rows, sum(sizes)) for rows in rows_of(sizes)]
+
+    def part(self, batch: Any, rows: slice, samples: int) -> Any:
+        """What of ``batch``, which has so many ``samples``, belongs to those of ``rows``."""
+        listed = listed_samples(batch) is not None
+        found: list[tuple[Any, bool]] = []
+
+        def see(value: Any, mine: slice | None) -> Any:
+            found.append((value, mine is not None))
+            return value
+
+        part_of(batch, rows, samples, listed, see)
+        key = tuple((type(value), value.ndim) for value, _ in found)
+        cut = iter(self._known.setdefault(key, [mine for _, mine in found]))
+
+        def take(value: Any, mine: slice | None) -> Any:
+            return value if not next(cut) or mine is None else value[mine]
+
+        return part_of(batch, rows, samples, listed, take)
 
 
 def rows_of(sizes: list[int]) -> list[slice]:
@@ -90,10 +116,6 @@ def part_of(value: Any, rows: slice, samples: int, listed: bool, take: Callable[
     if (isinstance(value, list) or are_texts(value)) and _has_an_item_each(value, samples, listed):
         return value[rows]
     return _rebuild(value, lambda item: part_of(item, rows, samples, listed, take))
-
-
-def _rows(value: Any, rows: slice | None) -> Any:
-    return value if rows is None else value[rows]
 
 
 def _has_an_item_each(values: Sequence[Any], samples: int, listed: bool) -> bool:

@@ -32,7 +32,6 @@ from lightning_roundpipe.runtime.logs import OPEN, RULES, Key, Said, gathered, r
 from lightning_roundpipe.runtime.microbatch import detached, loss_of
 from lightning_roundpipe.runtime.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
 from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
-from lightning_roundpipe.runtime.samples import listed_samples
 from lightning_roundpipe.runtime.weighing import Weighing, Weights
 
 if TYPE_CHECKING:
@@ -186,8 +185,7 @@ class PartsCheck:
         total = sum(self._sizes)
         if (start + first, start + last) == (0, total):
             return self._batch
-        rows = slice(start + first, start + last)
-        return microbatch.part_of(self._batch, rows, total, listed_samples(self._batch) is not None, _rows)
+        return self._engine.columns.part(self._batch, slice(start + first, start + last), total)
 
     # -- sides --------------------------------------------------------------------------------------------------------
 
@@ -314,10 +312,6 @@ class PartsCheck:
             owner = owner.rpartition(".")[0]
         module = self._modules.get(owner, self._root)
         return not isinstance(module, Metric) and id(module) not in self._inside
-
-
-def _rows(value: Any, rows: slice | None) -> Any:
-    return value if rows is None else value[rows]
 
 
 def _without_loss(output: Any) -> Any:
@@ -458,7 +452,7 @@ def _text(value: Any) -> str:
 
 def described(verdict: Verdict) -> str:
     """What differs, for messages."""
-    return f"{verdict.parts} (compared on {plural(verdict.samples, 'sample')} of the first batch)"
+    return f"{verdict.parts} (compared on {plural(verdict.samples, 'sample')} of the batch)"
 
 
 def not_the_whole(what: str, *, auto: bool) -> str:

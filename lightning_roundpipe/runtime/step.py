@@ -342,9 +342,10 @@ class Step:
 
     def finish(self) -> Any:
         """The merged output of ``training_step``, its loss carrying the gradients; issues what was logged."""
-        joined = join(self.engine.module, self.runs, self.sizes, self.weighing, self.engine.log_rules)
+        rules = self.engine.scope.log_rules
+        joined = join(self.engine.module, self.runs, self.sizes, self.weighing, rules)
         if joined.losses and len(self.runs) > 1:
-            self.engine.hints.of_logs(undecided(joined.said, self.engine.log_rules), lost(joined.said, joined.weights))
+            self.engine.hints.of_logs(undecided(joined.said, rules), lost(joined.said, joined.weights))
         if len(joined.losses) < len(self.runs):
             return joined.output
         self._hint_at_sums()
