@@ -106,11 +106,6 @@ class Evaluation:
         return self._calls
 
     @property
-    def decisions(self) -> list[bool]:
-        """Truth values of tensors that user code has gone by."""
-        return self._mode.decisions if isinstance(self._mode, EvaluationGlue) else []
-
-    @property
     def device(self) -> Device | None:
         """Where the newest tensors are."""
         return self._device

@@ -33,7 +33,7 @@ from lightning_roundpipe.runtime.arguments import flatten
 from lightning_roundpipe.runtime.belongings import Watch
 from lightning_roundpipe.runtime.call import Forward
 from lightning_roundpipe.runtime.context import Ambient
-from lightning_roundpipe.runtime.evaluation_step import EvaluationStep, go_astray
+from lightning_roundpipe.runtime.evaluation_step import Branches, EvaluationStep, go_astray
 from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.logs import log_as
 from lightning_roundpipe.runtime.model_calls import ModelCall
@@ -59,7 +59,7 @@ class _Known:
     Attributes:
         cut: whether they run in parts; None until that is known.
         calls: that ran in parts; those whose number is a power of two run whole as well, and are compared.
-        decisions: truth values of tensors that its code went by when it was compared last.
+        branches: that its code took by the truth values of tensors in parts that were compared, as far as each went.
         trace: the layers that they call; ``spans``: of stages over these, by the number of microbatches.
     """
 
@@ -69,7 +69,7 @@ class _Known:
     seconds: list[float] = field(default_factory=list)
     spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     calls: int = 0
-    decisions: list[bool] = field(default_factory=list)
+    branches: set[tuple[bool, ...]] = field(default_factory=set)
 
 
 class Parting:
@@ -103,23 +103,22 @@ class Parting:
             return whole()
         if known.trace is None:
             return self._look(known, whole, samples)  # [1]
-        output = self._in_parts(evaluation, known, name, function, args, kwargs)
-        self.expected = output is not None
         known.calls += 1
-        if output is None or known.calls & (known.calls - 1) == 0:
-            before = len(evaluation.decisions)
+        compared = known.calls & (known.calls - 1) == 0
+        branches = known.branches if compared else frozenset(known.branches)
+        output = self._in_parts(evaluation, known, name, function, args, kwargs, branches)
+        self.expected = output is not None
+        if output is None or compared:
             expected = whole()
-            self._compare(known, name, evaluation.decisions[before:], expected, output)  # [2]
+            self._compare(known, name, expected, output)  # [2]
             return expected
         return output[0]  # [3]
 
-    def _compare(self, known: _Known, name: str, decisions: list[bool], whole: Any, parts: tuple[Any] | None) -> None:
+    def _compare(self, known: _Known, name: str, whole: Any, parts: tuple[Any] | None) -> None:
         """A call was made ``whole``, and in ``parts``, which is None if it went astray."""
         earlier = known.cut
         if parts is not None or earlier is None:
             known.cut = parts is not None and _agree(whole, parts[0])
-        if parts is not None:
-            known.decisions = decisions
         if known.cut and not earlier:
             self._engine.hints.of_evaluation(name)
         elif earlier and not known.cut:
@@ -194,8 +193,9 @@ class Parting:
     # -- in parts -----------------------------------------------------------------------------------------------------
 
     def _in_parts(
-        self, evaluation: Evaluation, known: _Known, name: str, function: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any] | None:
+        self, evaluation: Evaluation, known: _Known, name: str, function: Callable[..., Any], args: Any, kwargs: Any,
+        branches: Branches,
+    ) -> tuple[Any] | None:  # fmt: skip
         """The output; None if it cannot be had so."""
         engine, trace = self._engine, known.trace
         assert trace is not None
@@ -208,7 +208,7 @@ class Parting:
             except (ValueError, RoundPipeError):
                 return None
             spans = known.spans.get(len(parts)) or known.spans.setdefault(len(parts), self._spans(known, len(parts)))
-            step = EvaluationStep(engine, evaluation, trace, spans, known.decisions if known.cut else None)
+            step = EvaluationStep(engine, evaluation, trace, spans, branches)
             with log_as(engine.module, go_astray):
                 step.run_parts(call, function, parts)
             try:

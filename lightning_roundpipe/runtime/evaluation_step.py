@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
     from lightning_roundpipe.runtime.evaluation import Evaluation
 
+Branches = set[tuple[bool, ...]] | frozenset[tuple[bool, ...]]
+"""Truth values of tensors, one after another, that code went by."""
+
 
 class _Astray(BaseException):
     """A part does what it may not do in parts. Not an ``Exception``, so that user code does not catch it."""
@@ -40,7 +43,7 @@ class EvaluationStep(ModelStep):
         evaluation: that it belongs to.
         trace: the layers that parts call.
         spans: of its stages.
-        decisions: truth values of tensors that parts may go by; None: any.
+        branches: that the code of parts may take; a set is added to, and they may take any.
 
     Attributes:
         astray: whether a part did what it may not do.
@@ -48,14 +51,14 @@ class EvaluationStep(ModelStep):
 
     def __init__(
         self, engine: Engine, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...],
-        decisions: list[bool] | None,
+        branches: Branches,
     ) -> None:  # fmt: skip
         super().__init__(engine, (0,))
         self.recorder = evaluation.recorder
         self.belongings = None
         self.version = 0
         self.astray = False
-        self.decisions = decisions
+        self.branches = branches
         self._trace, self._spans = trace, spans
         self._device = evaluation.device
         self._unclosed = 1  # that stands for those that are not made yet
@@ -131,8 +134,10 @@ class _Part(PartRun):
 
     def _decided(self, decisions: list[bool]) -> None:
         """Its code goes by a tensor's truth value, the last of these."""
-        allowed = self._evaluation_step.decisions
-        if allowed is not None and decisions != allowed[: len(decisions)]:
+        branches, branch = self._evaluation_step.branches, tuple(decisions)
+        if isinstance(branches, set):
+            branches.add(branch)
+        elif branch not in branches:
             go_astray()
 
 

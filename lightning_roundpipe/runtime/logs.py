@@ -263,9 +263,9 @@ def issue(
             kwargs["batch_size"] = sum(given)
         elif len(parts) < len(sizes):
             kwargs["batch_size"] = sum(sizes[p.part] for p in parts)  # else Lightning infers it from the batch
-        values, rule = [p.value for p in parts], (rules or {}).get((name, nth), OPEN)
+        values, rule = [p.value for p in parts], (rules or {}).get((name, nth), USUAL)
         mine = [weights[p.part] if p.weight is None else p.weight for p in parts]
-        if rule != OPEN and len(values) > 1:
+        if rule in RULES and len(values) > 1:
             merged: Any = ruled(rule, values, mine, [sizes[p.part] for p in parts])
         else:
             theirs = None if losses is None else [losses[p.part] for p in parts]
@@ -273,8 +273,10 @@ def issue(
         module.log(name, merged, **kwargs)
 
 
-OPEN = ""
-"""Instead of a rule: it is not known that there is none."""
+USUAL = "by what the loss weighs"
+"""Instead of one of `RULES`: by ``reduce_fx``, and if that is a mean, by the weights of the loss."""
+OPEN = "unknown"
+"""Instead of one of `RULES`: as usual, but it is not known that this is right."""
 
 
 def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
@@ -291,7 +293,7 @@ RULES: dict[str, Callable[[Tensor, Sequence[float], Sequence[float]], Tensor]] =
     "root of the mean": lambda v, weights, sizes: _mean(v.square(), weights).sqrt(),
     "root of the mean over samples": lambda v, weights, sizes: _mean(v.square(), sizes).sqrt(),
 }
-"""How the value of a batch may follow from those of its microbatches, where it is not their mean by ``weights``."""
+"""How the value of a batch may follow from those of its microbatches, where that is not as usual."""
 
 
 def ruled(rule: str, values: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> Tensor:

@@ -11,6 +11,7 @@ Rehearsals run forward only and leave nothing behind; see `rehearsal` and `left_
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from lightning_roundpipe.runtime.foresight import Order
 from lightning_roundpipe.runtime.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.joining import join
 from lightning_roundpipe.runtime.left_behind import ABSENT, Attributes, LeftBehind
-from lightning_roundpipe.runtime.logs import OPEN, RULES, Key, Said, gathered, ruled, shadowed_log
+from lightning_roundpipe.runtime.logs import RULES, USUAL, Key, Said, gathered, ruled, shadowed_log
 from lightning_roundpipe.runtime.microbatch import detached, loss_of
 from lightning_roundpipe.runtime.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
 from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 FEW = 2
 """Samples of a part in a rehearsal; one more in the first, where parts of the batch are not all equal."""
+PAIRS = 3
+"""Neighbouring parts that are tried, if the first ones do not tell."""
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Relative difference that rounding makes, by the format that is computed in."""
 _FLOOR = 1e-2
@@ -73,8 +76,8 @@ class Verdict:
         why_not: why it could not be found out; empty if it was.
         announced: whether all that differs comes from layers with batch statistics.
         raised: whether training_step raises an error on a part.
-        rules: how logged values are made of those of the parts that are no means of them, see `logs.RULES`; `OPEN` for
-            those that are zero throughout.
+        lopsided: whether a part counts nothing, so that the other one is all.
+        rules: how logged values may be made of those of the parts: `USUAL`, or some of `logs.RULES`.
     """
 
     samples: int
@@ -83,7 +86,8 @@ class Verdict:
     why_not: str = ""
     announced: bool = False
     raised: bool = False
-    rules: dict[Key, str] = field(default_factory=dict)
+    lopsided: bool = False
+    rules: dict[Key, list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -135,23 +139,34 @@ class PartsCheck:
 
     def find_out(self, models: Sequence[ModelInterceptor]) -> Verdict:
         """Rehearse; ``models`` are what calls are cut of, if that is to be tried, too."""
-        first, second = self._pair()
-        few = (min(first[1], FEW + (first[1] != second)), min(second, FEW))
-        verdict = Verdict(sum(few))
-        if self._left.stuck:
-            verdict.why_not = f"{self._left.stuck[0]} could not be put back"
-            return verdict
-        for one, two in dict.fromkeys([few, (first[1], second)]):
-            verdict = self._rehearse(first[0] - one, one, two, models)
-            if not (verdict.why_not or verdict.raised):
-                break  # else a few samples may be too few for its code
-        return verdict
+        found: Verdict | None = None
+        for start, one, two in self._candidates():
+            if self._left.stuck:
+                return Verdict(one + two, why_not=f"{self._left.stuck[0]} could not be put back")
+            verdict = self._rehearse(start, one, two, models)
+            if found is not None and not verdict.why_not:
+                verdict.rules = in_both(found.rules, verdict.rules)
+            differs = verdict.parts is not None and not verdict.raised
+            if differs or not (verdict.why_not or verdict.raised or verdict.lopsided):
+                return verdict
+            if found is None or found.why_not or (found.raised and not verdict.why_not):
+                found = verdict
+        assert found is not None
+        return found
 
-    def _pair(self) -> tuple[tuple[int, int], int]:
-        """Two neighbouring parts, of unequal sizes if there are such: where they meet, and both sizes."""
-        sizes = self._sizes
-        index = next((i for i in range(len(sizes) - 1) if sizes[i] != sizes[i + 1]), 0)
-        return (sum(sizes[: index + 1]), sizes[index]), sizes[index + 1]
+    def _candidates(self) -> Iterator[tuple[int, int, int]]:
+        """Samples to take: the first one, and how many each of two neighbouring parts has.
+
+        Of parts of unequal sizes, if there are such. A few samples may be too few for user code, or hold no targets.
+        """
+        sizes, ends = self._sizes, [*itertools.accumulate(self._sizes)]
+        pairs = sorted(range(len(sizes) - 1), key=lambda i: sizes[i] == sizes[i + 1])
+        for number, i in enumerate(pairs[:PAIRS]):
+            uneven = sizes[i] != sizes[i + 1]
+            few = (min(sizes[i], FEW + uneven), min(sizes[i + 1], FEW))
+            yield ends[i] - few[0], *few
+            if number == 0 and few != (sizes[i], sizes[i + 1]):
+                yield ends[i] - sizes[i], sizes[i], sizes[i + 1]
 
     def _rehearse(self, start: int, one: int, two: int, models: Sequence[ModelInterceptor]) -> Verdict:
         sizes = [one, two]
@@ -195,6 +210,7 @@ class PartsCheck:
     ) -> Difference | None:  # fmt: skip
         shown = self._side(parts, sizes, draws, steady=steady)
         found = self._compare(whole, shown, sizes, verdict)
+        verdict.lopsided = 0.0 in shown.weights
         if found is not None and not (whole.alike and shown.alike):
             raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
         return found
@@ -326,7 +342,7 @@ class _Comparison:
     def __init__(self, tolerance: float, sizes: list[int]) -> None:
         self._tolerance, self._sizes = tolerance, sizes
         self.found: Difference | None = None
-        self.rules: dict[Key, str] = {}
+        self.rules: dict[Key, list[str]] = {}
 
     def see(self, what: str, whole: Any, parts: Any) -> None:
         """Compare what ``what`` is."""
@@ -356,24 +372,24 @@ class _Comparison:
                 if isinstance(x, Metric):
                     continue
                 x, y = _number(x), _number(y)
-                if _is_zero(x) and _is_zero(y):
-                    self.rules[name, nth] = OPEN
-                elif not (self._alike(x, y) or self._follows((name, nth), x, parts)):
+                fitting = self.rules[name, nth] = [USUAL] if self._alike(x, y) else []
+                fitting += self._rules_for((name, nth), x, parts)
+                if not fitting:
                     self.see(f"the logged {name!r}", x, y)
 
-    def _follows(self, key: Key, whole: Any, parts: _Shown) -> bool:
-        """Whether a logged value is made of those of the parts, if not as their mean; notes how."""
+    def _rules_for(self, key: Key, whole: Any, parts: _Shown) -> list[str]:
+        """How a logged value may be made of those of the parts, if not as usual."""
         said = parts.said.get(key, [])
         if len(said) < 2 or not isinstance(whole, Tensor):
-            return False
+            return []
         values, sizes = [_number(p.value) for p in said], [float(self._sizes[p.part]) for p in said]
         weights = [parts.weights[p.part] if p.weight is None else p.weight for p in said]
+        found = []
         for rule in RULES:
             with contextlib.suppress(Exception):
                 if self._alike(whole, _number(ruled(rule, values, weights, sizes))):
-                    self.rules[key] = rule
-                    return True
-        return False
+                    found.append(rule)
+        return found
 
     def see_left(self, path: str, whole: Any, parts: Any) -> None:
         """Compare what is left at ``path``; of what has a row for each sample, the last part's rows are left."""
@@ -428,10 +444,6 @@ def _number(value: Any) -> Any:
     return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, (int, float)) else value
 
 
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, Tensor) and not bool(value.any())
-
-
 def _by_name(logged: list[tuple[str, Any]]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for name, value in logged:
@@ -453,6 +465,12 @@ def _text(value: Any) -> str:
 def described(verdict: Verdict) -> str:
     """What differs, for messages."""
     return f"{verdict.parts} (compared on {plural(verdict.samples, 'sample')} of the batch)"
+
+
+def in_both(one: dict[Key, list[str]], other: dict[Key, list[str]]) -> dict[Key, list[str]]:
+    """The rules that two comparisons leave; those of the later one where they agree on none."""
+    both = {key: [rule for rule in one.get(key, rules) if rule in rules] for key, rules in other.items()}
+    return one | {key: both[key] or rules for key, rules in other.items()}
 
 
 def not_the_whole(what: str, *, auto: bool) -> str:

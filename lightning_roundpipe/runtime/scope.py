@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.cutting import Cut, cut_batch, given_weights_of
 from lightning_roundpipe.runtime.interrupts import allowed
-from lightning_roundpipe.runtime.logs import OPEN, Key
-from lightning_roundpipe.runtime.parts_check import PartsCheck, described, not_the_whole
+from lightning_roundpipe.runtime.logs import OPEN, USUAL, Key
+from lightning_roundpipe.runtime.parts_check import PartsCheck, described, in_both, not_the_whole
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
@@ -43,6 +43,8 @@ class Scope:
         self._engine, self._models = engine, models
         self.cuts_calls = False
         self.log_rules: dict[Key, str] = {}
+        self._fitting: dict[Key, list[str]] = {}
+        """Of logged values, what all comparisons leave."""
         self._looks: dict[bool, int] = {}
         """How often batches were compared, by whether they are cut unevenly."""
         self._whole: set[bool] = set()
@@ -97,18 +99,13 @@ class Scope:
             verdict = check(engine, function, batch, rest, sizes, weigh, seed, others).find_out(
                 self._models if auto and (first or again) else ()
             )
-        still_open = OPEN in verdict.rules.values()
-        self._looks[uneven] = self._looks.get(uneven, 0) + 1 if still_open else LOOKS
-        self._follow(verdict.rules)
+        self._fitting = in_both(self._fitting, verdict.rules)
+        self.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}
+        self._looks[uneven] = self._looks.get(uneven, 0) + 1 if OPEN in self.log_rules.values() else LOOKS
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not)
         elif verdict.parts is not None and not (verdict.announced or engine.hints.couples):
             self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again)
-
-    def _follow(self, rules: dict[Key, str]) -> None:
-        for key in [key for key, rule in self.log_rules.items() if rule == OPEN]:
-            del self.log_rules[key]  # it shows now, or is open still
-        self.log_rules |= rules
 
     def _part_ways(self, verdict: Verdict, *, auto: bool, uneven: bool, first: bool) -> None:
         """Parts are not the whole."""
@@ -124,3 +121,8 @@ class Scope:
             engine.hints.of_the_scope(what)
             self._cut_calls()  # [3]
             engine.forget()
+
+
+def _chosen(fitting: list[str]) -> str:
+    """One of the rules for a logged value that the comparisons leave; a value that was always zero may be a sum."""
+    return OPEN if USUAL in fitting and "sum" in fitting else fitting[0] if fitting else USUAL
