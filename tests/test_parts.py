@@ -358,11 +358,6 @@ def grows_with_parts(module: Any, logits: Tensor, batch: Batch) -> Any:
     return {"loss": entropy(module, logits, batch), "chunks": [len(logits)]}
 
 
-def has_no_target(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    module.log("of the last", F.cross_entropy(logits, torch.where(batch["y"] == 4, batch["y"], -100)))
-    return F.mse_loss(logits, F.one_hot(batch["y"].clamp(min=0), 5).float())
-
-
 OTHERS: dict[str, tuple[Any, Callable[[], dict[str, Any]], str]] = {
     "spread": (spread, dict, "model"),
     "sums in a metric": (sums_in_a_metric, lambda: {"total": torchmetrics.SumMetric()}, "model"),
@@ -397,6 +392,97 @@ def test_a_value_that_is_zero_at_first_is_looked_at_again() -> None:
     data[0]["y"].clamp_(max=3)
     data[1]["y"][:] = 4
     assert_same(run("auto", Module(counts_rare), data), trained(Module(counts_rare), data, 2, 2))
+
+
+def logs_a_rare_target(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    rare = batch["y"] == 4
+    module.log("counted", F.cross_entropy(logits, torch.where(rare, batch["y"], -100)))
+    if module.by_hand:
+        module.log("by hand", (logits.square().mean(1) * rare).sum() / rare.sum())
+    return F.mse_loss(logits, F.one_hot(batch["y"], 5).float())
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_part_without_what_a_logged_value_is_a_mean_of(by_hand: bool) -> None:
+    """By what the engine counts, it weighs nothing; else its NaN is said."""
+    data = batches(2)
+    for batch in data:
+        batch["y"][:] = torch.tensor([4, 1, 2, 4, 4, 0, 1, 4])
+    data[1]["y"][4:] = 1
+    module = Module(logs_a_rare_target, by_hand=by_hand)
+    if not by_hand:
+        assert_same(run("auto", module, data), trained(module, data, 2, 2))
+        return
+    with pytest.warns(RoundPipeWarning, match="^roundpipe: the logged 'by hand' is NaN in some microbatches"):
+        trained(module, data, 2, 2)
+
+
+# ---------------------------------------------------------------------------------------------------- later batches
+
+
+def averages_in_a_metric(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    module.average(loss)
+    module.log("average", module.average, on_step=False, on_epoch=True)
+    return loss
+
+
+def leaves_the_odd_one_out(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    even = len(logits) // 2 * 2
+    return entropy(module, logits[:even], {"y": batch["y"][:even]})
+
+
+def test_batches_that_are_cut_unevenly_are_another_kind(said: list[str]) -> None:
+    """Even parts are the whole, and uneven ones are not: such batches stay whole."""
+    data = [*batches(), *batches(2, samples=7)]
+    result = trained(Module(leaves_the_odd_one_out), data, 2, 2)
+    assert_same(run("auto", Module(leaves_the_odd_one_out), data), result)
+    assert result.report["microbatches"] == 1
+    assert len([line for line in said if line.startswith("roundpipe: in parts of unequal sizes")]) == 1
+
+
+def test_a_metric_that_takes_unequal_parts_for_equal_ones_is_said() -> None:
+    module = Module(averages_in_a_metric, average=torchmetrics.MeanMetric())
+    assert_same(run("auto", module, batches()), trained(module, batches(), 2, 2))
+    with pytest.warns(RoundPipeWarning, match="^roundpipe: in parts of unequal sizes, metric 'average'.*='model'"):
+        trained(module, [*batches(), *batches(2, samples=7)], 2, 2)
+
+
+def test_a_tensor_that_all_samples_share() -> None:
+    """Has as many rows as the last batch has samples."""
+
+    def classifies(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(logits @ batch["shared"].T, batch["y"] % 3)
+
+    data = [*batches(), *batches(1, samples=3)]
+    for batch in data:
+        batch["shared"] = torch.arange(15.0).reshape(3, 5).cos()
+    assert_same(run("auto", Module(classifies), data), trained(Module(classifies), data, 2, 2))
+
+
+class LossHead(nn.Linear):
+    """Computes the loss itself."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(x), y)
+
+
+def test_a_cross_entropy_inside_a_layer_is_said(said: list[str]) -> None:
+    class Inside(Module):
+        def __init__(self) -> None:
+            super().__init__(entropy)
+            self.loss = LossHead(5, 5)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            loss: Tensor = self.loss(self.model(batch["x"]), batch["y"])
+            return loss
+
+    with pytest.raises(RoundPipeError, match=r"the loss is .* instead of"):
+        run(ours(num_microbatches=2, layers=[*LAYERS, "LossHead"]), Inside(), padded(), devices=2)
+    [line] = [line for line in said if "computes a cross entropy itself" in line]
+    assert line.startswith("roundpipe: layer 'loss'") and "loss_weight" in line
+    weighed = ours(num_microbatches=2, layers=[*LAYERS, "LossHead"], loss_weight=lambda batch: (batch["y"] >= 0).sum())
+    assert_same(run("auto", Inside(), padded()), run(weighed, Inside(), padded(), devices=2))
 
 
 # ---------------------------------------------------------------------------------------------------- the check itself

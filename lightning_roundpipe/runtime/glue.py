@@ -17,7 +17,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -27,7 +26,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.bringing import Bringer
 from lightning_roundpipe.runtime.formats import Formats
-from lightning_roundpipe.runtime.losses import WITH_REDUCTION, Counts, Sums, reduction_of
+from lightning_roundpipe.runtime.losses import COUNTED, WITH_REDUCTION, Counts, Sums, reduction_of
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
@@ -35,7 +34,6 @@ DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _VALUES = {DATA, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
 """Attributes of a tensor that share its memory."""
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 
 
 class Proxies:
@@ -263,12 +261,12 @@ class GlueMode(TorchFunctionMode):
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a loss function returns; what it says of how microbatches make up the batch is noted."""
         reduction = reduction_of(func, args, kwargs)
-        count = self._count(args, kwargs) if reduction == "mean" and func in _COUNTED else None
+        count = self._count(args, kwargs) if reduction == "mean" and func in COUNTED else None
         result = self._call(func, func.__name__, args, kwargs)
         if count is not None:
             self.counts.note(result, count)
         if reduction == "sum":
-            self.sums.note(result, _COUNTED.get(func, ""))
+            self.sums.note(result, COUNTED.get(func, ""))
         return result
 
     def judge(self, loss: Tensor | None, samples: int) -> None:

@@ -70,6 +70,15 @@ class Hints:
             "model in it are cut, which gives what the whole batch gives. microbatch_scope='model' says so beforehand.",
         )
 
+    def of_a_loss_inside(self, layer: str) -> None:
+        """A layer computes a cross entropy."""
+        self.say(
+            "inside",
+            f"layer {layer!r} computes a cross entropy itself, whose targets are not counted: microbatches weigh by "
+            "their samples. If some batches are padded, set RoundPipeStrategy(loss_weight=...) to a function that "
+            "returns the targets of a microbatch, or compute the loss in training_step.",
+        )
+
     def of_evaluation(self, name: str) -> None:
         """Calls of a model are cut in evaluation."""
         self.say(
@@ -85,6 +94,14 @@ class Hints:
             f"in evaluation, parts of a batch gave something else than the whole batch for {name!r}, which the batches "
             "before did not show: from here on its calls run whole. num_microbatches=1 keeps them whole from the "
             "start.",
+        )
+
+    def of_uneven_metric(self, what: str) -> None:
+        """A metric takes unequal parts for equal ones."""
+        self.warn(
+            "uneven",
+            f"in parts of unequal sizes, {what}. A batch size that num_microbatches divides, or drop_last=True in the "
+            "data loader, avoids them; microbatch_scope='model' updates metrics with whole batches.",
         )
 
     def of_uneven_batches(self, what: str) -> None:

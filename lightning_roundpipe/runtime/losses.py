@@ -45,6 +45,8 @@ def _functions_with_a_reduction() -> dict[Callable[..., Any], tuple[int, str]]:
 
 
 WITH_REDUCTION = _functions_with_a_reduction()
+COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
+"""Those whose means are over targets, some of which may be ignored."""
 
 
 def reduction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

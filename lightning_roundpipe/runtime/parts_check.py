@@ -77,6 +77,7 @@ class Verdict:
         announced: whether all that differs comes from layers with batch statistics.
         raised: whether training_step raises an error on a part.
         lopsided: whether a part counts nothing, so that the other one is all.
+        losses_inside: layers that compute a cross entropy themselves, whose targets nobody counts.
         rules: how logged values may be made of those of the parts: `USUAL`, or some of `logs.RULES`.
     """
 
@@ -87,6 +88,7 @@ class Verdict:
     announced: bool = False
     raised: bool = False
     lopsided: bool = False
+    losses_inside: list[str] = field(default_factory=list)
     rules: dict[Key, list[str]] = field(default_factory=dict)
 
 
@@ -140,13 +142,13 @@ class PartsCheck:
     def find_out(self, models: Sequence[ModelInterceptor]) -> Verdict:
         """Rehearse; ``models`` are what calls are cut of, if that is to be tried, too."""
         found: Verdict | None = None
-        for start, one, two in self._candidates():
+        for start, one, two, full in self._candidates():
             if self._left.stuck:
                 return Verdict(one + two, why_not=f"{self._left.stuck[0]} could not be put back")
             verdict = self._rehearse(start, one, two, models)
             if found is not None and not verdict.why_not:
                 verdict.rules = in_both(found.rules, verdict.rules)
-            differs = verdict.parts is not None and not verdict.raised
+            differs = verdict.parts is not None and (full or not verdict.raised)
             if differs or not (verdict.why_not or verdict.raised or verdict.lopsided):
                 return verdict
             if found is None or found.why_not or (found.raised and not verdict.why_not):
@@ -154,8 +156,8 @@ class PartsCheck:
         assert found is not None
         return found
 
-    def _candidates(self) -> Iterator[tuple[int, int, int]]:
-        """Samples to take: the first one, and how many each of two neighbouring parts has.
+    def _candidates(self) -> Iterator[tuple[int, int, int, bool]]:
+        """Samples to take: the first one, how many each of two neighbouring parts has, and whether that is all of them.
 
         Of parts of unequal sizes, if there are such. A few samples may be too few for user code, or hold no targets.
         """
@@ -164,9 +166,10 @@ class PartsCheck:
         for number, i in enumerate(pairs[:PAIRS]):
             uneven = sizes[i] != sizes[i + 1]
             few = (min(sizes[i], FEW + uneven), min(sizes[i + 1], FEW))
-            yield ends[i] - few[0], *few
-            if number == 0 and few != (sizes[i], sizes[i + 1]):
-                yield ends[i] - sizes[i], sizes[i], sizes[i + 1]
+            full = few == (sizes[i], sizes[i + 1])
+            yield ends[i] - few[0], *few, full
+            if number == 0 and not full:
+                yield ends[i] - sizes[i], sizes[i], sizes[i + 1], True
 
     def _rehearse(self, start: int, one: int, two: int, models: Sequence[ModelInterceptor]) -> Verdict:
         sizes = [one, two]
@@ -194,6 +197,7 @@ class PartsCheck:
             verdict.why_not = _named(error)
         finally:
             state.restore()
+        verdict.losses_inside = list(draws.losses_inside)
         return verdict
 
     def _take(self, start: int, first: int, last: int) -> Any:

@@ -35,7 +35,9 @@ from lightning_roundpipe.runtime.evaluation import Evaluation
 from lightning_roundpipe.runtime.foresight import Order
 from lightning_roundpipe.runtime.glue import DATA, GlueMode
 from lightning_roundpipe.runtime.handing import hand_back
+from lightning_roundpipe.runtime.interception import Inside, current
 from lightning_roundpipe.runtime.logs import LogRecorder
+from lightning_roundpipe.runtime.losses import COUNTED, reduction_of
 from lightning_roundpipe.runtime.model_calls import ModelCall
 from lightning_roundpipe.runtime.tape import Entry
 from lightning_roundpipe.runtime.trace import TracedCall
@@ -279,6 +281,8 @@ class SameDraws(TorchFunctionMode):
         self._states: list[Any] = []
         self._others: Any = None
         self._alike = True
+        self.losses_inside: dict[str, None] = {}
+        """Layers that compute a mean cross entropy themselves."""
 
     def begin(self, rows: slice) -> None:
         """A run of ``rows`` of the whole batch begins."""
@@ -315,6 +319,8 @@ class SameDraws(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in COUNTED and isinstance(layer := current(), Inside) and reduction_of(func, args, kwargs) == "mean":
+            self.losses_inside[layer.name] = None
         draw = self._draw(func, args, kwargs)
         if draw is None:
             return func(*args, **kwargs)

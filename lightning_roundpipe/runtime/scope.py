@@ -102,6 +102,8 @@ class Scope:
         self._fitting = in_both(self._fitting, verdict.rules)
         self.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}
         self._looks[uneven] = self._looks.get(uneven, 0) + 1 if OPEN in self.log_rules.values() else LOOKS
+        if verdict.losses_inside and not self._is_weighed:
+            engine.hints.of_a_loss_inside(verdict.losses_inside[0])
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not)
         elif verdict.parts is not None and not (verdict.announced or engine.hints.couples):
@@ -112,6 +114,8 @@ class Scope:
         engine, what = self._engine, described(verdict)
         if engine.options.microbatch_scope == "auto" and self._is_weighed:
             engine.hints.of_given_weights(what)
+        elif not first and verdict.parts is not None and verdict.parts.what.startswith("metric"):
+            engine.hints.of_uneven_metric(what)  # which has seen parts of earlier batches
         elif not first:
             engine.hints.of_uneven_batches(what)
             self._whole.add(uneven)  # [5]
