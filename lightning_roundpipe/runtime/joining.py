@@ -48,8 +48,9 @@ class Joined:
 
 
 def join(
-    module: Any, runs: Sequence[Run], sizes: list[int], weighing: Weighing, rules: Mapping[Key, str] | None = None
-) -> Joined:
+    module: Any, runs: Sequence[Run], sizes: list[int], weighing: Weighing, rules: Mapping[Key, str] | None = None,
+    *, mixes: bool = False,
+) -> Joined:  # fmt: skip
     """Put together what ``runs``, of so many samples each, gave; ``module.log`` is called with what they logged."""
     outputs = [run.output for run in runs]
     missing = [m for m, output in enumerate(outputs) if output is None]
@@ -59,7 +60,7 @@ def join(
             "batches, or set num_microbatches=1."
         )
     if weighing.given is None and not missing:
-        check_counts([run.mode for run in runs], sizes)
+        check_counts([run.mode for run in runs], sizes, mixes=mixes)
     weights = [run.weight for run in runs]
     if not any(weights):
         weights = [float(size) for size in sizes]

@@ -155,11 +155,20 @@ class Counted(Protocol):
     def sums(self) -> Sums: ...
 
 
-def check_counts(modes: Sequence[Counted], sizes: Sequence[int]) -> None:
+def are_spread(modes: Sequence[Counted], sizes: Sequence[int]) -> bool:
+    """Whether the targets of a first cross entropy are spread over the microbatches unlike the samples (``sizes``)."""
+    counts = [m.counts.of[0] for m in modes if m.counts.of]
+    if len(counts) < len(sizes) or not sum(counts):
+        return False
+    return any(abs(c / sum(counts) - size / sum(sizes)) > 1e-6 for c, size in zip(counts, sizes, strict=True))
+
+
+def check_counts(modes: Sequence[Counted], sizes: Sequence[int], *, mixes: bool = False) -> None:
     """Refuse losses of which it is not known how those of the microbatches make up that of the batch [3].
 
     Args:
         modes: of the microbatches, which have so many samples each (``sizes``).
+        mixes: whether it is known that another loss beside a cross entropy makes no difference.
 
     Raises:
         RoundPipeError: if a step computed several mean-reduced cross entropies whose targets are spread differently
@@ -193,13 +202,9 @@ def check_counts(modes: Sequence[Counted], sizes: Sequence[int]) -> None:
                 f"in different ways ({[m.counts.of for m in modes]}), so no single weight per microbatch gives the "
                 f"loss of the whole batch: {_ALTERNATIVES}."
             )
-    if not any(m.counts.mixed for m in modes) or not totals:
-        return
-    for mode, size in zip(modes, sizes, strict=True):
-        if totals[0] and abs(mode.counts.of[0] / totals[0] - size / sum(sizes)) > 1e-6:
-            raise RoundPipeError(
-                "the loss is a cross entropy and something else that comes from the model, and this batch's targets "
-                f"are spread over the microbatches ({[m.counts.of[0] for m in modes]}) unlike its samples "
-                f"({list(sizes)}), so no single weight per microbatch gives the loss of the whole batch: "
-                f"{_ALTERNATIVES}."
-            )
+    if not mixes and any(m.counts.mixed for m in modes) and are_spread(modes, sizes):
+        raise RoundPipeError(
+            "the loss is a cross entropy and something else that comes from the model, and this batch's targets are "
+            f"spread over the microbatches ({[m.counts.of[0] for m in modes]}) unlike its samples ({list(sizes)}), so "
+            f"no single weight per microbatch gives the loss of the whole batch: {_ALTERNATIVES}."
+        )

@@ -30,6 +30,7 @@ from lightning_roundpipe.runtime.interception import Interceptor, ModelIntercept
 from lightning_roundpipe.runtime.joining import join
 from lightning_roundpipe.runtime.left_behind import ABSENT, Attributes, LeftBehind
 from lightning_roundpipe.runtime.logs import RULES, USUAL, Key, Said, gathered, ruled, shadowed_log
+from lightning_roundpipe.runtime.losses import are_spread
 from lightning_roundpipe.runtime.microbatch import detached, loss_of
 from lightning_roundpipe.runtime.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
 from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
@@ -77,6 +78,7 @@ class Verdict:
         announced: whether all that differs comes from layers with batch statistics.
         raised: whether training_step raises an error on a part.
         lopsided: whether a part counts nothing, so that the other one is all.
+        spread: whether its targets were spread unlike its samples.
         losses_inside: layers that compute a cross entropy themselves, whose targets nobody counts.
         rules: how logged values may be made of those of the parts: `USUAL`, or some of `logs.RULES`.
     """
@@ -88,6 +90,7 @@ class Verdict:
     announced: bool = False
     raised: bool = False
     lopsided: bool = False
+    spread: bool = False
     losses_inside: list[str] = field(default_factory=list)
     rules: dict[Key, list[str]] = field(default_factory=dict)
 
@@ -101,6 +104,7 @@ class _Shown:
     logged: list[tuple[str, Any]] = field(default_factory=list)
     said: Said = field(default_factory=dict)
     weights: list[float] = field(default_factory=list)
+    spread: bool = False
     metrics: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
     alike: bool = True
@@ -214,7 +218,7 @@ class PartsCheck:
     ) -> Difference | None:  # fmt: skip
         shown = self._side(parts, sizes, draws, steady=steady)
         found = self._compare(whole, shown, sizes, verdict)
-        verdict.lopsided = 0.0 in shown.weights
+        verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
         if found is not None and not (whole.alike and shown.alike):
             raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
         return found
@@ -265,7 +269,8 @@ class PartsCheck:
                         run.weight = weighing.of(run)
                     run.output = detached(output)
                     runs.append(run)
-            joined = join(shown, runs, sizes, weighing)
+            joined = join(shown, runs, sizes, weighing, mixes=True)
+            shown.spread = len(runs) > 1 and are_spread([run.mode for run in runs], sizes)
             shown.said, shown.weights = gathered([run.logs for run in runs]), joined.weights
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
             shown.metrics = dict(self._values(before))

@@ -43,6 +43,8 @@ class Scope:
         self._engine, self._models = engine, models
         self.cuts_calls = False
         self.log_rules: dict[Key, str] = {}
+        self.mixes = False
+        """Whether targets that are spread unlike the samples were seen to make no difference."""
         self._fitting: dict[Key, list[str]] = {}
         """Of logged values, what all comparisons leave."""
         self._looks: dict[bool, int] = {}
@@ -99,6 +101,7 @@ class Scope:
             verdict = check(engine, function, batch, rest, sizes, weigh, seed, others).find_out(
                 self._models if auto and (first or again) else ()
             )
+        self.mixes |= engine.hints.couples or (verdict.spread and verdict.parts is None and not verdict.why_not)
         self._fitting = in_both(self._fitting, verdict.rules)
         self.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}
         self._looks[uneven] = self._looks.get(uneven, 0) + 1 if OPEN in self.log_rules.values() else LOOKS
@@ -129,4 +132,5 @@ class Scope:
 
 def _chosen(fitting: list[str]) -> str:
     """One of the rules for a logged value that the comparisons leave; a value that was always zero may be a sum."""
-    return OPEN if USUAL in fitting and "sum" in fitting else fitting[0] if fitting else USUAL
+    zero = {USUAL, "sum", "mean over samples"} <= set(fitting)
+    return OPEN if zero else fitting[0] if fitting else USUAL

@@ -343,7 +343,7 @@ class Step:
     def finish(self) -> Any:
         """The merged output of ``training_step``, its loss carrying the gradients; issues what was logged."""
         rules = self.engine.scope.log_rules
-        joined = join(self.engine.module, self.runs, self.sizes, self.weighing, rules)
+        joined = join(self.engine.module, self.runs, self.sizes, self.weighing, rules, mixes=self.engine.scope.mixes)
         if joined.losses and len(self.runs) > 1:
             self.engine.hints.of_logs(undecided(joined.said, rules), lost(joined.said, joined.weights))
         if len(joined.losses) < len(self.runs):
