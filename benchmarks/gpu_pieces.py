@@ -135,6 +135,7 @@ def _variations() -> list[Piece]:
         _speed("switch-1e-4", "switch interval 0.1 ms", BASE, None, {"ROUNDPIPE_SWITCH_INTERVAL": "1e-4"}),
         _speed("half-the-cores", "the optimizer on half the cores", BASE, None, {"OMP_NUM_THREADS": _cores(0.5)}),
         _speed("a-quarter-of-the-cores", "on a quarter", BASE, None, {"OMP_NUM_THREADS": _cores(0.25)}),
+        _speed("32-connections", "32 connections to the GPU", BASE, None, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
         _speed(
             "expandable-segments", "torch's expandable segments", BASE, None,
             {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
@@ -161,6 +162,7 @@ _PIECES = [
     _probe(gpu_probes.registration, 60),
     _probe(gpu_probes.overheads, 15),
     _probe(gpu_probes.feeding, 60),
+    _probe(gpu_probes.interleaving, 20),
     _probe(gpu_probes.libraries, 20),
     Piece("sanitizer", "tests", "compute-sanitizer on one tiny test", 120, sanitizer),
     *_variations(),

@@ -18,7 +18,7 @@ from lightning_roundpipe.devices import cuda_libraries, pinned
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Hold, Stream
-from lightning_roundpipe.devices.cuda_feed import FedStream
+from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream, begin_on
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
 from lightning_roundpipe.devices.generators import GeneratorLock
@@ -58,13 +58,17 @@ class CudaDevice(Device):
         """What other GPUs compute in."""
         self._clock = Clock(torch_device)
         self.compute: CudaStream = self._stream("compute", first.compute if first is not None else None)
-        self.weights_up = FedStream(self._stream("weights_up"), self._switch)
+        self.weights_up = self._chunked("weights_up")
         self.activations_up = self._stream("activations_up")
         self.activations_down = self._stream("activations_down")
-        self.gradients_down = FedStream(self._stream("gradients_down"), self._switch)
+        self.gradients_down = self._chunked("gradients_down")
 
     def _stream(self, name: str, of: CudaStream | None = None) -> CudaStream:
         return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, self._clock, self._switch, of)
+
+    def _chunked(self, name: str) -> ChunkedCopyStream:
+        lanes = [self._stream(f"{lane}-{name}") for lane in ("even", "odd")]
+        return ChunkedCopyStream(f"roundpipe-dev{self.index}-{name}", lanes, self._switch)
 
     # -- memory
 
@@ -111,7 +115,7 @@ class CudaDevice(Device):
 
     def drop_finished(self) -> None:
         for stream in self.streams:
-            assert isinstance(stream, (CudaStream, FedStream))
+            assert isinstance(stream, (CudaStream, ChunkedCopyStream))
             stream.drop_finished()
 
     @contextmanager
@@ -209,13 +213,13 @@ class CudaDevice(Device):
             self._arenas.clear()
             self._settle()
             for stream in self.streams:
-                if isinstance(stream, FedStream):
+                if isinstance(stream, ChunkedCopyStream):
                     stream.join()
             pinned.give_back()
 
     def _settle(self) -> None:
         for stream in self.streams:
-            assert isinstance(stream, (CudaStream, FedStream))
+            assert isinstance(stream, (CudaStream, ChunkedCopyStream))
             stream.settle()
 
 
