@@ -273,7 +273,7 @@ def feeding() -> Figures:
 
 
 def interleaving() -> Figures:
-    """How long an upload of 1 MiB waits for 2 GiB of weights: whole, in chunks of one stream, as the package sends them."""
+    """How long 1 MiB waits for 2 GiB of weights: whole, in chunks of one stream, and as the package sends them."""
     found: Figures = {}
     nbytes, stream = 2 * GIB, torch.cuda.Stream()
     with one_device() as device:

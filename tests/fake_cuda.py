@@ -211,7 +211,7 @@ def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False, shared
             made[:] = share_out([torch.device("cpu")] * count, "off")  # type: ignore[assignment]
         else:
             made[:] = [CudaDevice(i, torch.device("cpu"), "off", count) for i in range(count)]
-        return made
+        return [*made]
 
     play_cuda(patch)
     if not limited:

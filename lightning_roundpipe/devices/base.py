@@ -276,6 +276,10 @@ class Device(ABC):
         """What devices of this kind change for the whole process, as long as it is entered. For the main thread."""
 
     @abstractmethod
+    def step_settings(self) -> AbstractContextManager[None]:
+        """What devices of this kind change for the whole process while a step is on its way."""
+
+    @abstractmethod
     def activate(self) -> AbstractContextManager[None]:
         """Make this the calling thread's current device, and ``compute`` its current stream."""
 

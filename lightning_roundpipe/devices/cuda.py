@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import cuda_libraries, pinned
+from lightning_roundpipe.devices import cuda_libraries, interpreter, pinned
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Hold, Stream
@@ -184,6 +184,9 @@ class CudaDevice(Device):
 
     def process_settings(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def step_settings(self) -> AbstractContextManager[None]:
+        return interpreter.quick_switches()
 
     @contextmanager
     def activate(self) -> Iterator[None]:

@@ -9,10 +9,10 @@ between two streams, and each waits for the event at the end of the one before i
                        └─ wait ─│─ chunk 1 ─► event ─┘     └─ wait ── chunk 3 ...          [1]
     activations:                    copy                                                   [2] ready, and first in line
 
-At most one chunk is ready at any time [1]. The end of a chunk makes the next one ready, and by then a copy of activations
-that was issued meanwhile is in line already [2]. Activations wait for the chunk that is under way, and for one more if
-the engine serves streams in turn. No thread of the process takes part. Every event is recorded before a stream waits
-for it, so work of the driver depends on earlier work only, and an abort leaves nothing that never ends.
+At most one chunk is ready at any time [1]. The end of a chunk makes the next one ready, and by then a copy of
+activations that was issued meanwhile is in line already [2]. Activations wait for the chunk that is under way, and for
+one more if the engine serves streams in turn. No thread of the process takes part. Every event is recorded before a
+stream waits for it, so work of the driver depends on earlier work only, and an abort leaves nothing that never ends.
 
 CUDA's copies from and to pageable memory block the thread that issues them until the stream's earlier work is done and
 the pages are read. So the first such copy moves the stream's work to a thread of its own, for good.

@@ -166,6 +166,9 @@ class EmulatedDevice(Device):
     def process_settings(self) -> AbstractContextManager[None]:
         return teams.limited()
 
+    def step_settings(self) -> AbstractContextManager[None]:
+        return nullcontext()  # they compute in the threads that would switch
+
     @contextmanager
     def activate(self) -> Iterator[None]:
         if self._glue_delays is not None:
