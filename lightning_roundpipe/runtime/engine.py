@@ -298,7 +298,8 @@ class Engine:
         if apart != (self.updates is not None):
             self._drain()
             before, scales = self.updates, self.formats.scales
-            self.updates = Updates(self.units, self.options.staleness, scales) if apart else None
+            around = self.devices[0].host_thread_settings
+            self.updates = Updates(self.units, self.options.staleness, scales, around) if apart else None
             if before is not None:
                 before.retire()
 

@@ -102,7 +102,7 @@ def test_a_worker_keeps_what_is_in_flight_until_it_has_waited(
         worker.retire(tensor)
         del tensor
         for _ in range(IN_FLIGHT):
-            worker.retire()
+            worker.retire(torch.zeros(100))
         assert there == [True]
         assert torch.UntypedStorage._expired(storage)
     finally:

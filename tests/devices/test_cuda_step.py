@@ -17,6 +17,7 @@ import torch
 import zoo
 from harness import ours, run
 
+from lightning_roundpipe.devices import cuda
 from lightning_roundpipe.devices.cuda import CudaDevice
 
 
@@ -76,6 +77,7 @@ def test_a_budget_may_be_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the worker's GPU has, of which two workers that share it have half each. A plan that wants 60 % of that:
     given, as one that is found depends on measured times."""
     gpus = fake_cuda.trainers_on_gpus(monkeypatch, limited=True)
+    monkeypatch.setattr(cuda, "LEAD_BYTES", 0)  # of which there would be as much as is left
     free, plan = 1_000_000, harness.single(6, 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
 
