@@ -74,10 +74,6 @@ class InFlight:
                 del self._holders[storage._cdata]
                 self.nbytes -= storage.nbytes()
 
-    def clear(self) -> None:
-        """Whatever was enqueued is over."""
-        self.__init__()  # type: ignore[misc]
-
 
 def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
@@ -431,7 +427,7 @@ class Worker:
         self._replicas.clear()
         self._device_gradients.clear()
         self._segments.clear()
-        self._in_flight.clear()
+        self._in_flight = InFlight()
 
     def abandon(self) -> None:
         """After a failure, when the device is at rest: what was enqueued on the arenas will not happen any more."""
