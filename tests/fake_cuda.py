@@ -188,6 +188,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in CONTEXTS, raising=False)
     patch.setattr(cuda_streams, "_thread", threading.local())
     patch.setattr(torch.Tensor, "record_stream", no_record_stream, raising=False)
+    patch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     _current.device = 0
     for seen in (SYNCHRONIZED, RANGES, CONTEXTS):
         seen.clear()
@@ -210,7 +211,7 @@ def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False, shared
             made[:] = share_out([torch.device("cpu")] * count, "off")  # type: ignore[assignment]
         else:
             made[:] = [CudaDevice(i, torch.device("cpu"), "off", count) for i in range(count)]
-        return made
+        return [*made]
 
     play_cuda(patch)
     if not limited:

@@ -133,6 +133,8 @@ class Device(ABC):
     gradients_down: Stream
     generator: torch.Generator
     """What layers on this device draw from unless they bring their own."""
+    lead_bytes: int
+    """Bytes of calls that the host enqueues before the device has reached them, if there is memory for them."""
     generator_lock: GeneratorLock
     """Reentrant; shared by all devices that share ``generator``. Hold it from seeding until the draw is over."""
 
@@ -274,6 +276,14 @@ class Device(ABC):
     @abstractmethod
     def process_settings(self) -> AbstractContextManager[None]:
         """What devices of this kind change for the whole process, as long as it is entered. For the main thread."""
+
+    @abstractmethod
+    def step_settings(self) -> AbstractContextManager[None]:
+        """What devices of this kind change for the whole process while a step is on its way."""
+
+    @abstractmethod
+    def host_thread_settings(self) -> AbstractContextManager[None]:
+        """What a thread that computes on the host beside devices of this kind changes for itself."""
 
     @abstractmethod
     def activate(self) -> AbstractContextManager[None]:

@@ -14,17 +14,22 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import cuda_libraries, pinned
+from lightning_roundpipe.devices import cuda_libraries, interpreter, pinned, teams
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Hold, Stream
-from lightning_roundpipe.devices.cuda_feed import FedStream
+from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream, begin_on
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
 from lightning_roundpipe.devices.generators import GeneratorLock
 from lightning_roundpipe.devices.host_memory import worth_copying
 
 _generator_locks: dict[int, GeneratorLock] = {}
+
+
+LEAD_BYTES = 64 * 2**20
+"""Of calls that a GPU has not reached: boundary tensors of 12 ms of an RTX 4090 with layers of width 2,048, and of more
+with wider ones. A thread that launches waits for the interpreter for some milliseconds at times."""
 
 
 class CudaDevice(Device):
@@ -50,6 +55,7 @@ class CudaDevice(Device):
         self.index, self.torch_device = index, torch_device
         self.generator = torch.cuda.default_generators[torch_device.index]
         self.generator_lock = _generator_locks.setdefault(torch_device.index, GeneratorLock())
+        self.lead_bytes = LEAD_BYTES
         self._pin_memory, self._sharers = pin_memory, sharers
         self._switch = AbortSwitch(f"Device {index}")
         self._arenas: dict[int, tuple[Tensor, str]] = {}
@@ -58,13 +64,17 @@ class CudaDevice(Device):
         """What other GPUs compute in."""
         self._clock = Clock(torch_device)
         self.compute: CudaStream = self._stream("compute", first.compute if first is not None else None)
-        self.weights_up = FedStream(self._stream("weights_up"), self._switch)
+        self.weights_up = self._chunked("weights_up")
         self.activations_up = self._stream("activations_up")
         self.activations_down = self._stream("activations_down")
-        self.gradients_down = FedStream(self._stream("gradients_down"), self._switch)
+        self.gradients_down = self._chunked("gradients_down")
 
     def _stream(self, name: str, of: CudaStream | None = None) -> CudaStream:
         return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, self._clock, self._switch, of)
+
+    def _chunked(self, name: str) -> ChunkedCopyStream:
+        lanes = [self._stream(f"{lane}-{name}") for lane in ("even", "odd")]
+        return ChunkedCopyStream(f"roundpipe-dev{self.index}-{name}", lanes, self._switch)
 
     # -- memory
 
@@ -111,7 +121,7 @@ class CudaDevice(Device):
 
     def drop_finished(self) -> None:
         for stream in self.streams:
-            assert isinstance(stream, (CudaStream, FedStream))
+            assert isinstance(stream, (CudaStream, ChunkedCopyStream))
             stream.drop_finished()
 
     @contextmanager
@@ -181,6 +191,14 @@ class CudaDevice(Device):
     def process_settings(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def step_settings(self) -> AbstractContextManager[None]:
+        return interpreter.quick_switches()
+
+    def host_thread_settings(self) -> AbstractContextManager[None]:
+        # A core for each GPU, whose threads must launch without delay. GPUs that no worker uses count, too: the number
+        # of threads of an operation decides how sums are rounded, and numbers are the same for any number of workers.
+        return teams.leaving(max(1, torch.cuda.device_count()))
+
     @contextmanager
     def activate(self) -> Iterator[None]:
         begin_on(self.torch_device)
@@ -209,13 +227,13 @@ class CudaDevice(Device):
             self._arenas.clear()
             self._settle()
             for stream in self.streams:
-                if isinstance(stream, FedStream):
+                if isinstance(stream, ChunkedCopyStream):
                     stream.join()
             pinned.give_back()
 
     def _settle(self) -> None:
         for stream in self.streams:
-            assert isinstance(stream, (CudaStream, FedStream))
+            assert isinstance(stream, (CudaStream, ChunkedCopyStream))
             stream.settle()
 
 

@@ -107,8 +107,12 @@ class CudaEvent(GpuEvent):
     def done(self) -> bool:
         return self._switch.why is not None or _passed(self.event)
 
+    def passed(self) -> bool:
+        """Whether the GPU has reached it, abort or not."""
+        return _passed(self.event)
+
     def since(self, before: CudaEvent) -> float:
-        """Seconds from ``before`` to this; both are timed, and done."""
+        """Seconds from ``before`` to this; both are timed, and passed."""
         return float(before.event.elapsed_time(self.event)) / 1e3
 
     def time(self) -> float:
@@ -149,7 +153,7 @@ class CudaStream(Stream):
         return CudaEvent(self._record(timed), self._clock if timed else None, self._switch)
 
     def wait(self, event: Event) -> None:
-        """Blocks while ``event`` is not yet with the GPU: a stream that is fed may be behind."""
+        """Blocks while ``event`` is not yet with the GPU: a stream that copies pageable memory may be behind."""
         self._switch.check()
         assert isinstance(event, GpuEvent)
         self.stream.wait_event(event.on_gpu(self._switch).event)
@@ -157,9 +161,13 @@ class CudaStream(Stream):
     def copy(self, dst: Tensor, src: Tensor) -> None:
         self._switch.check()
         to, of = check_copy(dst, src)
+        self.move(to, of)
+        self.keep(to, of)
+
+    def move(self, to: Tensor, of: Tensor) -> None:
+        """``copy`` of what `check_copy` returns and `keep` is given afterwards."""
         with self.running(), torch.inference_mode():  # in which both inference tensors and others may be written
             to.copy_(of, non_blocking=True)
-        self.keep(to, of)
 
     def fill(self, buffer: Tensor, byte: int) -> None:
         self._switch.check()

@@ -36,6 +36,7 @@ class EmulatedDevice(Device):
         share_heap()
         self.index, self.torch_device = index, torch_device
         self.generator, self.generator_lock = torch.default_generator, generators.HOST_LOCK
+        self.lead_bytes = 0  # a call has run when it has been enqueued
         self._emulation = emulation
         self._switch = AbortSwitch(f"Device {index}")
         self._closed = False
@@ -165,6 +166,12 @@ class EmulatedDevice(Device):
 
     def process_settings(self) -> AbstractContextManager[None]:
         return teams.limited()
+
+    def step_settings(self) -> AbstractContextManager[None]:
+        return nullcontext()  # they compute in the threads that would switch
+
+    def host_thread_settings(self) -> AbstractContextManager[None]:
+        return nullcontext()  # `process_settings` have limited it
 
     @contextmanager
     def activate(self) -> Iterator[None]:

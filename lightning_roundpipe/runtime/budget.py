@@ -16,7 +16,7 @@ from lightning_roundpipe.messages import gib
 from lightning_roundpipe.model.layers import find_layers, find_requested
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import ARENAS, device_bytes
+from lightning_roundpipe.planning.memory import ARENAS, device_bytes, planned_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.flats import aligned
 from lightning_roundpipe.runtime.formats import Formats
@@ -68,6 +68,12 @@ def over_capacity(options: Options, devices: Sequence[Device]) -> str | None:
 def library_bytes(devices: Sequence[Device]) -> int:
     """What libraries keep of a worker's memory."""
     return max((device.library_bytes() for device in devices), default=0)
+
+
+def peak_bytes(plan: Plan, costs: Costs, options: Options, devices: Sequence[Device]) -> int:
+    """What a worker will hold at its peak, with what libraries keep."""
+    limit = worker_bytes(options, devices)
+    return planned_bytes(plan, costs, len(devices), limit, devices[0].lead_bytes) + library_bytes(devices)
 
 
 def libraries_note(options: Options, devices: Sequence[Device]) -> str:

@@ -102,7 +102,7 @@ class Engine:
         """Whether user code logs in backward."""
         self._on_its_way: Step | None = None
         """The last batch's step, if its outputs have been given out and its way back has not been waited for."""
-        self._caches = contextlib.ExitStack()
+        self._around = contextlib.ExitStack()
         self._switched_off: list[str] | None = None
         self._given: StepGradients | None = None
         """What the last batch's loss hands out."""
@@ -164,7 +164,7 @@ class Engine:
         step = cut.step(self, seed, self._on_its_way)
         args = [(part, *rest) for part in cut.parts]
         random_state = GlobalRandomState(self.devices)
-        switched_off = self._without_caches()
+        switched_off = self._set_up_step()
         try:
             with self._failing(step):
                 with intercepted(self._interceptors, step.control.fail):
@@ -201,7 +201,7 @@ class Engine:
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
         """``function()``, a training_step that differentiates and steps by itself."""
         self._prepare(anew=False)
-        step, switched_off = ManualStep(self, seed, self._buffers), self._without_caches()
+        step, switched_off = ManualStep(self, seed, self._buffers), self._set_up_step()
         try:
             with self._failing(step), intercepted(self._interceptors, step.control.fail):
                 output = step.run(function)
@@ -274,7 +274,7 @@ class Engine:
                 self._end(step)
         finally:
             self._switched_off = None
-            self._caches.close()
+            self._around.close()
 
     def _end(self, step: Step, *, failed: bool = False) -> None:
         """Nothing of the step is on its way any more."""
@@ -285,10 +285,11 @@ class Engine:
             self._report = report_of(step)
         step.let_go()
 
-    def _without_caches(self) -> list[str]:
-        """See `without_caches`; until nothing is on its way."""
+    def _set_up_step(self) -> list[str]:
+        """What holds until nothing is on its way. Returns what `without_caches` does."""
         if self._switched_off is None:
-            self._switched_off = self._caches.enter_context(without_caches(self.module))
+            self._switched_off = self._around.enter_context(without_caches(self.module))
+            self._around.enter_context(self.devices[0].step_settings())
         return self._switched_off
 
     @held()
@@ -297,7 +298,8 @@ class Engine:
         if apart != (self.updates is not None):
             self._drain()
             before, scales = self.updates, self.formats.scales
-            self.updates = Updates(self.units, self.options.staleness, scales) if apart else None
+            around = self.devices[0].host_thread_settings
+            self.updates = Updates(self.units, self.options.staleness, scales, around) if apart else None
             if before is not None:
                 before.retire()
 
@@ -323,7 +325,7 @@ class Engine:
         self._adopt(newest=True)
         evaluation = Evaluation(self)
         try:
-            with intercepted(self._evaluating):
+            with intercepted(self._evaluating), self.devices[0].step_settings():
                 output = evaluation.run(function, args, kwargs)
             self._metrics.bring_to_host()
             return output

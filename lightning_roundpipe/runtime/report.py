@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.messages import gib, plural, seconds
-from lightning_roundpipe.planning.memory import planned_bytes
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.budget import library_bytes, worker_bytes
+from lightning_roundpipe.runtime.budget import peak_bytes
 from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
 
 if TYPE_CHECKING:
@@ -56,10 +55,9 @@ def report_of(step: Step) -> Callable[[], Report]:
     recorder, plan, workers, costs = step.recorder, step.plan, len(engine.workers), engine.costs
     started, took = step.started, step.seconds
     peaks = [d.peak_bytes() for d in engine.devices]
-    limit = worker_bytes(engine.options, engine.devices)
     planned = None
     if plan is not None and costs is not None:
-        planned = planned_bytes(plan, costs, workers, limit) + library_bytes(engine.devices)
+        planned = peak_bytes(plan, costs, engine.options, engine.devices)
     # Only rows are kept: the step itself holds every boundary tensor.
     slots = [
         {

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -113,6 +114,7 @@ class Updates:
         units: all of them, in forward order.
         staleness: 0: a step sees all updates before it. 1: all but the last one, which is applied meanwhile.
         scales: what losses are multiplied by.
+        around: entered by the thread for as long as it lives.
 
     Attributes:
         submitted: how many optimizer steps there were.
@@ -120,14 +122,20 @@ class Updates:
         whole: whether all that was submitted has been applied, or is still to be: no update failed or was left out.
     """
 
-    def __init__(self, units: Sequence[Unit], staleness: int = 0, scales: Scales | None = None) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        staleness: int = 0,
+        scales: Scales | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.units = list(units)
         self.staleness = staleness
         self.submitted = max(unit.version for unit in self.units)  # there may have been another one before
         self.torn = self._applying = False
         self.whole = True
         self._controls: list[Control] = []
-        self._thread = TaskThread("roundpipe-optimizer")
+        self._thread = TaskThread("roundpipe-optimizer", around)
         self._error: BaseException | None = None
         self._batch: StepGradients | None = None
         self._accumulated: dict[Unit, _Accumulated] = {unit: _Accumulated() for unit in units}

@@ -11,11 +11,12 @@ What may be asked for when is decided by turns (`slots`).
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
@@ -33,7 +34,49 @@ from lightning_roundpipe.runtime.weights import HostLayer
 T = TypeVar("T")
 
 IN_FLIGHT = 2
-"""Calls that the host may enqueue on a device before the first of them is done. More would pile up boundaries there."""
+"""Calls that the host may enqueue on a device before the first of them is done, whatever they hold."""
+
+
+class InFlight:
+    """Calls that the host has enqueued on a device, oldest first, and the tensors that each keeps until it is done.
+
+    Attributes:
+        nbytes: of their tensors' storages, each once.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._calls: deque[tuple[Event, list[Tensor]]] = deque()
+        self._holders = Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def oldest(self) -> Event:
+        """The end of the first call."""
+        return self._calls[0][0]
+
+    def add(self, end: Event, tensors: list[Tensor]) -> None:
+        """``tensors`` belong to what is enqueued up to ``end``."""
+        self._calls.append((end, tensors))
+        for storage in _storages(tensors):
+            self._holders[storage._cdata] += 1
+            if self._holders[storage._cdata] == 1:
+                self.nbytes += storage.nbytes()
+
+    def land(self) -> None:
+        """The first call is done."""
+        _, tensors = self._calls.popleft()
+        for storage in _storages(tensors):
+            self._holders[storage._cdata] -= 1
+            if not self._holders[storage._cdata]:
+                del self._holders[storage._cdata]
+                self.nbytes -= storage.nbytes()
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
 
 
 class Arena:
@@ -93,7 +136,9 @@ class Worker:
         self._replicas: dict[int, tuple[Replica, Buffers]] = {}
         self._device_gradients: dict[int, DeviceGradients] = {}
         self._segments: dict[int, Tensor] = {}
-        self._in_flight: deque[tuple[Event, Any]] = deque()
+        self.lead = 0
+        """Bytes of calls that may be in flight."""
+        self._in_flight = InFlight()
         self.thread = TaskThread(f"roundpipe-worker{self.index}", device.activate)
         self._warming: Task[None] | None = self.thread.submit(device.warm_up)
 
@@ -146,15 +191,16 @@ class Worker:
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def reserve(self, weights: int, gradients: int, room: int | None = 0) -> None:
+    def reserve(self, weights: int, gradients: int, room: int | None = 0, lead: int = 0) -> None:
         """Make the arenas as large as the largest stage needs (bytes). Drained.
 
         Args:
             weights: of that stage.
             gradients: of that stage.
             room: what the budget leaves beside all that the plan needs; None: no limit.
+            lead: what it leaves for calls in flight beside that.
         """
-        self.room.limit = room
+        self.room.limit, self.lead = room, lead
         needed = [(arena, weights) for arena in self.weights]
         needed += [(arena, gradients) for arena in self.gradients if gradients]
         growing = [(arena, nbytes) for arena, nbytes in needed if not arena.has(nbytes)]
@@ -354,14 +400,19 @@ class Worker:
         return any(arena.contains(tensor) for arena in (*self.weights, *self.gradients))
 
     def retire(self, *tensors: Any) -> None:
-        """Keep ``tensors`` until the compute enqueued so far is done, and do not let the host run too far ahead."""
-        self._in_flight.append((self.device.compute.record(), tensors))
-        while self._in_flight and self._in_flight[0][0].done():
-            self._in_flight.popleft()
-        while len(self._in_flight) > IN_FLIGHT:
+        """Keep ``tensors`` until the compute enqueued so far is done, and do not let the host run too far ahead.
+
+        Each call that is enqueued adds boundary tensors to what the device holds. So there are `IN_FLIGHT` calls, or as
+        many more as the plan has left memory for.
+        """
+        flying = self._in_flight
+        flying.add(self.device.compute.record(), _flat(tensors))
+        while flying and flying.oldest.done():
+            flying.land()
+        while len(flying) > IN_FLIGHT and flying.nbytes > self.lead:
             # Before its tensors go, and not after.
-            self._in_flight[0][0].wait()
-            self._in_flight.popleft()
+            flying.oldest.wait()
+            flying.land()
 
     def release(self) -> None:
         """Give the arenas back: other sizes are needed. Drained."""
@@ -376,10 +427,21 @@ class Worker:
         self._replicas.clear()
         self._device_gradients.clear()
         self._segments.clear()
-        self._in_flight.clear()
+        self._in_flight = InFlight()
 
     def abandon(self) -> None:
         """After a failure, when the device is at rest: what was enqueued on the arenas will not happen any more."""
         self.forget()
         for arena in (*self.weights, *self.gradients):
             arena.free = None
+
+
+def _flat(nested: Iterable[Any]) -> list[Tensor]:
+    """The tensors in lists, and in lists in lists."""
+    found: list[Tensor] = []
+    for item in nested:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found += _flat(item)
+    return found

@@ -88,6 +88,14 @@ def test_a_model_with_everything(name: str) -> None:
     assert_no_races(found)
 
 
+def test_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of which a thread asks the driver, behind those that have been asked for."""
+    with races(shared=True) as found:
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+        stress.train(CASES["overlapping"])
+    assert_no_races(found)
+
+
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_with_evaluation(staleness: int) -> None:
     """Whole, and in parts, between steps."""
@@ -142,13 +150,15 @@ WAITS = [
     ("activations_up", "activations_down"),  # for what comes from another worker
     ("activations_down", "compute"),  # for outputs and gradients
     ("gradients_down", "compute"),  # for the gradients of a slot
+    ("weights_up", "weights_up"),  # for the chunk before, on the other one of two streams
+    ("gradients_down", "gradients_down"),  # likewise
 ]
 """A stream, and what it waits for: each of these waits is needed by something."""
 
 
 @pytest.mark.parametrize(
     ("waits", "of"),
-    [pytest.param(*pair, marks=() if i in (2, 6, 8) else pytest.mark.slow) for i, pair in enumerate(WAITS)],
+    [pytest.param(*pair, marks=() if i in (2, 6, 8, 10) else pytest.mark.slow) for i, pair in enumerate(WAITS)],
 )
 def test_a_missing_wait_shows(waits: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with races() as found:

@@ -20,6 +20,7 @@ import harness
 import lightning.pytorch as pl
 import pytest
 import stress
+import torch
 from harness import ours
 from ordering import Ordering
 from stress import CALLS, LAYERS, Case, StressModule
@@ -165,7 +166,7 @@ ELSEWHERE = {
     ("runtime.logs:_Download.__init__", "stream.wait(device.compute.record())"),
     ("runtime.logs:_Download.wait", "self._end.wait()"),
     ("runtime.logs:_arrived", "return value.wait() if isinstance(value, _Download) else value"),
-    ("runtime.worker:Worker.retire", "self._in_flight[0][0].wait()"),  # test_the_host_does_not_run_far_ahead
+    ("runtime.worker:Worker.retire", "flying.oldest.wait()"),  # test_the_host_does_not_run_far_ahead
 }
 """Tested below, in a way of its own, or where it says."""
 
@@ -359,10 +360,37 @@ def test_a_sum_that_nobody_took(missing: bool) -> None:
     assert bool(ordering.faults) is missing, ordering.faults
 
 
-def test_the_host_does_not_run_far_ahead(device: Device) -> None:
+@pytest.mark.parametrize(
+    ("lead", "waited"),
+    [
+        (0, [0, 1, 2]),  # two calls in any case
+        (200, [0, 1, 2]),
+        (300, [0, 1]),
+        (499, [0]),
+        (500, []),
+    ],
+)
+def test_the_host_does_not_run_far_ahead(lead: int, waited: list[int], device: Device) -> None:
     """Nothing else would hold it back on a GPU, and boundary tensors would pile up there. This orders nothing."""
-    worker = Worker(device)
-    waited: list[int] = []
+    found, most = calls_of(device, lead, [[torch.zeros(100, dtype=torch.uint8)] for _ in range(5)])
+    assert found == waited
+    assert most <= max(200, lead)
+
+
+def test_what_several_calls_hold_counts_once(device: Device) -> None:
+    """A mask, of which others may be views. What has no storage counts nothing."""
+    mask = torch.zeros(250, dtype=torch.uint8)
+    calls: list[Any] = [[mask[n:], None, ([torch.zeros(10, dtype=torch.uint8)], 3)] for n in range(5)]
+    assert calls_of(device, 300, calls) == ([], 300)
+    assert calls_of(device, 299, calls)[0] == [0]
+    sparse = torch.eye(300).to_sparse()
+    assert calls_of(device, 300, [[sparse]] * 5) == ([], 0)
+
+
+def calls_of(device: Device, lead: int, calls: list[Any]) -> tuple[list[int], int]:
+    """Which of ``calls`` that never end are waited for, and the most bytes that were in flight afterwards."""
+    worker, waited, most = Worker(device), list[int](), 0
+    worker.reserve(0, 0, lead=lead)
 
     class Far:
         def __init__(self, number: int) -> None:
@@ -375,12 +403,13 @@ def test_the_host_does_not_run_far_ahead(device: Device) -> None:
             waited.append(self.number)
 
     with pytest.MonkeyPatch.context() as patch:
-        numbers = iter(range(10))
+        numbers = iter(range(len(calls)))
         patch.setattr(device.compute, "record", lambda: Far(next(numbers)))
-        for _ in range(5):
-            worker.retire()
+        for call in calls:
+            worker.retire(*call)
+            most = max(most, worker._in_flight.nbytes)
     worker.close()
-    assert waited == [0, 1, 2]
+    return waited, most
 
 
 @pytest.mark.parametrize("asked", ["run", "post"])
