@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
 from lightning_roundpipe import strategy
-from lightning_roundpipe.devices import behalf, cuda_streams
+from lightning_roundpipe.devices import behalf, cuda, cuda_streams
 from lightning_roundpipe.devices.cuda import CudaDevice, share_out
 
 GPU_CLOCK_AHEAD = 1234.5
@@ -70,6 +71,8 @@ GPU_GENERATOR = torch.Generator()
 """What nobody draws from, as layers compute on the CPU: not the host's, as on a GPU."""
 RANGES: list[str] = []
 """Names that a profiler would show."""
+CLEARED: list[int] = []
+"""How many devices were open when cuBLAS's workspaces were cleared, each time."""
 
 
 @contextmanager
@@ -186,10 +189,13 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda.nvtx, "range_push", RANGES.append)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in CONTEXTS, raising=False)
+    patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: CLEARED.append(len(cuda._open)), raising=False)
+    patch.setattr(cuda, "_open", WeakSet())
+    patch.setattr(cuda_streams, "_streams", {})
     patch.setattr(cuda_streams, "_thread", threading.local())
     patch.setattr(torch.Tensor, "record_stream", no_record_stream, raising=False)
     _current.device = 0
-    for seen in (SYNCHRONIZED, RANGES, CONTEXTS):
+    for seen in (SYNCHRONIZED, RANGES, CONTEXTS, CLEARED):
         seen.clear()
 
 
@@ -203,13 +209,18 @@ def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False, shared
             ones glue could not compute with tensors of two.
     """
     made: list[CudaDevice] = []
+    streams: dict[int, dict[Any, Any]] = {}
+
+    def make_one(index: int, count: int) -> CudaDevice:
+        patch.setattr(cuda_streams, "_streams", streams.setdefault(index, {}))
+        return CudaDevice(index, torch.device("cpu"), "off", count)
 
     def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
         count = len(torch_devices)
         if shared:
             made[:] = share_out([torch.device("cpu")] * count, "off")  # type: ignore[assignment]
         else:
-            made[:] = [CudaDevice(i, torch.device("cpu"), "off", count) for i in range(count)]
+            made[:] = [make_one(i, count) for i in range(count)]
         return made
 
     play_cuda(patch)

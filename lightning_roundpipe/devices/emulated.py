@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -153,6 +153,9 @@ class EmulatedDevice(Device):
         return 0
 
     def warm_up(self) -> None:
+        pass
+
+    def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
         pass
 
     # -- computing
