@@ -343,7 +343,7 @@ class RoundPipeStrategy(OneProcess):
             a dict, of which ``print`` shows a summary:
             ``plan`` (text), ``plan_policy`` (``"measured"``, ``"static"`` or ``"text"``), ``workers``,
             ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
-            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (each per worker),
+            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes``, ``alloc_retries`` (each per worker),
             ``planned_device_bytes`` (of each worker, at the most; None without a plan), ``peak_host_bytes``,
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
             ``step_time_s`` (from its start, or the end of the step before if they overlap),

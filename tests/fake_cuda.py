@@ -71,6 +71,8 @@ GPU_GENERATOR = torch.Generator()
 """What nobody draws from, as layers compute on the CPU: not the host's, as on a GPU."""
 RANGES: list[str] = []
 """Names that a profiler would show."""
+RETRIES = [0]
+"""What the allocator says of how often it had to try again."""
 CLEARED: list[int] = []
 """How many devices were open when cuBLAS's workspaces were cleared, each time."""
 
@@ -181,6 +183,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         "memory_allocated": lambda device: 150,
         "max_memory_allocated": lambda device: 180,
         "reset_peak_memory_stats": lambda device: None,
+        "memory_stats": lambda device: {"num_alloc_retries": RETRIES[0]},
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
@@ -194,7 +197,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda_streams, "_streams", {})
     patch.setattr(cuda_streams, "_thread", threading.local())
     patch.setattr(torch.Tensor, "record_stream", no_record_stream, raising=False)
-    _current.device = 0
+    _current.device = RETRIES[0] = 0
     for seen in (SYNCHRONIZED, RANGES, CONTEXTS, CLEARED):
         seen.clear()
 

@@ -244,6 +244,11 @@ class Device(ABC):
         """Begin a new peak at what is resident now."""
 
     @abstractmethod
+    def allocation_retries(self) -> int:
+        """How often the allocator has given back all that it keeps to find room, since the process began. Shared GPUs
+        report their sum."""
+
+    @abstractmethod
     def resident_bytes(self) -> int:
         """What is resident now, in bytes."""
 

@@ -140,6 +140,9 @@ class EmulatedDevice(Device):
     def reset_peak(self) -> None:
         self._ledger.reset_peak()
 
+    def allocation_retries(self) -> int:
+        return 0
+
     def resident_bytes(self) -> int:
         return self._ledger.resident()
 

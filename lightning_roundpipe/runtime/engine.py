@@ -36,6 +36,7 @@ from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import Report, report_of
+from lightning_roundpipe.runtime.retries import Retries
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.rounding import is_surprised, is_watched
 from lightning_roundpipe.runtime.run import MicrobatchRun
@@ -118,6 +119,7 @@ class Engine:
         self.belongings = Belongings(module, self.layers)
         self._in_glue = parameters_outside(module, [x.module for x in self.layers])
         self.hints = Hints(module, inform)
+        self.retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
@@ -282,6 +284,7 @@ class Engine:
             self.updates.leave(step.control)
         if not failed:
             self.weights_uploaded += sum(step.recorder.nbytes(("upload_weights",), len(self.workers)))
+            self.retries.after_step(step.plan, step.retries)
             self._report = report_of(step)
         step.let_go()
 
