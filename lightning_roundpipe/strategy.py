@@ -52,6 +52,7 @@ from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
 from lightning_roundpipe.runtime.budget import over_capacity
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.interrupts import held
+from lightning_roundpipe.runtime.notes import remedied
 from lightning_roundpipe.runtime.report import Report
 from lightning_roundpipe.stepping import Stepping
 from lightning_roundpipe.windows import ACCUMULATED, save
@@ -222,7 +223,7 @@ class RoundPipeStrategy(OneProcess):
         fitting = trainer.state.fn == TrainerFn.FITTING
         refuse_module(module, self.options, fitting=fitting)
         self.model = self._precision.prepare(module, fitting=fitting)
-        with held():
+        with held(), remedied():
             self._start_engine(module)
         assert self._engine is not None
         self._quieten = tell_of_all_workers(trainer, str(self.precision_plugin.precision), self._engine.devices)
@@ -287,7 +288,8 @@ class RoundPipeStrategy(OneProcess):
         if engine is not None:
             self._quieten()
             try:
-                self._last_report = engine.report() or self._last_report
+                with contextlib.suppress(torch.AcceleratorError):  # of a GPU that has failed, which closing it says
+                    self._last_report = engine.report() or self._last_report
             finally:
                 engine.close()
 

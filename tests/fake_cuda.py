@@ -21,6 +21,22 @@ GPU_CLOCK_AHEAD = 1234.5
 """Seconds by which the fake GPU's clock differs from the host's."""
 
 
+DEAD: list[int] = []
+"""The number of a CUDA error after which every call fails with it."""
+
+
+def refuse_if_dead() -> None:
+    if DEAD:
+        raise accelerator_error(DEAD[0])
+
+
+def accelerator_error(number: int) -> RuntimeError:
+    """What torch raises for CUDA's error of that number."""
+    error = torch.AcceleratorError(f"CUDA error: number {number}")
+    error.error_code = number  # type: ignore[attr-defined]
+    return error
+
+
 class FakeEvent:
     """Reached as soon as it is recorded, unless its stream is busy."""
 
@@ -32,14 +48,17 @@ class FakeEvent:
         """What comes before it, if somebody follows; see `happens_before`."""
 
     def record(self, stream: FakeStream) -> None:
+        refuse_if_dead()
         self.stream, self.at = stream, time.perf_counter() + GPU_CLOCK_AHEAD
 
     def synchronize(self) -> None:
+        refuse_if_dead()
         assert self.stream is not None, "waited for an event that was never recorded"
         self.stream.busy = False
         SYNCHRONIZED.append(threading.current_thread().name)
 
     def query(self) -> bool:
+        refuse_if_dead()
         return self.stream is not None and not self.stream.busy
 
     def elapsed_time(self, later: FakeEvent) -> float:
@@ -57,10 +76,12 @@ class FakeStream:
         self.waited: list[FakeEvent] = []
 
     def wait_event(self, event: FakeEvent) -> None:
+        refuse_if_dead()
         assert event.stream is not None
         self.waited.append(event)
 
     def synchronize(self) -> None:
+        refuse_if_dead()
         self.busy = False
         SYNCHRONIZED.append(threading.current_thread().name)
 
@@ -198,7 +219,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda_streams, "_thread", threading.local())
     patch.setattr(torch.Tensor, "record_stream", no_record_stream, raising=False)
     _current.device = RETRIES[0] = 0
-    for seen in (SYNCHRONIZED, RANGES, CONTEXTS, CLEARED):
+    for seen in (SYNCHRONIZED, RANGES, CONTEXTS, CLEARED, DEAD):
         seen.clear()
 
 

@@ -34,6 +34,7 @@ from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_f
 from lightning_roundpipe.runtime.logs import HostMetrics
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
+from lightning_roundpipe.runtime.notes import remedied
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import Report, report_of
 from lightning_roundpipe.runtime.retries import Retries
@@ -136,6 +137,7 @@ class Engine:
     # -- training -----------------------------------------------------------------------------------------------------
 
     @held()
+    @remedied()
     def train_batch(
         self,
         function: Callable[..., Any],
@@ -200,6 +202,7 @@ class Engine:
         return output
 
     @held()
+    @remedied()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
         """``function()``, a training_step that differentiates and steps by itself."""
         self._prepare(anew=False)
@@ -305,6 +308,7 @@ class Engine:
                 before.retire()
 
     @held()
+    @remedied()
     def settle(self) -> None:
         """Before anybody looks at weights or at the optimizer's state, or writes to them: nothing is on its way."""
         self._looked_at = True
@@ -317,6 +321,7 @@ class Engine:
             self.updates.settle()
 
     @held()
+    @remedied()
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
         self.crew.refuse_broken()

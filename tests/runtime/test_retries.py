@@ -1,4 +1,4 @@
-"""A GPU's allocator that gives back all it keeps to find room: it is reported, and what helps is said where it goes on."""
+"""An allocator that gives back all it keeps to find room: it is reported, and what helps is said where it goes on."""
 
 from __future__ import annotations
 
