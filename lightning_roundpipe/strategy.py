@@ -240,7 +240,10 @@ class RoundPipeStrategy(OneProcess):
     @override
     def on_train_start(self) -> None:
         if self._stepping is not None:
+            module, engine = self._running()
             self._stepping.started()
+            if module.automatic_optimization:
+                engine.reserve_gradients()
             warn_of_lost_place(self._running()[0].trainer, self._holds_place)
 
     @override

@@ -47,8 +47,8 @@ kernel (702), asserts in a kernel (710), illegal instructions and misaligned or 
 failures of a kernel (719, 721), and memory or links that are broken (214, 220, 226, 911)."""
 
 NEW_PROCESS = (
-    "the GPU cannot be used by this process any more, whatever is called: start a new process. CUDA reports such errors "
-    "late; with CUDA_LAUNCH_BLOCKING=1 in the environment the traceback shows the operation that failed"
+    "this process cannot use the GPU any more: start a new process. CUDA reports such errors late: with "
+    "CUDA_LAUNCH_BLOCKING=1 in the environment, the traceback shows the operation that failed."
 )
 
 

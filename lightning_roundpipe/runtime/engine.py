@@ -115,6 +115,8 @@ class Engine:
         self._evaluating = [*self._interceptors, *(models if self.parting.possible else ())]
         self._interceptors += models if options.microbatch_scope == "model" else []
         self._buffers: dict[Hashable, GradientBuffers] = {}
+        self._reserves = self._reserved = False
+        """Whether they are made before a batch asks for them, and whether some were, by no batch so far."""
         self.next_step, self.next_slot = itertools.count().__next__, itertools.count().__next__
         self._trainable = self._trainable_now()
         self.belongings = Belongings(module, self.layers)
@@ -286,6 +288,8 @@ class Engine:
         if self.updates is not None:
             self.updates.leave(step.control)
         if not failed:
+            if self._reserved:
+                self._give_back_reserved()
             self.weights_uploaded += sum(step.recorder.nbytes(("upload_weights",), len(self.workers)))
             self.retries.after_step(step.plan, step.retries)
             self._report = report_of(step)
@@ -362,6 +366,8 @@ class Engine:
             self.settle()
             self._buffers.clear()
             forget_plan(self)
+            if self._reserves:
+                self.reserve_gradients()
         self._adopt(newest=False)
         for device in self.devices:
             device.reset_peak()
@@ -389,8 +395,23 @@ class Engine:
     def _trainable_now(self) -> list[bool]:
         return [p.requires_grad for layer in self.layers for p in layer.masters]
 
+    @held()
+    def reserve_gradients(self) -> None:
+        """Before the first batch, which is measured: host memory for the gradients of a call of each layer."""
+        with allowed():  # it may be half of what training takes, and nothing runs yet
+            for layer in self.layers:
+                buffers = self._buffers.setdefault((layer.index, 0), GradientBuffers(layer, self.devices[0]))
+                buffers.reserve()
+        self._reserves = self._reserved = True
+
+    def _give_back_reserved(self) -> None:
+        """Behind the first batch: what no call had gradients for. Should one have some later, it is made anew."""
+        self._reserved = False
+        for key in [key for key, buffers in self._buffers.items() if not buffers.used]:
+            del self._buffers[key]
+
     def buffers_of(self, call: TracedCall) -> GradientBuffers:
-        """The host memory for the gradients of a call; made when first needed."""
+        """The host memory for the gradients of a call; made when first needed, if it is not there."""
         key = (call.layer.index, call.use)
         if key not in self._buffers:
             self._buffers[key] = GradientBuffers(call.layer, self.devices[0])
