@@ -204,7 +204,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         "memory_allocated": lambda device: 150,
         "max_memory_allocated": lambda device: 180,
         "reset_peak_memory_stats": lambda device: None,
-        "memory_stats": lambda device: {"num_alloc_retries": RETRIES[0]},
+        "memory_stats_as_nested_dict": lambda device: {"num_alloc_retries": RETRIES[0]},
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)

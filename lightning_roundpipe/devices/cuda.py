@@ -156,7 +156,7 @@ class CudaDevice(Device):
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def allocation_retries(self) -> int:
-        return int(torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0))
+        return int(torch.cuda.memory_stats_as_nested_dict(self.torch_device).get("num_alloc_retries", 0))
 
     def resident_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)

@@ -99,7 +99,7 @@ def play(patch: pytest.MonkeyPatch) -> None:
         "memory_allocated": lambda device: 0,
         "max_memory_allocated": lambda device: 0,
         "reset_peak_memory_stats": lambda device: None,
-        "memory_stats": lambda device: {},
+        "memory_stats_as_nested_dict": lambda device: {},
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
