@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import platform
 import statistics
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import Device, make_devices, pinned
+from lightning_roundpipe.devices import Device, make_devices, pages, pinned
 
 MIB, GIB = 2**20, 2**30
 Figures = dict[str, Any]
@@ -113,6 +114,9 @@ def registration() -> Figures:
         time.sleep(1.0)
     found["longest_launch_ms_idle"] = launcher.longest_ms
     for name, nbytes in (("32MiB", 32 * MIB), ("200MiB", 200 * MIB), ("4GiB", 4 * GIB)):
+        fresh = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        found[f"make_pages_{name}_s_per_gib"] = _seconds(lambda fresh=fresh: pages.make_pages(fresh)) / (nbytes / GIB)
+        del fresh
         with Launcher() as launcher:
             buffer: list[torch.Tensor] = []
             took = _seconds(lambda buffer=buffer, nbytes=nbytes: buffer.append(pinned.registered(nbytes)))

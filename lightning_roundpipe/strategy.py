@@ -52,6 +52,7 @@ from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
 from lightning_roundpipe.runtime.budget import over_capacity
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.interrupts import held
+from lightning_roundpipe.runtime.notes import remedied
 from lightning_roundpipe.runtime.report import Report
 from lightning_roundpipe.stepping import Stepping
 from lightning_roundpipe.windows import ACCUMULATED, save
@@ -222,7 +223,7 @@ class RoundPipeStrategy(OneProcess):
         fitting = trainer.state.fn == TrainerFn.FITTING
         refuse_module(module, self.options, fitting=fitting)
         self.model = self._precision.prepare(module, fitting=fitting)
-        with held():
+        with held(), remedied():
             self._start_engine(module)
         assert self._engine is not None
         self._quieten = tell_of_all_workers(trainer, str(self.precision_plugin.precision), self._engine.devices)
@@ -239,7 +240,10 @@ class RoundPipeStrategy(OneProcess):
     @override
     def on_train_start(self) -> None:
         if self._stepping is not None:
+            module, engine = self._running()
             self._stepping.started()
+            if module.automatic_optimization:
+                engine.reserve_gradients()
             warn_of_lost_place(self._running()[0].trainer, self._holds_place)
 
     @override
@@ -287,7 +291,8 @@ class RoundPipeStrategy(OneProcess):
         if engine is not None:
             self._quieten()
             try:
-                self._last_report = engine.report() or self._last_report
+                with contextlib.suppress(torch.AcceleratorError):  # of a GPU that has failed, which closing it says
+                    self._last_report = engine.report() or self._last_report
             finally:
                 engine.close()
 
@@ -343,7 +348,7 @@ class RoundPipeStrategy(OneProcess):
             a dict, of which ``print`` shows a summary:
             ``plan`` (text), ``plan_policy`` (``"measured"``, ``"static"`` or ``"text"``), ``workers``,
             ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
-            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (each per worker),
+            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes``, ``alloc_retries`` (each per worker),
             ``planned_device_bytes`` (of each worker, at the most; None without a plan), ``peak_host_bytes``,
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
             ``step_time_s`` (from its start, or the end of the step before if they overlap),

@@ -16,7 +16,7 @@ Three rules hold for both kinds, and both rely on them:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -246,6 +246,11 @@ class Device(ABC):
         """Begin a new peak at what is resident now."""
 
     @abstractmethod
+    def allocation_retries(self) -> int:
+        """How often the allocator has given back all that it keeps to find room, since the process began. Shared GPUs
+        report their sum."""
+
+    @abstractmethod
     def resident_bytes(self) -> int:
         """What is resident now, in bytes."""
 
@@ -264,6 +269,18 @@ class Device(ABC):
     @abstractmethod
     def warm_up(self) -> None:
         """Let libraries take that now, in the calling thread: else it would seem to be the first layer's."""
+
+    @abstractmethod
+    def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
+        """Let libraries give back what they hold, and see whether it was more than `library_bytes` said.
+
+        If so, code between layers uses them, too, and each of the threads that run it has a share from now on. Call it
+        after the first batch, when nothing runs.
+
+        Args:
+            devices: all of the run's, this one among them.
+            threads: that run code between layers.
+        """
 
     @abstractmethod
     def permit(self) -> AbstractContextManager[None]:

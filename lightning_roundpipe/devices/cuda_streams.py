@@ -28,8 +28,21 @@ def _new_event(*, timed: bool, blocking: bool = True) -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=timed, blocking=blocking)  # type: ignore[no-untyped-call]
 
 
-def _new_stream(torch_device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_making = threading.Lock()
+
+
+def stream_of(torch_device: torch.device, role: str) -> torch.cuda.Stream:
+    """The GPU's stream for ``role``: one for the life of the process.
+
+    torch's allocator and cuBLAS's workspaces keep memory for each stream, and a stream never ends. With new ones, each
+    fit would leave behind what no later one can use.
+    """
+    with _making:
+        stream = _streams.get((torch_device, role))
+        if stream is None:
+            stream = _streams[torch_device, role] = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+        return stream
 
 
 def _passed(event: torch.cuda.Event) -> bool:
@@ -57,7 +70,7 @@ class Clock:
     """Puts a GPU's events on the host's ``time.perf_counter``."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        self._stream = _new_stream(torch_device)
+        self._stream = stream_of(torch_device, "clock")
         self._lock = threading.Lock()
         self._set()
 
@@ -129,21 +142,21 @@ class CudaStream(Stream):
     Args:
         name: for errors and profilers.
         torch_device: the GPU.
+        role: of its stream there; see `stream_of`.
         clock: of the GPU.
         switch: of the worker.
-        of: another worker's, that this is the same as.
     """
 
     def __init__(
         self,
         name: str,
         torch_device: torch.device,
+        role: str,
         clock: Clock,
         switch: AbortSwitch,
-        of: CudaStream | None = None,
     ) -> None:
         self.name, self._torch_device = name, torch_device
-        self.stream: torch.cuda.Stream = _new_stream(torch_device) if of is None else of.stream
+        self.stream = stream_of(torch_device, role)
         self._clock, self._switch = clock, switch
         self._lock = threading.Lock()
         self._flying: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -141,6 +141,9 @@ class EmulatedDevice(Device):
     def reset_peak(self) -> None:
         self._ledger.reset_peak()
 
+    def allocation_retries(self) -> int:
+        return 0
+
     def resident_bytes(self) -> int:
         return self._ledger.resident()
 
@@ -154,6 +157,9 @@ class EmulatedDevice(Device):
         return 0
 
     def warm_up(self) -> None:
+        pass
+
+    def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
         pass
 
     # -- computing

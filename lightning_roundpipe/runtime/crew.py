@@ -17,10 +17,14 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, teams
+from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.notes import add_remedy
 from lightning_roundpipe.runtime.process_state import one_at_a_time
 from lightning_roundpipe.runtime.threads import Task, TaskThread, within
 from lightning_roundpipe.runtime.worker import Worker
@@ -161,7 +165,9 @@ class Crew:
         try:
             return within(GRACE, reset)
         except Exception as error:
-            if control.error is not None:
+            if control.error is not None and is_sticky(error):
+                add_remedy(control.error)
+            elif control.error is not None:
                 control.error.add_note(f"roundpipe: afterwards, the devices could not be reset: {error!r}")
             return False
 
@@ -175,6 +181,8 @@ class Crew:
             thread.stop()  # all of them, before the first that is stuck takes all the time
         threads, self._threads = self._threads, []
         with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
+            if self.broken:  # a GPU may be why, which fails again at each call, and the first error is on its way
+                rest.enter_context(contextlib.suppress(torch.AcceleratorError))
             rest.callback(self._around.close)
             if self.broken:
                 rest.callback(within, GRACE, self._close_devices)

@@ -34,8 +34,10 @@ from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_f
 from lightning_roundpipe.runtime.logs import HostMetrics
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
+from lightning_roundpipe.runtime.notes import remedied
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import Report, report_of
+from lightning_roundpipe.runtime.retries import Retries
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.rounding import is_surprised, is_watched
 from lightning_roundpipe.runtime.run import MicrobatchRun
@@ -113,11 +115,14 @@ class Engine:
         self._evaluating = [*self._interceptors, *(models if self.parting.possible else ())]
         self._interceptors += models if options.microbatch_scope == "model" else []
         self._buffers: dict[Hashable, GradientBuffers] = {}
+        self._reserves = self._reserved = False
+        """Whether they are made before a batch asks for them, and whether some were, by no batch so far."""
         self.next_step, self.next_slot = itertools.count().__next__, itertools.count().__next__
         self._trainable = self._trainable_now()
         self.belongings = Belongings(module, self.layers)
         self._in_glue = parameters_outside(module, [x.module for x in self.layers])
         self.hints = Hints(module, inform)
+        self.retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
@@ -134,6 +139,7 @@ class Engine:
     # -- training -----------------------------------------------------------------------------------------------------
 
     @held()
+    @remedied()
     def train_batch(
         self,
         function: Callable[..., Any],
@@ -198,6 +204,7 @@ class Engine:
         return output
 
     @held()
+    @remedied()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
         """``function()``, a training_step that differentiates and steps by itself."""
         self._prepare(anew=False)
@@ -281,7 +288,10 @@ class Engine:
         if self.updates is not None:
             self.updates.leave(step.control)
         if not failed:
+            if self._reserved:
+                self._give_back_reserved()
             self.weights_uploaded += sum(step.recorder.nbytes(("upload_weights",), len(self.workers)))
+            self.retries.after_step(step.plan, step.retries)
             self._report = report_of(step)
         step.let_go()
 
@@ -304,6 +314,7 @@ class Engine:
                 before.retire()
 
     @held()
+    @remedied()
     def settle(self) -> None:
         """Before anybody looks at weights or at the optimizer's state, or writes to them: nothing is on its way."""
         self._looked_at = True
@@ -316,6 +327,7 @@ class Engine:
             self.updates.settle()
 
     @held()
+    @remedied()
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
         self.crew.refuse_broken()
@@ -356,6 +368,8 @@ class Engine:
             self.settle()
             self._buffers.clear()
             forget_plan(self)
+            if self._reserves:
+                self.reserve_gradients()
         self._adopt(newest=False)
         for device in self.devices:
             device.reset_peak()
@@ -383,8 +397,23 @@ class Engine:
     def _trainable_now(self) -> list[bool]:
         return [p.requires_grad for layer in self.layers for p in layer.masters]
 
+    @held()
+    def reserve_gradients(self) -> None:
+        """Before the first batch, which is measured: host memory for the gradients of a call of each layer."""
+        with allowed():  # it may be half of what training takes, and nothing runs yet
+            for layer in self.layers:
+                buffers = self._buffers.setdefault((layer.index, 0), GradientBuffers(layer, self.devices[0]))
+                buffers.reserve()
+        self._reserves = self._reserved = True
+
+    def _give_back_reserved(self) -> None:
+        """Behind the first batch: what no call had gradients for. Should one have some later, it is made anew."""
+        self._reserved = False
+        for key in [key for key, buffers in self._buffers.items() if not buffers.used]:
+            del self._buffers[key]
+
     def buffers_of(self, call: TracedCall) -> GradientBuffers:
-        """The host memory for the gradients of a call; made when first needed."""
+        """The host memory for the gradients of a call; made when first needed, if it is not there."""
         key = (call.layer.index, call.use)
         if key not in self._buffers:
             self._buffers[key] = GradientBuffers(call.layer, self.devices[0])

@@ -51,6 +51,9 @@ def plan_from(engine: Engine, step: Step) -> None:
         )
     if send_rounded(engine):
         reserve_for_layers(engine)
+    engine.devices[0].settle_libraries(engine.devices, len(step.sizes))
+    for worker in engine.workers:
+        worker.warm_up()
     engine.costs = with_times_of_bytes(trace.costs(), rates_of(engine)) if static else trace.costs()
     limit = worker_bytes(engine.options, engine.devices)
     if (text := engine.options.plan_text) is not None:

@@ -96,6 +96,8 @@ class Step:
         self._all_closed = Waiter()
         self._tasks: list[Task[None]] = []
         self.started = time.perf_counter()
+        self.retries = engine.retries.so_far()
+        """Of allocations, before it."""
         self.runs: list[MicrobatchRun] = []
         self.gradients: StepGradients | None = None
         """What its loss hands out, once it is there."""

@@ -74,6 +74,15 @@ class GradientBuffers:
         self._buffers: list[_Buffer] = []
         self._last: HostGradients | None = None
 
+    @property
+    def used(self) -> bool:
+        """Whether there was ever a batch that had gradients for it."""
+        return self._last is not None
+
+    def reserve(self) -> None:
+        """Make the memory for the first batch now: to page-lock it takes time, and may stall what runs meanwhile."""
+        self._unused()
+
     def begin(self) -> HostGradients:
         """The sum of a new batch."""
         before = self._last
@@ -87,7 +96,8 @@ class GradientBuffers:
         for buffer in self._buffers:
             if buffer.unused:
                 return buffer
-        flat = self._device.host_buffer(self.layout.nbytes)
+        nbytes = self.layout.nbytes
+        flat = self._device.host_buffer(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
         views = [segment.view(flat) for segment in self.layout.segments]
         buffer = _Buffer(flat, views, _holders(flat))
         self._buffers = [*self._buffers[-1:], buffer]

@@ -140,9 +140,14 @@ class Worker:
         """Bytes of calls that may be in flight."""
         self._in_flight = InFlight()
         self.thread = TaskThread(f"roundpipe-worker{self.index}", device.activate)
-        self._warming: Task[None] | None = self.thread.submit(device.warm_up)
+        self._warming: Task[None] | None = None
+        self.warm_up()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Let the device warm up before anything else is run."""
+        self._warming = self.thread.submit(self.device.warm_up)
 
     def run(self, function: Callable[[], T], control: Control) -> T:
         """Run ``function`` on the worker's thread and wait for its result; its exceptions are raised here."""

@@ -224,12 +224,14 @@ MIB = 2**20
         ("", 9, 32 * MIB),
         (":4096:8", 8, 32 * MIB),
         (":16:8:4096:1", 9, 4.125 * MIB),
-        ("?", 12, 8.125 * MIB),
+        ("?", 8, 8.125 * MIB),
+        ("", 12, 32 * MIB),
     ],
 )
 def test_what_cublas_keeps(config: str, major: int, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the worker's thread and for autograd's, as torch chooses it."""
+    """For the worker's thread, for autograd's and for those of microbatches that multiply, as torch chooses it."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     properties = SimpleNamespace(major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert cuda_libraries.library_bytes(torch.device("cuda", 0)) == 2 * expected
+    assert cuda_libraries.library_bytes(torch.device("cuda", 0), 0) == 2 * expected
+    assert cuda_libraries.library_bytes(torch.device("cuda", 0), 3) == 5 * expected

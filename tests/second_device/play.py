@@ -7,11 +7,13 @@ import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
 from lightning_roundpipe import strategy
+from lightning_roundpipe.devices import cuda, cuda_streams
 from lightning_roundpipe.devices.cuda import share_out
 from second_device import backend
 from second_device.backend import Module
@@ -97,9 +99,13 @@ def play(patch: pytest.MonkeyPatch) -> None:
         "memory_allocated": lambda device: 0,
         "max_memory_allocated": lambda device: 0,
         "reset_peak_memory_stats": lambda device: None,
+        "memory_stats_as_nested_dict": lambda device: {},
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
+    patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    patch.setattr(cuda, "_open", WeakSet())
+    patch.setattr(cuda_streams, "_streams", {})
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in backend.MADE_CURRENT, raising=False)
     patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1:4")  # KiB: the models that are trained are small
     patch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
