@@ -19,14 +19,16 @@ from stress import all_reports
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.cuda import CudaDevice, share_out
-from lightning_roundpipe.devices.cuda_feed import FedStream
+from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 
 GPU = torch.device("cpu")
 
 
 def streams(device: CudaDevice) -> list[Any]:
-    under = [stream.fed if isinstance(stream, FedStream) else stream for stream in device.streams]
-    return [stream.stream for stream in under]  # type: ignore[attr-defined]
+    under: list[Any] = []
+    for stream in device.streams:
+        under += stream.lanes if isinstance(stream, ChunkedCopyStream) else [stream]
+    return [stream.stream for stream in under]
 
 
 def test_the_next_run_has_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
