@@ -19,6 +19,7 @@ from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import layers_that_fit
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.compiling import forwards_of
+from lightning_roundpipe.runtime.context import thread_locals_of
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
 from lightning_roundpipe.runtime.cutting import cut_batch
@@ -78,6 +79,7 @@ class Engine:
         """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
         types = {d.torch_device.type for d in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
+        self.thread_locals = thread_locals_of(module)
         self.accelerator = next(iter(types - {"cpu"}), None)
         self._metrics = HostMetrics(module if self.accelerator is not None else nn.Module())
         self.staging = devices[0] if self.accelerator is not None else None
