@@ -109,7 +109,7 @@ class Runner:
             call.layer.overwrites[len(leaves)] = frozenset(written)
         mutated = self._mutated(call, ran.given)
         differs = self._differs_without_grad(slot, call, leaves, ran)
-        if call.probe and self._formats.low is not None and not self._formats.default_matters:
+        if call.probe and self._formats.sets_default and not self._formats.default_matters:
             self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
         with self._watching(call.layer):

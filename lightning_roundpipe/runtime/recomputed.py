@@ -37,7 +37,7 @@ _MOST_INTEGERS = 1 << 22
 
 def is_checked(step: int) -> bool:
     """Whether the recomputations of the step with that number are checked."""
-    return step < FIRST or step % EVERY == 0
+    return step < FIRST or (step + 1) % EVERY == 0
 
 
 @dataclass(frozen=True)
