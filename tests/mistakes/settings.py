@@ -496,8 +496,8 @@ TRAINER = [
         SECTION,
         "a precision that is not supported",
         "precision='…' is not supported by the roundpipe strategy",
-        "use 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
-        (trainer(precision="64-true"),),
+        "use 32-true, 64-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
+        (lambda user: RoundPipePrecision("transformer-engine"),),
     ),
     Mistake(
         SECTION,
