@@ -57,7 +57,14 @@ def test_a_slurm_plugin_in_one_process() -> None:
 
 
 def test_several_slurm_tasks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"NTASKS": "2", "NTASKS_PER_NODE": "2", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_NAME": "fit"}.items():
+    for name, value in {
+        "NTASKS": "2",
+        "NTASKS_PER_NODE": "2",
+        "PROCID": "0",
+        "LOCALID": "0",
+        "NODEID": "0",
+        "JOB_NAME": "fit",
+    }.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     with pytest.raises(Exception, match="runs in one process on one machine, and 2 were asked for"):
         trainer_of(ours(), plugins=[SLURMEnvironment(auto_requeue=False)]).fit(zoo.make_module("mlp"), [])

@@ -503,7 +503,7 @@ TRAINER = [
         SECTION,
         "a precision plugin",
         "plugins=[…(...)] brings a precision plugin",
-        "take it out and set precision= to 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
+        "take it out and set precision= to 32-true, 64-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
         (trainer(plugins=[type("Mine", (DoublePrecision,), {})()]),),
     ),
     Mistake(
