@@ -60,6 +60,10 @@ from lightning_roundpipe.windows import ACCUMULATED, save
 _CPU = torch.device("cpu")
 
 
+def _nothing() -> None:
+    """In a strategy that has started nothing, which can be pickled."""
+
+
 class RoundPipeStrategy(OneProcess):
     """Trains models that do not fit a GPU by sending their stages to the machine's GPUs in turn.
 
@@ -146,7 +150,7 @@ class RoundPipeStrategy(OneProcess):
         self._announcements: Announcements | None = None
         self._seed = 0
         self._stepping: Stepping | None = None
-        self._quieten: Callable[[], object] = lambda: None
+        self._quieten: Callable[[], object] = _nothing
         self._accumulated: dict[str, Tensor] = {}
         self._holds_place = False
 
@@ -224,7 +228,7 @@ class RoundPipeStrategy(OneProcess):
         refuse_module(module, self.options, fitting=fitting)
         self.model = self._precision.prepare(module, fitting=fitting)
         with held(), remedied():
-            self._start_engine(module)
+            self._start_engine(module, fitting=fitting)
         assert self._engine is not None
         self._quieten = tell_of_all_workers(trainer, str(self.precision_plugin.precision), self._engine.devices)
         # The base class would move the optimizer's state to the first device here; it belongs to the masters.
@@ -251,7 +255,7 @@ class RoundPipeStrategy(OneProcess):
         if self._stepping is not None:
             self._stepping.ended()
 
-    def _start_engine(self, module: LightningModule) -> None:
+    def _start_engine(self, module: LightningModule, *, fitting: bool) -> None:
         if self._engine is not None:
             self._stop_engine()
         assert self.parallel_devices
@@ -260,7 +264,8 @@ class RoundPipeStrategy(OneProcess):
         self._seed = torch.initial_seed()
         devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))
         try:
-            self._engine = Engine(module, devices, self.options, rank_zero_info, self._precision.formats())
+            formats = self._precision.formats()
+            self._engine = Engine(module, devices, self.options, rank_zero_info, formats, fitting=fitting)
         except BaseException:
             for device in devices:
                 device.close()
@@ -358,6 +363,10 @@ class RoundPipeStrategy(OneProcess):
             same moment (what was uploaded ahead of the step has negative ones).
         """
         return (self._engine.report() if self._engine is not None else None) or self._last_report
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a run has started: threads, devices, and what steps on them."""
+        return vars(self) | {"_engine": None, "_stepping": None, "_announcements": None, "_quieten": _nothing}
 
     def __repr__(self) -> str:
         """The settings that are not the defaults, as they would be written in a script."""

@@ -22,22 +22,25 @@ LAYER_SHARE = 8
 """A module larger than the model's size over this is looked into, if there is something inside to take instead."""
 
 
-def find_layers(root: nn.Module, requested: Sequence[str | type] | None = None) -> dict[str, nn.Module]:
+def find_layers(
+    root: nn.Module, requested: Sequence[str | type] | None = None, *, needed: bool = True
+) -> dict[str, nn.Module]:
     """The layers of ``root``, by qualified name, in registration order.
 
     Args:
         root: the user's LightningModule. It is itself never a layer: its ``training_step`` is glue.
         requested: module classes, class names or qualified module names that must each be a layer as a whole. What
             they leave over is searched as usual.
+        needed: whether there must be a layer.
 
     Raises:
-        ValueError: if a requested name matches no module, or nothing has parameters.
+        ValueError: if a requested name matches no module, or nothing has parameters though a layer is needed.
     """
     forced = find_requested(root, requested or ())
     search = _Search(root, forced)
     for name, child in root.named_children():
         search.visit(name, child)
-    if not search.found:
+    if needed and not search.found:
         raise ValueError(
             f"{type(root).__name__} has no submodule with parameters, so there is no layer to offload: register the "
             "model as an attribute of the LightningModule (self.model = ...) before or in configure_model()."

@@ -91,15 +91,17 @@ def capacity_of(devices: Sequence[Device]) -> int | None:
     return min((c for c in (device.capacity() for device in devices) if c is not None), default=None)
 
 
-def layers_that_fit(module: nn.Module, options: Options, devices: Sequence[Device], formats: Formats) -> Refined:
+def layers_that_fit(
+    module: nn.Module, options: Options, devices: Sequence[Device], formats: Formats, *, fitting: bool = True
+) -> Refined:
     """The layers of ``module``, cut where the arenas of the largest would not fit, without which nothing runs.
 
     Raises:
         ValueError: if there is a layer that does not fit and cannot be cut.
     """
-    found = find_layers(module, options.layers)
+    found = find_layers(module, options.layers, needed=fitting)
     allowed = worker_bytes(options, devices)
-    if allowed is None:
+    if allowed is None or not found:
         return Refined(found)
     whole = set(find_requested(module, options.layers or ()))
     refined = cut_to_fit(found, lambda layer: _size_of(layer, formats), allowed // ARENAS, whole)

@@ -16,6 +16,7 @@ from lightning_roundpipe.runtime.choices import Choices, Recording
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.inlet import Inlet
 from lightning_roundpipe.runtime.precedent import Manner, Precedent
+from lightning_roundpipe.runtime.recomputed import Outcome
 from lightning_roundpipe.runtime.sides import Sides
 from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -39,6 +40,7 @@ class Call:
         recomputed: whether the layer may be run again for its backward, so that its inputs have to be saved.
         learning: whether there is no plan yet, or none at all.
         measure: whether to find out how much memory it takes.
+        checked: whether its recomputation is compared with it.
         precedent: what the last step's call in the same manner gave.
         may_mutate: positions of inputs that the layer is known to write to; None while learning.
         forward_bytes: what it took on its worker without a graph, if it was probed.
@@ -64,6 +66,7 @@ class Call:
     recomputed: bool = False
     learning: bool = False
     measure: bool = False
+    checked: bool = False
     precedent: Precedent | None = None
     may_mutate: frozenset[int] | None = None
     forward_bytes: int | None = None
@@ -96,6 +99,7 @@ class Forward:
         mutated: inputs that the layer wrote to, by position.
         foretold: whether the call ran without grad and did what its precedent had done.
         overlapping: which tensors of the output share memory with others or with inputs, and positions of such inputs.
+        outcome: what its recomputation is compared with, if it is.
         choices: to be chosen again when it is recomputed; ``chosen``: what is on its way to the host of them.
     """
 
@@ -108,6 +112,7 @@ class Forward:
     differs_without_grad: bool = False
     overlapping: tuple[list[int], list[int]] = ([], [])
     foretold: bool = False
+    outcome: Outcome | None = None
     choices: Choices | None = None
     chosen: Tensor | None = None
 

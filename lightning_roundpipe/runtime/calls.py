@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import bits
+from lightning_roundpipe.model.reachable import reachable_values
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.runtime.arguments import Flat, refuse_filled, refuse_hidden, unflatten_call
@@ -32,6 +33,7 @@ from lightning_roundpipe.runtime.overlaps import apart_from_lent, overlapping, p
 from lightning_roundpipe.runtime.precedent import attempt
 from lightning_roundpipe.runtime.probes import differs, differs_outside
 from lightning_roundpipe.runtime.process_state import alone
+from lightning_roundpipe.runtime.recomputed import Outcome, refuse_difference
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sides import Doors, again, refuse_new_gradients
 from lightning_roundpipe.runtime.slots import Slot
@@ -87,6 +89,7 @@ class Runner:
         slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
         snapshot = buffers.snapshot(thorough) if call.recomputed else None
+        values = reachable_values(call.layer.state.modules) if call.checked else {}
         buffers.load()
         if call.measure and self._forwards.compiled:
             self._count_as_written(slot, call, leaves)
@@ -106,7 +109,7 @@ class Runner:
             call.layer.overwrites[len(leaves)] = frozenset(written)
         mutated = self._mutated(call, ran.given)
         differs = self._differs_without_grad(slot, call, leaves, ran)
-        if call.probe and self._formats.low is not None and not self._formats.default_matters:
+        if call.probe and self._formats.sets_default and not self._formats.default_matters:
             self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
         with self._watching(call.layer):
@@ -121,6 +124,8 @@ class Runner:
             call.layer.seen_to_choose()
             result.chosen, result.choices = ran.recording.saved(lambda packed: boundaries.save(packed, device))
             device.follow(_tensors([result.chosen]), OUTPUTS)
+        if call.checked:
+            result.outcome = Outcome.of(result.tensors(), values)
         if call.graph and not (call.kept or call.learning):
             result.drop_graph()
         worker.retire(leaves, ran.tensors())
@@ -411,6 +416,8 @@ class Runner:
         chosen = entry.choices if entry.layer.chooses else None
         there = functools.partial(bring, device)
         replay = Replay(device.torch_device, _tensors(leaves), chosen, there) if chosen else None
+        expected, entry.outcome = entry.outcome, None
+        values = reachable_values(entry.layer.state.modules) if expected is not None else {}
         call = Call(
             entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.trainable,
             entry.ambient, entry.state, entry.seed, entry.context, graph=True,
@@ -424,16 +431,35 @@ class Runner:
                     worker.replica(entry.layer).drop_written()
                     buffers.load(entry.buffers)
                     ran = self._run(slot, call, private(entry, leaves), "recompute")
+        if expected is not None:
+            self._compare(expected, Outcome.of(_results(ran, entry), values), slot, call, entry, leaves)
         buffers.discard()
         assert ran.inlet is not None
         ran.inlet.within = replay if replay is not None and replay.agrees else ran.inlet.within
         refuse_new_gradients(ran.sides, entry.sides, entry.layer.name)
-        outputs = ran.output.tensors() + [ran.given[i] for i in sorted(entry.mutates)]
+        outputs = _results(ran, entry)
         for key, count in entry.sides.items():
             outputs += again(ran.sides, key, count, entry.layer.name)
         device.follow(outputs, OUTPUTS)
         worker.retire(leaves)
         return ran.inlet, outputs
+
+    def _compare(
+        self, forward: Outcome, recomputed: Outcome, slot: Slot, call: Call, entry: Entry, leaves: list[Any]
+    ) -> None:
+        """Refuse a recomputation that gave something else than the forward."""
+
+        def again() -> Outcome:
+            self._worker.replica(entry.layer).drop_written()
+            self._worker.buffers(entry.layer).load(entry.buffers)
+            return Outcome.of(_results(self._run(slot, call, private(entry, leaves), "recompute"), entry), {})
+
+        refuse_difference(forward, recomputed, again, self._formats.low, entry.layer.name)
+
+
+def _results(ran: Ran, entry: Entry) -> list[Tensor]:
+    """Of the output, and then the mutated inputs."""
+    return ran.output.tensors() + [ran.given[i] for i in sorted(entry.mutates)]
 
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
@@ -19,6 +20,7 @@ from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import layers_that_fit
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.compiling import forwards_of
+from lightning_roundpipe.runtime.context import thread_locals_of
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
 from lightning_roundpipe.runtime.cutting import cut_batch
@@ -58,18 +60,19 @@ class Engine:
         options: checked options of the strategy.
         inform: called with what the user should know once.
         formats: that layers and glue compute in.
+        fitting: whether there is going to be training, without which a module needs no layers.
     """
 
     def __init__(
         self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
-        formats: Formats | None = None,
+        formats: Formats | None = None, *, fitting: bool = True,
     ) -> None:  # fmt: skip
         self.module = module
         self.devices = devices
         self.options, forwards = options, forwards_of(options)
         self.formats = formats = formats or Formats()
         with allowed():  # copies all weights, and there is no thread yet
-            found = layers_that_fit(module, options, devices, formats)
+            found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             mapped = mapped_weights(module.parameters(), devices[0], formats)
             self.layers = host_layers(found.layers, devices[0], formats, apart=bool(options.staleness), mapped=mapped)
         self.units = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
@@ -78,6 +81,10 @@ class Engine:
         """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
         types = {d.torch_device.type for d in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
+        self.thread_locals = thread_locals_of(module)
+        batch_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
+        self.fewest_samples = 2 if batch_statistics else 1
+        """Of a microbatch by default: there is no variance of one sample."""
         self.accelerator = next(iter(types - {"cpu"}), None)
         self._metrics = HostMetrics(module if self.accelerator is not None else nn.Module())
         self.staging = devices[0] if self.accelerator is not None else None

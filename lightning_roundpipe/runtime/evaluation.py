@@ -160,7 +160,8 @@ class Evaluation:
                     leaves[i] = self._boundaries.save(leaf, engine.locate(leaf, self._device))
             call = Call(
                 self._calls, layer, 0, spec, leaves, [False] * len(leaves), layer.trainable(),
-                Ambient.capture(engine.device_types), state, None, contextvars.copy_context(), originals,
+                Ambient.capture(engine.device_types, engine.thread_locals), state, None, contextvars.copy_context(),
+                originals,
             )  # fmt: skip
             self._calls += 1
             if self._written:

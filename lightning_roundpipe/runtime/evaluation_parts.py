@@ -181,7 +181,7 @@ class Parting:
         engine, trace = self._engine, known.trace
         assert trace is not None
         evaluation.stop_foreseeing()
-        call = ModelCall(name, 0, Ambient.capture(engine.device_types))
+        call = ModelCall(name, 0, Ambient.capture(engine.device_types, engine.thread_locals))
         with torch._C.DisableTorchFunction(), allowed(False):
             try:
                 evaluation.surroundings.refuse(name)

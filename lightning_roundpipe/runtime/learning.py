@@ -142,8 +142,8 @@ def _reserve_for(engine: Engine, plan: Plan, trace: Trace, room: int | None, lea
 
 def reserve_for_layers(engine: Engine) -> None:
     """Arenas for one layer at a time, which is what runs without a plan needs."""
-    weights = max(layer.nbytes for layer in engine.layers)
-    gradients = max(HostGradients.bytes_of(layer) for layer in engine.layers)
+    weights = max((layer.nbytes for layer in engine.layers), default=0)
+    gradients = max((HostGradients.bytes_of(layer) for layer in engine.layers), default=0)
     for worker in engine.workers:
         worker.reserve(weights, gradients)
 

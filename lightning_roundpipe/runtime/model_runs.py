@@ -198,7 +198,7 @@ class WholeRun(MicrobatchRun):
         """What an intercepted model does when training_step calls it; ``function`` is its forward."""
         with torch._C.DisableTorchFunction():
             engine, step = self.engine, self._model_step
-            call = ModelCall(name, len(self._calls), Ambient.capture(engine.device_types))
+            call = ModelCall(name, len(self._calls), Ambient.capture(engine.device_types, engine.thread_locals))
             self._refuse_call(call)
             self._left.notice_all((args, kwargs))
             call.input_home = self._device

@@ -40,6 +40,7 @@ from lightning_roundpipe.runtime.logs import LogRecorder
 from lightning_roundpipe.runtime.microbatch import detached, loss_of, seed_of
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import Watched
+from lightning_roundpipe.runtime.recomputed import is_checked
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.segments import Segments
 from lightning_roundpipe.runtime.slots import Slot, Slots
@@ -212,7 +213,7 @@ class MicrobatchRun:
         leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
         leaves = self.mode.stand_ins(leaves, (args, kwargs))
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        ambient = Ambient.capture(self.engine.device_types)
+        ambient = Ambient.capture(self.engine.device_types, self.engine.thread_locals)
         trainable = layer.trainable()
         if self.kept is not None and not self.learning:
             self.kept.belongings.refuse_new(layer, state, trainable)
@@ -267,6 +268,7 @@ class MicrobatchRun:
         call.kept = entry is not None and (fused or held)
         call.recomputed = entry is not None and not fused
         call.measure = self.learning and self.engine.plans
+        call.checked = call.recomputed and is_checked(self._step.number)
         if call.recomputed and self.learning and not (held or self.engine.plans):
             call.precedent = self._foresight.precedent(call)
         alike = call.precedent.alike if call.precedent else False

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_roundpipe.runtime.choices import Choices
     from lightning_roundpipe.runtime.context import Ambient
     from lightning_roundpipe.runtime.inlet import Inlet
+    from lightning_roundpipe.runtime.recomputed import Outcome
     from lightning_roundpipe.runtime.sides import Key
     from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -155,6 +156,7 @@ class Entry(Joint):
         sides: how many tensors left by which side door; they are the last outputs.
         found: per output, whether its recomputation found that it requires grad.
         choices: what its forward chose, to be chosen again.
+        outcome: what its recomputation is compared with, if it is.
     """
 
     call: int
@@ -177,6 +179,7 @@ class Entry(Joint):
     sides: dict[Key, int] = field(default_factory=dict)
     found: tuple[bool, ...] = ()
     choices: Choices | None = None
+    outcome: Outcome | None = None
 
     @property
     def what(self) -> str:

@@ -335,7 +335,7 @@ SECTION = "The batch"
 BATCHES = [
     Mistake(
         SECTION,
-        "nothing in the batch says how many samples it has",
+        "several microbatches are asked for, and nothing in the batch says how many samples it has",
         "the size of the batch cannot be found",
         "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1",
         tuple(_batches(batch) for batch in ({"scale": torch.tensor(0.5)}, "text", 3, {})),

@@ -496,14 +496,14 @@ TRAINER = [
         SECTION,
         "a precision that is not supported",
         "precision='…' is not supported by the roundpipe strategy",
-        "use 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
-        (trainer(precision="64-true"),),
+        "use 32-true, 64-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
+        (lambda user: RoundPipePrecision("transformer-engine"),),
     ),
     Mistake(
         SECTION,
         "a precision plugin",
         "plugins=[…(...)] brings a precision plugin",
-        "take it out and set precision= to 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
+        "take it out and set precision= to 32-true, 64-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
         (trainer(plugins=[type("Mine", (DoublePrecision,), {})()]),),
     ),
     Mistake(
