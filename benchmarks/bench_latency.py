@@ -201,7 +201,7 @@ def main() -> None:
     for name, default in (
         ("workers", 8),
         ("microbatches", 16),
-        ("layers", 6),
+        ("layers", 5),
         ("launches", 200),
         ("steps", 2),
         ("turns", 2),

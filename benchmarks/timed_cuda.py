@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe import strategy
-from lightning_roundpipe.devices import cuda_chunks
+from lightning_roundpipe.devices import cuda_chunks, cuda_libraries, cuda_streams
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_streams import CudaStream
 
@@ -141,6 +141,7 @@ class TimedCuda:
             "memory_allocated": lambda device: 0,
             "max_memory_allocated": lambda device: 0,
             "reset_peak_memory_stats": lambda device: None,
+            "memory_stats_as_nested_dict": lambda device: {},
         }
         with contextlib.ExitStack() as stack:
             for name, fake in fakes.items():
@@ -150,9 +151,12 @@ class TimedCuda:
                 (torch.cuda.nvtx, "range_pop", lambda: None),
                 (torch.Tensor, "is_pinned", lambda tensor: True),
                 (CudaStream, "move", lambda stream, to, of: cuda._move(stream, to, of)),
+                (cuda_streams, "stream_of", lambda torch_device, role: Stream(torch_device)),
                 (CudaDevice, "library_bytes", lambda device: 0),
+                (CudaDevice, "settle_libraries", lambda device, devices, threads: None),
                 (CudaDevice, "warm_up", lambda device: None),
                 (cuda_chunks, "FIRST_GUESS", self._bandwidth),
+                (cuda_libraries, "clear", lambda: None),
                 (strategy, "make_devices", make),
             ):
                 stack.enter_context(patch.object(owner, name, fake))

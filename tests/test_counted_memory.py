@@ -14,7 +14,6 @@ from counted_memory import counted
 from harness import ours, run
 from stress import all_reports
 
-from lightning_roundpipe.devices import cuda
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.runtime.worker import IN_FLIGHT, Worker
 
@@ -37,10 +36,7 @@ LLAMA = 6
         ("vit", False, harness.halves(6, 4), {}),
     ],
 )
-def test_one_worker_holds_what_was_planned(
-    name: str, lora: bool, plan: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "LEAD_BYTES", 0)  # or all of a step may be on its way
+def test_one_worker_holds_what_was_planned(name: str, lora: bool, plan: str, options: dict[str, Any]) -> None:
     module, batch = zoo.make_module(name, lora), zoo.make_batches(name, 1, 8)[0]
     with counted() as found, all_reports() as made:
         run(ours(num_microbatches=4, plan=plan, **options), module, [batch] * 4, devices=1, watch=False)
@@ -65,9 +61,8 @@ def test_calls_in_flight_are_part_of_what_was_planned(monkeypatch: pytest.Monkey
     batch, peaks = zoo.make_batches("llama", 1, 8)[0], {}
     for lead in (0, 60_000):
         most = 0
-        monkeypatch.setattr(cuda, "LEAD_BYTES", lead)
         used = ours(num_microbatches=4, plan=harness.per_call(LLAMA, 4))
-        with counted() as found, all_reports() as made:
+        with counted(lead=lead) as found, all_reports() as made:
             run(used, zoo.make_module("llama"), [batch] * 2, devices=1, watch=False)
         reports = [report for make in made if not (report := make())["profiled"]]
         [planned[lead]] = {report["planned_device_bytes"] for report in reports}

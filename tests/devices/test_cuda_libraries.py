@@ -19,16 +19,14 @@ from stress import all_reports
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices.cuda import CudaDevice, share_out
-from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 
 GPU = torch.device("cpu")
 
 
 def streams(device: CudaDevice) -> list[Any]:
-    under: list[Any] = []
-    for stream in device.streams:
-        under += stream.lanes if isinstance(stream, ChunkedCopyStream) else [stream]
-    return [stream.stream for stream in under]
+    chunked = (device.weights_up, device.gradients_down)
+    lanes = [lane for stream in chunked for lane in stream.lanes]
+    return [stream.stream for stream in (device.compute, *lanes, device.activations_up, device.activations_down)]
 
 
 def test_the_next_run_has_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +41,7 @@ def test_the_next_run_has_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> N
     assert found[0] == found[1]
     first, second = found[0]
     assert first[0] is second[0], "workers of one GPU compute in one stream"
-    assert len({*first, *second}) == 9, "and copy in streams of their own"
+    assert len({*first, *second}) == 13, "and copy in streams of their own"
 
 
 def test_workspaces_are_cleared_with_the_last_device(monkeypatch: pytest.MonkeyPatch) -> None:
