@@ -90,8 +90,8 @@ def test_a_model_with_everything(name: str) -> None:
 
 def test_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of which a thread asks the driver, behind those that have been asked for."""
-    with races(shared=True) as found:
-        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    with races(shared=True) as found, monkeypatch.context() as patch:  # which is undone before the other's
+        patch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
         stress.train(CASES["overlapping"])
     assert_no_races(found)
 
