@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import Options, RoundPipeError
@@ -40,7 +41,7 @@ from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.rounding import is_surprised, is_watched
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.step import Step
-from lightning_roundpipe.runtime.sums import GradientBuffers
+from lightning_roundpipe.runtime.sums import GradientBuffers, Reduction
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.units import Unit, units_of
 from lightning_roundpipe.runtime.updates import Updates
@@ -120,7 +121,10 @@ class Engine:
         self.hints = Hints(module, inform)
         self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
-        self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
+        dtype, limit = options.reduce_dtype, options.watchdog_timeout
+        self.crew = Crew(devices, limit, sums=dtype is not None)  # whose threads somebody has to stop from here on
+        summing = self.crew.summing
+        self.reduction = Reduction(getattr(torch, dtype), summing) if summing is not None else None
         self.workers = self.crew.workers
         watched, counter = functools.partial(is_watched, self), functools.partial(counter_of, self)
         self.runners = [Runner(w, lambda: self.randomness, formats, watched, forwards, counter) for w in self.workers]
@@ -387,7 +391,7 @@ class Engine:
         """The host memory for the gradients of a call; made when first needed."""
         key = (call.layer.index, call.use)
         if key not in self._buffers:
-            self._buffers[key] = GradientBuffers(call.layer, self.devices[0])
+            self._buffers[key] = GradientBuffers(call.layer, self.devices[0], self.reduction)
         return self._buffers[key]
 
     def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:

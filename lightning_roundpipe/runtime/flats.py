@@ -47,7 +47,7 @@ def segment_of(tensor: Tensor, offset: int, dtype: torch.dtype | None = None) ->
     return Segment(offset, tensor.numel() * dtype.itemsize, tensor.shape, tuple(stride), dtype)
 
 
-def _in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[list[Segment], int]:
+def in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[list[Segment], int]:
     """Segments one behind the other, and the bytes that they take."""
     segments, offset = [], 0
     for tensor, dtype in zip(tensors, dtypes, strict=True):
@@ -100,8 +100,8 @@ class Flat:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        self.segments, nbytes = _in_a_row(self.masters, [p.dtype for p in self.masters])
-        self._source_places, self.nbytes = _in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
+        self.segments, nbytes = in_a_row(self.masters, [p.dtype for p in self.masters])
+        self._source_places, self.nbytes = in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
         self._casts = self._source_places != self.segments
         self.places = self._source_places
         self._rounded: Tensor | None = None
@@ -149,7 +149,7 @@ class Flat:
         """
         self.places, self._rounded, self._rounded_views = self._source_places, None, []
         dtypes = [formats.get(i, place.dtype) for i, place in enumerate(self._source_places)]
-        self.places, self.nbytes = _in_a_row(self.masters, dtypes)
+        self.places, self.nbytes = in_a_row(self.masters, dtypes)
         if formats:
             self._rounded = self._device.host_buffer(self.nbytes)
             self._rounded_views = [place.view(self._rounded) for place in self.places]

@@ -294,7 +294,7 @@ class Worker:
             stream.wait(arena.free)
         for (call, host), segment in zip(sums.items(), arena.cut(s.layout.nbytes for s in sums.values()), strict=True):
             gradients = self._device_gradients[call] = DeviceGradients(host, segment)
-            if any(host.present):
+            if any(gradients.present):
                 if host.arrived is not None:
                     stream.wait(host.arrived)
                 start = stream.record(timed=True)
@@ -310,7 +310,7 @@ class Worker:
             self.device.compute.wait(self._upload_of(slot, layer))
         done = self.device.compute.record()
         if self._device_gradients:
-            self._send_gradients(slot, done)
+            self._send_gradients(slot)
         assert slot.arena is not None
         arena = self.weights[slot.arena]
         arena.free = done
@@ -320,9 +320,11 @@ class Worker:
         self._segments = {}
         slot.close()
 
-    def _send_gradients(self, slot: Slot, done: Event) -> None:
+    def _send_gradients(self, slot: Slot) -> None:
         stream = self.device.gradients_down
-        stream.wait(done)
+        for gradients in self._device_gradients.values():
+            gradients.narrow()
+        stream.wait(self.device.compute.record())
         for call, gradients in self._device_gradients.items():
             if not any(gradients.present):
                 continue
@@ -331,7 +333,7 @@ class Worker:
             gradients.download(stream)
             end = stream.record(timed=True)
             where = Where(slot.index, slot.phase, call, gradients.host.layer.name)
-            nbytes = gradients.host.layout.nbytes
+            nbytes = gradients.host.layout.travel_nbytes
             slot.recorder.add("download_gradients", self.index, start, end, -1, nbytes, where)
         arena = self.gradients[self._gradient_turn]
         if arena.buffer is not None:
