@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +179,16 @@ class Flat:
             for source, view in zip(self._source_views, self.views, strict=True):
                 source.copy_(view)
         self._round()
+
+    def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
+        """The same for the numbers ``start`` to ``end`` of one master, which is contiguous."""
+        index = next((index for index, mine in enumerate(self.masters) if mine is master), None)
+        if index is None:
+            return
+        chain = [self.views, *([self._source_views] if self.source is not self.buffer else [])]
+        chain += [self._rounded_views] if self._rounded is not None else []
+        for source, target in pairwise(chain):
+            target[index].view(-1)[start:end].copy_(source[index].view(-1)[start:end])
 
     @property
     def _reads_masters(self) -> bool:

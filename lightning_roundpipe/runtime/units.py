@@ -73,6 +73,14 @@ class Unit(Versioned):
             if id(master) in self._copies and (master.requires_grad or not trained_only):
                 self._copies[id(master)].copy_(master.detach())
 
+    def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
+        """Bring the working copies of the numbers ``start`` to ``end`` of one contiguous master up to date."""
+        for layer in self.layers:
+            for flat in layer.flats:
+                flat.refresh_part(master, start, end)
+        if id(master) in self._copies:
+            self._copies[id(master)].view(-1)[start:end].copy_(master.detach().view(-1)[start:end])
+
 
 def units_of(
     layers: Sequence[HostLayer], masters: Iterable[nn.Parameter], formats: Formats | None = None, *, apart: bool = False

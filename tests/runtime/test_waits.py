@@ -144,6 +144,9 @@ ELSEWHERE = {
     ("runtime.sums:_Added.after", "landed.wait()"),
     ("runtime.sums:_Added.wait", "while not self._over.wait(LOOK):"),  # is what HostGradients.wait waits with
     ("runtime.sums:HostGradients.make_room", "self.wait()"),
+    # test_parts.py: test_a_part_is_not_taken_before_it_is_there
+    ("runtime.sums:HostGradients.wait_for_part", "arrived.wait()"),
+    ("runtime.sums:HostGradients.wait_for_part", "self.wait()"),
     # Versioned.wait, above; the first one in front of the lock, the second one for what was not read before.
     ("runtime.segments:Segments.enter", "unit.wait(step.version, step.control)  # [1]"),
     ("runtime.segments:Segments.read_master", "self.wait_for(unit, step.version)"),
