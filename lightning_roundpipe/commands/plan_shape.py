@@ -27,6 +27,8 @@ USUAL_LENGTH = 2048
 """Tokens, or as many as a model has positions for."""
 
 _MOST_LENGTH = 2**20
+PART_BYTES = 2**24
+"""Of gradients, that the engine updates while the next ones arrive (`runtime.sums.PART`)."""
 _ADAMW_BYTES = 28
 """Memory traffic of an update: a weight, its gradient and its moments are read, all but the gradient written."""
 
@@ -114,9 +116,8 @@ class Shape:
         if self._reduced_bytes is not None:  # read where they have landed, and written as the sum
             traffic += self._reduced_bytes + GRADIENT_BYTES
         rate = machine.host_memory_bandwidth * machine.memory_efficiency * 4 / traffic  # bytes of fp32 gradients
-        return Rules(
-            staleness=staleness, host=HostTime(hop_s=machine.hop_s), links=machine.links(), updates=Updates(rate)
-        )
+        updates = Updates(rate, piece_bytes=PART_BYTES)
+        return Rules(staleness=staleness, host=HostTime(hop_s=machine.hop_s), links=machine.links(), updates=updates)
 
 
 def _is_lean(module: nn.Module) -> bool:
