@@ -25,10 +25,12 @@ from lightning_roundpipe.runtime import sums, updates
 from lightning_roundpipe.runtime.arrivals import Arrivals
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.gradients import StepGradients
+from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.sums import GradientBuffers
 from lightning_roundpipe.runtime.units import units_of
 from lightning_roundpipe.runtime.updates import Updates
-from lightning_roundpipe.runtime.weights import host_layers
+from lightning_roundpipe.runtime.weights import HostLayer, _left, host_layers
+from lightning_roundpipe.runtime.worker import Worker, _merged
 
 PART = 256
 """Bytes: 64 numbers in fp32."""
@@ -100,7 +102,15 @@ def tied(module: Any = None, trainer: Any = None, **options: Any) -> Result:
     ids=lambda given: str(given),
 )
 def test_parts_change_no_bit(options: Any, trainer: Any, stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded, real = [], HostLayer.upload_part
+
+    def upload_part(self: Any, *args: Any) -> Any:
+        uploaded.append(real(self, *args))
+        return uploaded[-1]
+
+    monkeypatch.setattr(HostLayer, "upload_part", upload_part)
     parts = tied(trainer=trainer, **options)
+    assert any(uploaded) == ("staleness" not in options), "the next step's first stages wait for the update"
     steps = 6 // trainer.get("accumulate_grad_batches", 1) - 1  # the first has no state that could be cut
     assert stepped.count(30 * 9 % 64) == steps and stepped.count(64) == steps * (30 * 9 // 64 + 9 * 9 // 64)
     monkeypatch.undo()
@@ -238,6 +248,45 @@ def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: 
     assert unit.version == 2 and all(submitted.changed()) and submitted.master.isfinite().all()
     [state] = submitted._optimizer.state.values()
     assert state["step"] == 2
+
+
+def test_the_next_stage_gets_what_is_there(submitted: Submitted) -> None:
+    """Its upload begins with the first part; and what was sent is not sent again."""
+    layer, device = submitted.layer, submitted.device
+    worker = Worker(device)
+    worker.reserve(layer.nbytes, 0)
+    slot = Slot(0, 0, 0, "forward", range(1), [layer], {}, [0], version=2)
+    worker.prepare(slot)
+    [arena] = worker.weights[0].cut([layer.nbytes])
+    copied: list[int] = []
+    real = type(device.weights_up).copy
+
+    def copy(self: Any, dst: Tensor, src: Tensor) -> None:
+        copied.append(src.nbytes)
+        real(self, dst, src)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(device.weights_up), "copy", copy)
+        for index in range(4):
+            assert submitted.parts[index].asked.wait(10)
+            device.weights_up.synchronize()
+            sent = layer.views(arena)[0].view(4, 64)[:index]
+            assert torch.equal(sent, submitted.master.detach().to(sent.dtype).view(4, 64)[:index])
+            assert len(copied) == index and not slot.uploaded, "nobody may run before all of it is there"
+            submitted.bring(index)
+        submitted.updates.settle()
+    slot.uploaded[0].wait()
+    [there] = layer.views(arena)
+    assert torch.equal(there, submitted.master.detach().to(there.dtype)) and sum(copied) == layer.nbytes
+    [row] = [row for row in slot.recorder.rows(0.0) if row["kind"] == "upload_weights"]
+    assert row["nbytes"] == layer.nbytes
+    worker.close()
+
+
+def test_spans() -> None:
+    assert _merged([(30, 40), (0, 10), (10, 20)]) == [(0, 20), (30, 40)]
+    assert _left(0, 50, [(0, 20), (30, 40)]) == [(20, 30), (40, 50)]
+    assert _left(35, 38, [(0, 20), (30, 40)]) == [] and _left(20, 25, [(0, 20), (30, 40)]) == [(20, 25)]
 
 
 @pytest.mark.parametrize("line", ["arrived.wait()", "self.wait()"])

@@ -198,10 +198,18 @@ class Flat:
         """What one master is computed with."""
         return self.views[index] if self._reads_masters else self._source_places[index].view(self.source)
 
-    def upload(self, stream: Stream, segment: Tensor) -> None:
-        """Enqueue the copy into ``segment`` (uint8, ``nbytes`` long)."""
+    def span_of(self, master: nn.Parameter, start: int, end: int) -> tuple[int, int] | None:
+        """The bytes in which the numbers ``start`` to ``end`` of a contiguous master travel; None if it is not here."""
+        for mine, place in zip(self.masters, self.places, strict=True):
+            if mine is master:
+                return place.offset + start * place.dtype.itemsize, place.offset + end * place.dtype.itemsize
+        return None
+
+    def upload(self, stream: Stream, segment: Tensor, start: int = 0, end: int | None = None) -> None:
+        """Enqueue the copy into ``segment`` (uint8, ``nbytes`` long), or of its bytes ``start`` to ``end``."""
         if not self._reads_masters:
-            stream.copy(segment, self.source if self._rounded is None else self._rounded)
+            source = self.source if self._rounded is None else self._rounded
+            stream.copy(segment[start:end], source[start:end])
             return
         for place, view in zip(self.places, self.views, strict=True):
             stream.copy(place.view(segment), view)

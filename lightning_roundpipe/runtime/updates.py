@@ -394,7 +394,7 @@ class Updates:
             self._finish(step, unit)
 
     def _apply_parts(self, step: _Step, unit: Unit) -> bool:
-        """Step a large unit part by part, while the next ones arrive [6]: the next forward waits for the last one only.
+        """Step a large unit part by part, while the next ones arrive and those before are uploaded [6].
 
         Returns:
             False if it has to be stepped as a whole: it is small, nothing is on its way, user code has added to its
@@ -420,6 +420,7 @@ class Updates:
                 step.shadow.step_part(values, key, gradient, start, end)
                 if not self.staleness:
                     unit.refresh_part(master, start, end)
+                    unit.publish_part(step.number, master, start, end)
         self._finish(step, unit)
         return True
 
