@@ -204,7 +204,7 @@ class _Pipeline:
         self._down = [Lane(links.download) for _ in range(workers)] if links else None
         self._arena: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # when each of two is free again
         self._gradient_arena: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._updating = Updating(rules.updates, costs, links.download if links else None)
+        self._updating = Updating(rules.updates, costs, links)
         self._published: list[dict[str, _Updated]] = []
         self._slot = 0
         self.events: list[Event] = []

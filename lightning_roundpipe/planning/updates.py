@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.links import Links
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,16 @@ class Updating:
     Args:
         updates: how the optimizer works.
         costs: of the calls.
-        download: bytes a second at which gradients arrive; None: at once.
+        links: by which gradients arrive and weights leave; None: at once.
     """
 
-    def __init__(self, updates: Updates | None, costs: Costs, download: float | None = None) -> None:
+    def __init__(self, updates: Updates | None, costs: Costs, links: Links | None = None) -> None:
         self._updates = updates
-        self._download = download
+        self._links = links
         self._free = 0.0
         self._sizes: dict[str, int] = {}
         self._travels: dict[str, int] = {}
+        self._weights = {call.layer: call.weight_bytes for call in costs}
         for call in costs:
             size = call.gradient_bytes if call.needs_backward else 0
             self._sizes[call.layer] = max(size, self._sizes.get(call.layer, 0))
@@ -84,12 +86,20 @@ class Updating:
 
     def _lead_s(self, layer: str) -> float:
         """How long before the last of a layer's gradients its first piece is there."""
-        if self._updates is None or self._updates.piece_bytes is None or self._download is None:
+        if self._updates is None or self._updates.piece_bytes is None or self._links is None:
             return 0.0
-        return max(0.0, self._travels[layer] - self._updates.piece_bytes) / self._download
+        return max(0.0, self._travels[layer] - self._updates.piece_bytes) / self._links.download
 
     def published(self, rows: list[tuple[str, float, float]]) -> dict[str, float]:
-        """When the next step may read each layer of what `step` returned."""
+        """When the next step may begin to read each layer of what `step` returned, at the pace of its links."""
         if self._updates is not None and self._updates.blocking:
             return dict.fromkeys((layer for layer, *_ in rows), max((end for *_, end in rows), default=0.0))
-        return {layer: end for layer, _, end in rows}
+        return {layer: self._readable(layer, start, end) for layer, start, end in rows}
+
+    def _readable(self, layer: str, start: float, end: float) -> float:
+        """When an upload may begin that comes to no part of the weights before that is updated."""
+        piece, size = self._updates and self._updates.piece_bytes, self._sizes[layer]
+        if self._updates is None or self._updates.clipping or self._links is None or not piece or piece >= size:
+            return end
+        others = self._weights[layer] * (1 - piece / size)
+        return max(start + piece / self._updates.bytes_per_s, end - others / self._links.upload)
