@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.announcements import Announcements, changed_settings, name_devices
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
-from lightning_roundpipe.config import Emulation, Options, RoundPipeError
+from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
@@ -92,6 +92,9 @@ class RoundPipeStrategy(OneProcess):
             what makes the step fastest.
         compile_layers: whether layers are compiled, by ``torch.compile``; or its arguments, such as
             ``{"dynamic": False}``.
+        reduce_dtype: format in which gradients travel from a device to the host, which sums them in fp32:
+            ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: gradients travel in
+            the format of their sums, which is that of the trained weights (fp32).
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -117,6 +120,7 @@ class RoundPipeStrategy(OneProcess):
         microbatch_scope: str = "step",
         stage_seconds: float | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
+        reduce_dtype: torch.dtype | str | None = None,
         emulation: Emulation | Mapping[str, Any] | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -140,6 +144,7 @@ class RoundPipeStrategy(OneProcess):
             microbatch_scope=microbatch_scope,
             stage_seconds=stage_seconds,
             compile_layers=compile_layers,
+            reduce_dtype=reduce_dtype,
             emulation=Emulation.of(emulation),
         )
         if (text := self.options.plan_text) is not None:
@@ -226,6 +231,7 @@ class RoundPipeStrategy(OneProcess):
         refuse_layer_sync(self._layer_sync)
         fitting = trainer.state.fn == TrainerFn.FITTING
         refuse_module(module, self.options, fitting=fitting)
+        refuse_unscaled(self.options.reduce_dtype, str(self.precision_plugin.precision))
         self.model = self._precision.prepare(module, fitting=fitting)
         with held(), remedied():
             self._start_engine(module, fitting=fitting)

@@ -209,13 +209,16 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
     are there as often.
     """
     trained, frozen, size = parameters.trained, parameters.frozen, parameters.compute_bytes
-    gradients = sum(call.gradient_bytes for call in costs.calls if call.needs_backward)
+    trains = [call for call in costs.calls if call.needs_backward]
+    gradients = sum(call.gradient_bytes for call in trains)
+    landings = sum(call.reduced_bytes or 0 for call in trains)
     copied = size != MASTER_BYTES or parameters.apart
     items = [
         Item("trained weights, fp32", MASTER_BYTES * trained, locked=not copied),
         Item("their working copy in compute precision", size * trained if copied else 0, locked=True),
         Item("frozen weights in compute precision", size * frozen, locked=True),
-        Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=True),
+        Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=not landings),
+        Item("gradients as they arrive", landings, locked=True),
         Item("AdamW's two moments, fp32", 2 * MASTER_BYTES * trained),
         Item(f"boundary tensors of {_microbatches(plan.round_microbatches)}", boundary_bytes(plan, costs), True),
     ]

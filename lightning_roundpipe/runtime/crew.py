@@ -41,16 +41,19 @@ class Crew:
     Args:
         devices: one per worker.
         watchdog_timeout: seconds without any progress after which a step fails.
+        sums: whether gradients are summed on the host, by a thread.
 
     Attributes:
+        summing: that thread.
         broken: whether a thread never came back; the others are joined by ``close`` all the same.
     """
 
-    def __init__(self, devices: list[Device], watchdog_timeout: float) -> None:
+    def __init__(self, devices: list[Device], watchdog_timeout: float, *, sums: bool = False) -> None:
         self.devices = devices
         self._around = contextlib.ExitStack()
         self._around.enter_context(devices[0].process_settings())  # before there are threads, which take them over
         self.workers = [Worker(d) for d in devices]
+        self.summing = TaskThread("roundpipe-sums") if sums else None
         self.broken = False
         self._limit = watchdog_timeout
         self._threads: list[TaskThread] = []
@@ -71,7 +74,8 @@ class Crew:
         return self._threads[index]
 
     def _everybody(self) -> list[TaskThread]:
-        return [*(worker.thread for worker in self.workers), *self._threads]
+        summing = [self.summing] if self.summing is not None else []
+        return [*(worker.thread for worker in self.workers), *summing, *self._threads]
 
     def abort(self) -> None:
         """Wake everybody who waits for a device."""
@@ -190,6 +194,8 @@ class Crew:
                 rest.callback(self._close_devices)
             for thread in threads:
                 rest.callback(thread.join, deadline)
+            if self.summing is not None:
+                rest.callback(self.summing.join, deadline)
             for worker in self.workers:
                 rest.callback(worker.close, deadline)
 

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -44,7 +45,7 @@ from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.rounding import is_surprised, is_watched
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.step import Step
-from lightning_roundpipe.runtime.sums import GradientBuffers
+from lightning_roundpipe.runtime.sums import GradientBuffers, Reduction
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.units import Unit, units_of
 from lightning_roundpipe.runtime.updates import Updates
@@ -132,7 +133,10 @@ class Engine:
         self.retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
-        self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
+        dtype, limit = options.reduce_dtype, options.watchdog_timeout
+        self.crew = Crew(devices, limit, sums=dtype is not None)  # whose threads somebody has to stop from here on
+        summing = self.crew.summing
+        self.reduction = Reduction(getattr(torch, dtype), summing) if summing is not None else None
         self.workers = self.crew.workers
         watched, counter = functools.partial(is_watched, self), functools.partial(counter_of, self)
         self.runners = [Runner(w, lambda: self.randomness, formats, watched, forwards, counter) for w in self.workers]
@@ -409,7 +413,7 @@ class Engine:
         """Before the first batch, which is measured: host memory for the gradients of a call of each layer."""
         with allowed():  # it may be half of what training takes, and nothing runs yet
             for layer in self.layers:
-                buffers = self._buffers.setdefault((layer.index, 0), GradientBuffers(layer, self.devices[0]))
+                buffers = self._buffers.setdefault((layer.index, 0), GradientBuffers(layer, self.devices[0], self.reduction))
                 buffers.reserve()
         self._reserves = self._reserved = True
 
@@ -423,7 +427,7 @@ class Engine:
         """The host memory for the gradients of a call; made when first needed, if it is not there."""
         key = (call.layer.index, call.use)
         if key not in self._buffers:
-            self._buffers[key] = GradientBuffers(call.layer, self.devices[0])
+            self._buffers[key] = GradientBuffers(call.layer, self.devices[0], self.reduction)
         return self._buffers[key]
 
     def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:

@@ -54,7 +54,8 @@ def plan_from(engine: Engine, step: Step) -> None:
     engine.devices[0].settle_libraries(engine.devices, len(step.sizes))
     for worker in engine.workers:
         worker.warm_up()
-    engine.costs = with_times_of_bytes(trace.costs(), rates_of(engine)) if static else trace.costs()
+    costs = trace.costs(engine.reduction.dtype if engine.reduction is not None else None)
+    engine.costs = with_times_of_bytes(costs, rates_of(engine)) if static else costs
     limit = worker_bytes(engine.options, engine.devices)
     if (text := engine.options.plan_text) is not None:
         plan = Plan.parse(text)

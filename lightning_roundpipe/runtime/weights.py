@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -198,14 +198,43 @@ class HostLayer:
     def trainable(self) -> list[bool]:
         return [p.requires_grad for p in self.masters]
 
-    def upload(self, stream: Stream, segment: Tensor) -> None:
-        """Enqueue the copy of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena."""
+    def upload(self, stream: Stream, segment: Tensor, sent: Sequence[tuple[int, int]] = ()) -> None:
+        """Enqueue the copy of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena.
+
+        Args:
+            stream: that copies.
+            segment: where to.
+            sent: first and last byte of what `upload_part` has sent, in order.
+        """
         base = 0
         for flat in self.flats:
-            flat.upload(stream, segment[base : base + flat.nbytes])
+            part = segment[base : base + flat.nbytes]
+            for start, end in _left(base, base + flat.nbytes, sent):
+                flat.upload(stream, part, start - base, end - base)
             base += flat.nbytes
         for master, place in zip(self.tied, self._tied_places, strict=True):
-            stream.copy(place.view(segment), self.read(master))
+            if _left(place.offset, place.offset + place.nbytes, sent):
+                stream.copy(place.view(segment), self.read(master))
+
+    def upload_part(
+        self, stream: Stream, segment: Tensor, master: nn.Parameter, start: int, end: int
+    ) -> tuple[int, int] | None:
+        """Enqueue the copy of the numbers ``start`` to ``end`` of one contiguous master, if the layer has it.
+
+        Returns:
+            First and last byte of them in ``segment``, with the gap behind the last one.
+        """
+        base, gap = 0, end == master.numel()
+        for flat in self.flats:
+            if (span := flat.span_of(master, start, end)) is not None:
+                flat.upload(stream, segment[base : base + flat.nbytes], *span)
+                return base + span[0], base + (aligned(span[1]) if gap else span[1])
+            base += flat.nbytes
+        for mine, place in zip(self.tied, self._tied_places, strict=True):
+            if mine is master:
+                stream.copy(place.view(segment).view(-1)[start:end], self.read(master).view(-1)[start:end])
+                return place.offset + start * place.dtype.itemsize, place.offset + end * place.dtype.itemsize
+        return None
 
     def read(self, master: nn.Parameter) -> Tensor:
         """What one of the masters is computed with; what travels may be rounded."""
@@ -265,3 +294,13 @@ def _by_trainable(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], l
 
 def _moved(segment: Segment, base: int) -> Segment:
     return dataclasses.replace(segment, offset=base + segment.offset)
+
+
+def _left(start: int, end: int, sent: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of the bytes ``start`` to ``end`` is not in ``sent``."""
+    left = []
+    for first, last in sorted(sent):
+        if first > start and start < end:
+            left.append((start, min(first, end)))
+        start = max(start, last)
+    return [*left, (start, end)] if start < end else left

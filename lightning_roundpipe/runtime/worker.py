@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
@@ -229,34 +229,34 @@ class Worker:
         if arena.free is not None:
             stream.wait(arena.free)
         for layer, segment in zip(slot.layers, arena.cut(layer.nbytes for layer in slot.layers), strict=True):
-            waiter = Waiter()
-            later = functools.partial(self._upload_later, slot, layer, segment, waiter)
-            if layer.unit.when(slot.version, later):
-                slot.awaited[layer.index] = waiter
+            later = _LaterUpload(self, slot, layer, segment)
+            if layer.unit.when(slot.version, later.finish, later.part):
+                slot.awaited[layer.index] = later.waiter
             else:
-                self._upload(slot, layer, segment)
+                self.upload(slot, layer, segment)
 
-    def _upload(self, slot: Slot, layer: HostLayer, segment: Tensor) -> None:
+    def upload(
+        self, slot: Slot, layer: HostLayer, segment: Tensor, begun: Event | None = None,
+        sent: Sequence[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
+        """Enqueue the upload of a layer's weights, or of what is left of it.
+
+        Args:
+            slot: that they are for.
+            layer: whose.
+            segment: of the slot's arena.
+            begun: when that began, if some were sent already.
+            sent: which; see `HostLayer.upload`.
+        """
         stream = self.device.weights_up
-        start = stream.record(timed=True)
-        layer.upload(stream, segment)
+        start = begun or stream.record(timed=True)
+        layer.upload(stream, segment, sent)
         end = stream.record(timed=True)
         slot.uploaded[layer.index] = end
         where = Where(slot.index, slot.phase, -1, layer.name)
         slot.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
         if slot.arrivals is not None:
             slot.arrivals.uploading(layer.unit, end)
-
-    def _upload_later(self, slot: Slot, layer: HostLayer, segment: Tensor, waiter: Waiter) -> None:
-        """On the optimizer's thread."""
-        try:
-            with slot.uploading:
-                if not slot.cancelled and not slot.control.failed:
-                    with self.device.activate():
-                        self._upload(slot, layer, segment)
-        except BaseException as error:
-            slot.control.fail(error)
-        waiter.wake()
 
     def cancel(self, slot: Slot) -> None:
         """Take back `prepare`: the slot will not come. The next upload is in the same stream, so behind this one's."""
@@ -299,7 +299,7 @@ class Worker:
             stream.wait(arena.free)
         for (call, host), segment in zip(sums.items(), arena.cut(s.layout.nbytes for s in sums.values()), strict=True):
             gradients = self._device_gradients[call] = DeviceGradients(host, segment)
-            if any(host.present):
+            if any(gradients.present):
                 if host.arrived is not None:
                     stream.wait(host.arrived)
                 start = stream.record(timed=True)
@@ -315,7 +315,7 @@ class Worker:
             self.device.compute.wait(self._upload_of(slot, layer))
         done = self.device.compute.record()
         if self._device_gradients:
-            self._send_gradients(slot, done)
+            self._send_gradients(slot)
         assert slot.arena is not None
         arena = self.weights[slot.arena]
         arena.free = done
@@ -325,9 +325,11 @@ class Worker:
         self._segments = {}
         slot.close()
 
-    def _send_gradients(self, slot: Slot, done: Event) -> None:
+    def _send_gradients(self, slot: Slot) -> None:
         stream = self.device.gradients_down
-        stream.wait(done)
+        for gradients in self._device_gradients.values():
+            gradients.narrow()
+        stream.wait(self.device.compute.record())
         for call, gradients in self._device_gradients.items():
             if not any(gradients.present):
                 continue
@@ -336,7 +338,7 @@ class Worker:
             gradients.download(stream)
             end = stream.record(timed=True)
             where = Where(slot.index, slot.phase, call, gradients.host.layer.name)
-            nbytes = gradients.host.layout.nbytes
+            nbytes = gradients.host.layout.travel_nbytes
             slot.recorder.add("download_gradients", self.index, start, end, -1, nbytes, where)
         arena = self.gradients[self._gradient_turn]
         if arena.buffer is not None:
@@ -450,3 +452,62 @@ def _flat(nested: Iterable[Any]) -> list[Tensor]:
         elif isinstance(item, (list, tuple)):
             found += _flat(item)
     return found
+
+
+class _LaterUpload:
+    """The upload of a layer that is still being updated. The optimizer's thread enqueues it, with parts of the weights
+    as soon as they are there, if they are updated in parts.
+
+    Args:
+        worker: that the weights go to.
+        slot: that they are for.
+        layer: whose.
+        segment: of the slot's arena.
+    """
+
+    def __init__(self, worker: Worker, slot: Slot, layer: HostLayer, segment: Tensor) -> None:
+        self._worker, self._slot, self._layer, self._segment = worker, slot, layer, segment
+        self._begun: Event | None = None
+        self._sent: list[tuple[int, int]] = []
+        self.waiter = Waiter()
+        """Woken when all of it is enqueued."""
+
+    def part(self, master: nn.Parameter, start: int, end: int) -> None:
+        """The numbers ``start`` to ``end`` of ``master`` are there."""
+
+        def enqueue() -> None:
+            stream = self._worker.device.weights_up
+            begun = self._begun or stream.record(timed=True)
+            if (span := self._layer.upload_part(stream, self._segment, master, start, end)) is not None:
+                self._begun = begun
+                self._sent.append(span)
+
+        self._enqueue(enqueue)
+
+    def finish(self) -> None:
+        """All weights are there."""
+        self._enqueue(
+            lambda: self._worker.upload(self._slot, self._layer, self._segment, self._begun, _merged(self._sent))
+        )
+        self.waiter.wake()
+
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        slot = self._slot
+        try:
+            with slot.uploading:
+                if not slot.cancelled and not slot.control.failed:
+                    with self._worker.device.activate():
+                        work()
+        except BaseException as error:
+            slot.control.fail(error)
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans, which do not overlap, in order, those that follow each other as one."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], end
+        else:
+            merged.append((start, end))
+    return merged

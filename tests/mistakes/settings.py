@@ -418,6 +418,20 @@ OTHERS = [
     ),
     Mistake(
         SECTION,
+        "`reduce_dtype` is no format for gradients",
+        "reduce_dtype=… is no format that gradients can travel in",
+        "set 'bfloat16' for half the bytes",
+        tuple(options(reduce_dtype=given) for given in ("bf16", "float64", 16, True, torch.int8)),
+    ),
+    Mistake(
+        SECTION,
+        "`reduce_dtype='float16'`, and no loss scale",
+        "reduce_dtype='float16' with precision=…",
+        "Set reduce_dtype='bfloat16'",
+        (lambda user: user.fit(zoo.make_module("mlp"), zoo.make_batches("mlp", 1), reduce_dtype="float16"),),
+    ),
+    Mistake(
+        SECTION,
         "`pin_memory` is none of its values",
         "pin_memory=… must be",
         "'auto', 'on' or 'off'",

@@ -96,7 +96,7 @@ WAITS = [
     Wait("runtime.worker:Worker._open_gradients", "stream.wait(arena.free)", "order"),
     Wait("runtime.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
     Wait("runtime.worker:Worker._open_gradients", "self.device.compute.wait(end)", "numbers", WIDE, "weights_up"),
-    Wait("runtime.worker:Worker._send_gradients", "stream.wait(done)", "order"),
+    Wait("runtime.worker:Worker._send_gradients", "stream.wait(self.device.compute.record())", "order"),
     Wait("runtime.sums:HostGradients.wait", "arrived.wait()", "numbers", CUT, "gradients_down"),
     Wait("runtime.sums:HostGradients.take", "self.wait()", "numbers", CUT, "gradients_down"),
     # Boundaries: from a worker to the host, from the host to a worker; and glue or a layer that writes to what is on
@@ -140,6 +140,13 @@ ELSEWHERE = {
     ("runtime.crew:Crew.rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
     ("runtime.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
     ("runtime.sums:HostGradients.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
+    # test_reduction.py: test_each_wait_is_needed
+    ("runtime.sums:_Added.after", "landed.wait()"),
+    ("runtime.sums:_Added.wait", "while not self._over.wait(LOOK):"),  # is what HostGradients.wait waits with
+    ("runtime.sums:HostGradients.make_room", "self.wait()"),
+    # test_parts.py: test_a_part_is_not_taken_before_it_is_there
+    ("runtime.sums:HostGradients.wait_for_part", "arrived.wait()"),
+    ("runtime.sums:HostGradients.wait_for_part", "self.wait()"),
     # Versioned.wait, above; the first one in front of the lock, the second one for what was not read before.
     ("runtime.segments:Segments.enter", "unit.wait(step.version, step.control)  # [1]"),
     ("runtime.segments:Segments.read_master", "self.wait_for(unit, step.version)"),

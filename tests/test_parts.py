@@ -1,0 +1,307 @@
+"""A large layer's gradients travel, are summed and stepped in parts: the same numbers, sooner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import stress
+import torch
+import torch.nn.functional as F
+from harness import Result, assert_identical, ours, run
+from ordering import Ordering
+from stress import CALLS, Case
+from torch import Tensor, nn
+from without import take_out
+
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import Event, make_devices
+from lightning_roundpipe.optim.shadow import Shadow
+from lightning_roundpipe.runtime import sums, updates
+from lightning_roundpipe.runtime.arrivals import Arrivals
+from lightning_roundpipe.runtime.formats import Formats
+from lightning_roundpipe.runtime.gradients import StepGradients
+from lightning_roundpipe.runtime.slots import Slot
+from lightning_roundpipe.runtime.sums import GradientBuffers
+from lightning_roundpipe.runtime.units import units_of
+from lightning_roundpipe.runtime.updates import Updates
+from lightning_roundpipe.runtime.weights import HostLayer, _left, host_layers
+from lightning_roundpipe.runtime.worker import Worker, _merged
+
+PART = 256
+"""Bytes: 64 numbers in fp32."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Everything is large. The lengths of all parts that were stepped."""
+    monkeypatch.setattr(sums, "STREAMED", 1)
+    monkeypatch.setattr(sums, "PART", PART)
+    monkeypatch.setattr(updates, "PIECE", 0)  # what is large is alone
+    lengths: list[int] = []
+    real = Shadow.step_part
+
+    def step_part(self: Any, values: Any, key: int, gradient: Tensor, start: int, end: int) -> None:
+        lengths.append(end - start)
+        real(self, values, key, gradient, start, end)
+
+    monkeypatch.setattr(Shadow, "step_part", step_part)
+    return lengths
+
+
+class Tied(pl.LightningModule):
+    """An embedding that is the output layer as well, as many language models have it."""
+
+    def __init__(self, in_glue: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(30, 9)
+        self.middle = nn.Linear(9, 9)
+        self.head = nn.Linear(9, 30, bias=False)
+        self.head.weight = self.embed.weight
+        self.in_glue = in_glue
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.head(torch.tanh(self.middle(self.embed(batch))))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.roll(-1, 1).flatten())
+        return loss + 0.01 * self.embed.weight.float().square().sum() if self.in_glue else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-3, weight_decay=0.1)
+
+
+def tied(module: Any = None, trainer: Any = None, **options: Any) -> Result:
+    batches = list(torch.randint(30, (6, 8, 5), generator=torch.Generator().manual_seed(1)))
+    settings = {"num_microbatches": 4, "layers": ["Embedding", "Linear"], "plan": harness.per_call(3, 2)} | options
+    result = run(ours(**settings), module or Tied(), batches, devices=2, watch=True, **(trainer or {}))
+    result.grads = []  # of parts nobody is told
+    return result
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer"),
+    [
+        ({}, {}),
+        ({"staleness": 1}, {}),
+        ({}, {"accumulate_grad_batches": 2}),
+        ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        ({}, {"precision": "bf16-true"}),
+        ({}, {"precision": "bf16-mixed"}),
+        ({"reduce_dtype": "bfloat16"}, {}),
+        ({"emulation": {"poison": True, "delay_seed": 3, "bandwidth": "1MB"}}, {}),
+    ],
+    ids=lambda given: str(given),
+)
+def test_parts_change_no_bit(options: Any, trainer: Any, stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded, real = [], HostLayer.upload_part
+
+    def upload_part(self: Any, *args: Any) -> Any:
+        uploaded.append(real(self, *args))
+        return uploaded[-1]
+
+    monkeypatch.setattr(HostLayer, "upload_part", upload_part)
+    parts = tied(trainer=trainer, **options)
+    assert any(uploaded) == ("staleness" not in options), "the next step's first stages wait for the update"
+    steps = 6 // trainer.get("accumulate_grad_batches", 1) - 1  # the first has no state that could be cut
+    assert stepped.count(30 * 9 % 64) == steps and stepped.count(64) == steps * (30 * 9 // 64 + 9 * 9 // 64)
+    monkeypatch.undo()
+    torch.set_num_threads(1)
+    assert_identical(tied(trainer=trainer, **{k: v for k, v in options.items() if k != "emulation"}), parts)
+
+
+def test_what_glue_adds_to_is_taken_whole(stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tied(Tied(in_glue=True))
+    assert stepped and set(stepped) <= {64, 9, 81 % 64}, "the layer that glue does not read has parts"
+    monkeypatch.undo()
+    assert_identical(tied(Tied(in_glue=True)), parts)
+
+
+@pytest.mark.parametrize("trainer", [{"gradient_clip_val": 0.01}, {"blocking": True}], ids=str)
+def test_what_needs_all_gradients_first_has_no_parts(trainer: Any, stepped: list[int]) -> None:
+    tied(trainer=trainer)
+    assert not stepped
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adafactor])
+def test_an_optimizer_without_a_kernel_of_parts_steps_whole_layers(optimizer: Any, stepped: list[int]) -> None:
+    """Adafactor's update of a weight looks at all of it."""
+
+    class Other(Tied):
+        def configure_optimizers(self) -> Any:
+            return optimizer(self.parameters(), lr=0.1)
+
+    tied(Other())
+    assert not stepped
+
+
+@pytest.mark.parametrize("plan", [harness.per_call(CALLS, 2), harness.single(CALLS, 4), harness.halves(CALLS, 1)])
+@pytest.mark.parametrize("drops", [True, False])
+def test_delays_and_poison_change_no_bit(plan: str, drops: bool, stepped: list[int]) -> None:
+    """A step that begins while parts of the one before are on their way waits for the last of them."""
+    case = Case(plan, 3, 4, (6, 6, 6, 6), drops=drops)
+    with Ordering() as ordering:
+        hard = stress.train(case)
+    expected = stress.reference(case)
+    expected.grads, hard.result.grads = [], []
+    assert stepped and not [*stress.wrong(hard, expected), *ordering.faults]
+
+
+# ------------------------------------------------------------------------------------------------------- part by part
+
+
+class Later(Event):
+    """Comes when it is told to."""
+
+    def __init__(self, device: Any) -> None:
+        self.came = threading.Event()
+        self.asked = threading.Event()
+
+    def wait(self) -> None:
+        self.asked.set()
+        assert self.came.wait(10)
+
+    def done(self) -> bool:
+        return self.came.is_set()
+
+    def time(self) -> float:
+        raise RuntimeError
+
+
+class Submitted:
+    """A layer of 256 numbers in fp32 that was stepped once; the gradients of a second step come in four parts."""
+
+    def __init__(self, cast: bool) -> None:
+        [self.device] = make_devices("cpu", [torch.device("cpu")], Emulation())
+        module = nn.ParameterList([nn.Parameter(torch.zeros(16, 16))])
+        [self.layer] = host_layers({"layer": module}, self.device, Formats(), apart=False, mapped=())
+        [self.master] = self.layer.masters
+        self.units = units_of([self.layer], [self.master])
+        if cast:
+            self.layer.round({0: torch.bfloat16})
+        self.updates = Updates(self.units)
+        self._buffers = GradientBuffers(self.layer, self.device)
+        self._optimizer = torch.optim.AdamW([self.master], lr=1.0)
+        self._submit([])
+        self.updates.settle()
+        self.before = self.master.detach().clone()
+        self.parts = [Later(self.device) for _ in range(4)]
+        self._submit(self.parts)
+
+    def _submit(self, parts: list[Later]) -> None:
+        total = self._buffers.begin()
+        total.buffer.views[0].fill_(1.0 if not parts else float("nan"))  # NaN has not arrived
+        total.present = [True]
+        total.parts = [((index + 1) * PART, event) for index, event in enumerate(parts)]
+        total.arrived = parts[-1] if parts else None
+        self.gradient = total.buffer.views[0].view(-1)
+        arrivals = Arrivals(self.units)
+        batch = StepGradients([total], [], 1.0, arrivals)
+        batch.differentiated(1.0)
+        self.updates.offer(batch)
+        self.updates.submit(self._optimizer, None)
+        arrivals.passed(())
+
+    def bring(self, index: int) -> None:
+        self.gradient[64 * index : 64 * (index + 1)] = 1.0
+        self.parts[index].came.set()
+
+    def changed(self) -> list[bool]:
+        """Of each part, whether it has been stepped."""
+        return [
+            bool((now != was).all()) for now, was in zip(self.master.view(4, 64), self.before.view(4, 64), strict=True)
+        ]
+
+    def close(self) -> None:
+        for index in range(4):
+            self.bring(index)
+        self.updates.close()
+        self.device.close()
+
+
+@pytest.fixture(params=[False, True], ids=["", "cast"])
+def submitted(request: Any, stepped: list[int]) -> Iterator[Submitted]:
+    made = Submitted(request.param)
+    yield made
+    made.close()
+
+
+def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: Submitted) -> None:
+    unit = submitted.layer.unit
+    for index in range(4):
+        assert submitted.parts[index].asked.wait(10), "the part before is stepped, this one is waited for"
+        assert submitted.changed() == [True] * index + [False] * (4 - index)
+        assert unit.version == 1, "nobody may read it before its last part"
+        if (rounded := submitted.layer.flats[0]._rounded) is not None:
+            sent = rounded.view(torch.bfloat16).view(4, 64)
+            assert torch.equal(sent, submitted.master.detach().bfloat16().view(4, 64)), "what travels is cast already"
+        submitted.bring(index)
+    submitted.updates.settle()
+    assert unit.version == 2 and all(submitted.changed()) and submitted.master.isfinite().all()
+    [state] = submitted._optimizer.state.values()
+    assert state["step"] == 2
+
+
+def test_the_next_stage_gets_what_is_there(submitted: Submitted) -> None:
+    """Its upload begins with the first part; and what was sent is not sent again."""
+    layer, device = submitted.layer, submitted.device
+    worker = Worker(device)
+    worker.reserve(layer.nbytes, 0)
+    slot = Slot(0, 0, 0, "forward", range(1), [layer], {}, [0], version=2)
+    worker.prepare(slot)
+    [arena] = worker.weights[0].cut([layer.nbytes])
+    copied: list[int] = []
+    real = type(device.weights_up).copy
+
+    def copy(self: Any, dst: Tensor, src: Tensor) -> None:
+        copied.append(src.nbytes)
+        real(self, dst, src)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(device.weights_up), "copy", copy)
+        for index in range(4):
+            assert submitted.parts[index].asked.wait(10)
+            device.weights_up.synchronize()
+            sent = layer.views(arena)[0].view(4, 64)[:index]
+            assert torch.equal(sent, submitted.master.detach().to(sent.dtype).view(4, 64)[:index])
+            assert len(copied) == index and not slot.uploaded, "nobody may run before all of it is there"
+            submitted.bring(index)
+        submitted.updates.settle()
+    slot.uploaded[0].wait()
+    [there] = layer.views(arena)
+    assert torch.equal(there, submitted.master.detach().to(there.dtype)) and sum(copied) == layer.nbytes
+    [row] = [row for row in slot.recorder.rows(0.0) if row["kind"] == "upload_weights"]
+    assert row["nbytes"] == layer.nbytes
+    worker.close()
+
+
+def test_spans() -> None:
+    assert _merged([(30, 40), (0, 10), (10, 20)]) == [(0, 20), (30, 40)]
+    assert _left(0, 50, [(0, 20), (30, 40)]) == [(20, 30), (40, 50)]
+    assert _left(35, 38, [(0, 20), (30, 40)]) == [] and _left(20, 25, [(0, 20), (30, 40)]) == [(20, 25)]
+
+
+@pytest.mark.parametrize("line", ["arrived.wait()", "self.wait()"])
+def test_a_part_is_not_taken_before_it_is_there(line: str, stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second line waits for what comes in one piece, as gradients do that are narrowed."""
+    monkeypatch.setattr(Submitted, "bring", lambda self, index: self.parts[index].came.set())
+    take_out(monkeypatch, "runtime.sums:HostGradients.wait_for_part", line)
+    made = Submitted(cast=False)
+    if line == "self.wait()":
+        made.close()
+        total = made._buffers.begin()
+        total.present, total.arrived = [True], Later(made.device)
+        total.take_part(id(made.master), 0, 64, 1.0)  # would wait
+        assert not total.arrived.asked.is_set()  # type: ignore[attr-defined]
+        return
+    made.updates.settle()  # though no part has come
+    assert made.master.isnan().all()
+    made.close()
