@@ -34,6 +34,7 @@ class EvaluationGlue(GlueMode):
             accelerator=engine.accelerator,
             devices=engine.devices,
             aside=aside,
+            buffers=engine.host_buffers,
         )
         self._all, self._touched = engine.unit_of, touched
 

@@ -28,6 +28,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.bringing import Bringer
+from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.known import Known, waits
 from lightning_roundpipe.runtime.losses import WITH_REDUCTION, Sums, reduction_of
@@ -91,6 +92,7 @@ _MIX_DEVICES = frozenset({"to", "copy_", "set_", "_pack_padded_sequence", "tenso
 
 _OF_THE_SHAPE = frozenset({"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point"})
 """What is asked of a tensor without computing with it."""
+_NO_VALUES = _OF_THE_SHAPE | {"__get__"}
 
 
 class GlueMode(TorchFunctionMode):
@@ -105,6 +107,7 @@ class GlueMode(TorchFunctionMode):
         kept: is told of what glue computes with that the batch before has left.
         devices: that host tensors move to.
         aside: does what waits for a device, while others may run user code.
+        buffers: of layers; those that user code looks at get what calls have made of them.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class GlueMode(TorchFunctionMode):
         kept: Keeps | None = None,
         devices: Sequence[Device] = (),
         aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
+        buffers: HostBuffers | None = None,
     ) -> None:
         super().__init__()
         self.proxies = Proxies(read)
@@ -131,6 +135,7 @@ class GlueMode(TorchFunctionMode):
         self._replaces = train or self._formats.low is not None
         self._kept = kept
         self._aside = aside
+        self._buffers = HostBuffers() if buffers is None else buffers
         self._known = Known(accelerator)
         self._bringer = Bringer(accelerator, devices, self._known)
 
@@ -139,6 +144,8 @@ class GlueMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if self._buffers and (func in _VALUES or name not in _NO_VALUES):
+            self._settle_buffers((args, kwargs))
         if name in ("__get__", "__set__", "__delete__", "requires_grad_"):
             if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
                 if func == _DTYPE:  # made anew each time
@@ -165,6 +172,10 @@ class GlueMode(TorchFunctionMode):
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
                 refuse_layers_between(given["outputs"], given["inputs"])
         return self._call(func, name, args, kwargs)
+
+    def _settle_buffers(self, given: Any) -> None:
+        if any(isinstance(leaf, Tensor) and self._buffers.awaits(leaf) for leaf in tree_iter(given)):
+            self._aside(self._buffers.settle)
 
     def _call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._accelerator is not None:

@@ -74,6 +74,7 @@ class MicrobatchRun:
         self.mode = GlueMode(
             engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
             kept=self.kept, devices=engine.devices, aside=self.segments.paused,
+            buffers=engine.host_buffers,
         )  # fmt: skip
         self.started = Waiter()
         self.passed = Waiter()

@@ -111,12 +111,40 @@ class Quiet(zoo.PlainClassifier):
         return loss
 
 
+class Normed(torch.nn.Module):
+    """Layers with running statistics, in training and frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)) for _ in range(4)
+        )
+        self.head = torch.nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _normed(count: int) -> tuple[Any, list[Any]]:
+    return zoo.PlainClassifier(Normed()), zoo.make_batches("mlp", count)
+
+
 TASKS: dict[str, Callable[[int], tuple[Any, list[Any]]]] = {
     "packaged task": _task,
     "packaged task with masks": _masked_task,
+    "running statistics": _normed,
     "mlp": functools.partial(_of_zoo, "mlp"),
     "mlp without logging": lambda count: (Quiet(zoo.MLP()), zoo.make_batches("mlp", count)),
 }
+
+
+def _strategy(name: str) -> Any:
+    if name != "running statistics":
+        return ours(num_microbatches=2)
+    plan = "forward 0-1; fused 2-4; backward 0-1; round 2"  # whose layers run again on the other device
+    return ours(num_microbatches=2, layers=["Sequential", "Linear"], plan=plan)
 
 
 def _heard(name: str, patch: pytest.MonkeyPatch) -> Listens:
@@ -124,7 +152,7 @@ def _heard(name: str, patch: pytest.MonkeyPatch) -> Listens:
     module, batches = TASKS[name](STEADY + 3)
     listens = Listens(patch)
     with backend.listening(listens.hear):
-        run(ours(num_microbatches=2), module, batches, devices=2, callbacks=[listens], watch=False)
+        run(_strategy(name), module, batches, devices=2, callbacks=[listens], watch=False)
     return listens
 
 
@@ -148,8 +176,11 @@ def test_a_wait_of_user_code_is_heard(devices: list[Any], monkeypatch: pytest.Mo
     assert all(wait in heard.waits for wait in heard.holding)
 
 
+QUICK = {"packaged task", "running statistics"}
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "packaged task" else pytest.mark.slow) for name in TASKS]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TASKS]
 )
 def test_no_thread_waits(name: str, devices: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     heard = _heard(name, monkeypatch)
