@@ -93,8 +93,8 @@ def library() -> ctypes.CDLL:
 
 LATE: list[Any] = []
 """The one that queues what is enqueued, if there is one; see `late`."""
-MADE_CURRENT: set[int] = set()
-"""Devices that threads have made their current one, be it by going back to it: on a GPU, CUDA takes memory for that."""
+MADE_CURRENT: dict[str, set[int]] = {}
+"""Devices that each thread has made current, be it by going back to it: on a GPU, CUDA takes memory for that."""
 
 
 class Module:
@@ -123,7 +123,7 @@ class Module:
     @staticmethod
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else _index(torch.device(device))
-        MADE_CURRENT.add(index)
+        MADE_CURRENT.setdefault(threading.current_thread().name, set()).add(index)
         library().played_set_device(index)
 
     @staticmethod

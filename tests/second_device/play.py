@@ -124,7 +124,12 @@ def play(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     patch.setattr(cuda, "_open", WeakSet())
     patch.setattr(cuda_streams, "_streams", {})
-    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in backend.MADE_CURRENT, raising=False)
+    patch.setattr(
+        torch._C,
+        "_cuda_hasPrimaryContext",
+        lambda index: index in set().union(*backend.MADE_CURRENT.values()),
+        raising=False,
+    )
     patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1:4")  # KiB: the models that are trained are small
     patch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)

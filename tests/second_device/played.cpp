@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <set>
 #include <tuple>
 #include <vector>
 
@@ -27,6 +28,8 @@ struct Later {
   void (*wait)(int64_t event);
 };
 Later later = {};
+
+void use(void* start, const c10::Stream& stream);
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return TYPE; }
@@ -76,6 +79,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (later.wait && event) later.wait(reinterpret_cast<int64_t>(event));
   }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    use(memory.get(), stream);
+  }
   void synchronizeDevice(c10::DeviceIndex) const override {}
 };
 
@@ -108,6 +114,14 @@ using Place = std::tuple<int, int64_t, size_t>;
 std::mutex pool_lock;
 std::map<Place, std::vector<void*>> given_back;
 std::map<void*, Place> taken_from;
+std::set<void*> used_elsewhere;
+
+// Autograd says that another stream uses the memory, too. Such memory is not given to anyone again.
+void use(void* start, const c10::Stream& stream) {
+  std::lock_guard<std::mutex> held(pool_lock);
+  auto known = taken_from.find(start);
+  if (known != taken_from.end() && std::get<1>(known->second) != stream.id()) used_elsewhere.insert(start);
+}
 
 void* take(size_t bytes) {
   Place place{current_device, current_stream[current_device], (bytes + 512) / 512 * 512};
@@ -121,7 +135,7 @@ void* take(size_t bytes) {
 
 void give_back(void* start) {
   std::lock_guard<std::mutex> held(pool_lock);
-  given_back[taken_from[start]].push_back(start);
+  if (!used_elsewhere.count(start)) given_back[taken_from[start]].push_back(start);
 }
 
 void free_pinned(void* start) {
