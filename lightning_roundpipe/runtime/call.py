@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.arguments import CallSpec, Flat
 from lightning_roundpipe.runtime.boundary import HostCopy
+from lightning_roundpipe.runtime.buffers import Made
 from lightning_roundpipe.runtime.choices import Choices, Recording
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.inlet import Inlet
@@ -107,7 +108,7 @@ class Forward:
     sides: Sides
     inlet: Inlet | None
     mutated: dict[int, Tensor] = field(default_factory=dict)
-    buffers: dict[int, Tensor] = field(default_factory=dict)
+    buffers: dict[int, Made] = field(default_factory=dict)
     activation_bytes: int = 0
     differs_without_grad: bool = False
     overlapping: tuple[list[int], list[int]] = ([], [])

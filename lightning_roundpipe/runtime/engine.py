@@ -19,6 +19,7 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import layers_that_fit
+from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.compiling import forwards_of
 from lightning_roundpipe.runtime.context import thread_locals_of
@@ -76,6 +77,7 @@ class Engine:
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             mapped = mapped_weights(module.parameters(), devices[0], formats)
             self.layers = host_layers(found.layers, devices[0], formats, apart=bool(options.staleness), mapped=mapped)
+        self.host_buffers = self.layers[0].buffers if self.layers else HostBuffers()
         self.units = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
         self.unit_of = {id(p): unit for unit in self.units for p in unit.masters}
         self.updates: Updates | None = None
@@ -194,6 +196,7 @@ class Engine:
                 if before is not None:
                     self._end(before)
                 try:
+                    self.host_buffers.settle()
                     output = step.finish()
                     self._metrics.bring_to_host()
                 except BaseException as error:
@@ -223,6 +226,7 @@ class Engine:
         try:
             with self._failing(step), intercepted(self._interceptors, step.control.fail):
                 output = step.run(function)
+                self.host_buffers.settle()
             self._end(step)
             self._metrics.bring_to_host()
         finally:
@@ -272,6 +276,7 @@ class Engine:
         except BaseException as error:
             self._looked_at = True  # versions are not what was submitted
             self._buffers.clear()  # half a step is in them, or will never arrive
+            self.host_buffers.drop()
             before, self._on_its_way = self._on_its_way, None
             for broken in (before, step):
                 if broken is not None:
@@ -350,6 +355,7 @@ class Engine:
         try:
             with intercepted(self._evaluating), self.devices[0].step_settings():
                 output = evaluation.run(function, args, kwargs)
+            self.host_buffers.settle()
             self._metrics.bring_to_host()
             return output
         except BaseException:

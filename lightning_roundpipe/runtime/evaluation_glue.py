@@ -14,9 +14,17 @@ if TYPE_CHECKING:
 
 
 class EvaluationGlue(GlueMode):
-    """Host tensors follow the device of what they meet; ``touched`` is called where a master's ``.data`` is read."""
+    """Host tensors follow the device of what they meet; ``touched`` is called where a master's ``.data`` is read.
 
-    def __init__(self, engine: Engine, touched: Callable[[], None]) -> None:
+    ``aside``: as in `GlueMode`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        touched: Callable[[], None],
+        aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
+    ) -> None:
         formats = engine.formats
         super().__init__(
             engine.unit_of,
@@ -25,6 +33,8 @@ class EvaluationGlue(GlueMode):
             train=False,
             accelerator=engine.accelerator,
             devices=engine.devices,
+            aside=aside,
+            buffers=engine.host_buffers,
         )
         self._all, self._touched = engine.unit_of, touched
 

@@ -143,6 +143,7 @@ class Parting:
         logged: list[Any] = []
         with log_as(module, _noting(module.log, logged)):
             output = whole()
+        self._engine.host_buffers.settle()
         evaluation.looked_at = None
         known.looks += 1
         left = any(

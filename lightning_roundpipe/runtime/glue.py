@@ -1,12 +1,14 @@
 """What happens to the user's own code between layer calls: a mode that is active only there, one per microbatch.
 
-Every torch function that glue calls passes through `GlueMode`. It does three things:
+Every torch function that glue calls passes through `GlueMode`. It does four things:
 
 * A master that glue reads itself (a bare ``nn.Parameter``, ``F.linear(h, embed.weight)``) is replaced by this
   microbatch's stand-in, so that microbatches do not add into one ``.grad`` in the order in which threads happen to run,
   and that it is seen in the format that everything is computed in.
 * Host tensors (labels, masks, parameters) follow the device of what they meet. They go there through pinned memory, or
   the host would wait until the device has come that far.
+* A number of a device that the host has as well is read there (`known`). For any other one the host waits, and other
+  microbatches run their user code meanwhile.
 * Mean-reduced cross entropies are counted: their numbers of targets say how much each microbatch weighs in the loss of
   the whole batch. Sum-reduced losses are noted: if the loss is made of them, those of microbatches are added.
 """
@@ -26,13 +28,16 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.bringing import Bringer
+from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.formats import Formats
+from lightning_roundpipe.runtime.known import Known, waits
 from lightning_roundpipe.runtime.losses import WITH_REDUCTION, Sums, reduction_of
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_VALUES = {DATA, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
+_TRANSPOSED = {Tensor.T.__get__: "T", Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]
+_VALUES = {DATA, *_TRANSPOSED, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
 """Attributes of a tensor that share its memory."""
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
@@ -87,6 +92,7 @@ _MIX_DEVICES = frozenset({"to", "copy_", "set_", "_pack_padded_sequence", "tenso
 
 _OF_THE_SHAPE = frozenset({"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point"})
 """What is asked of a tensor without computing with it."""
+_NO_VALUES = _OF_THE_SHAPE | {"__get__"}
 
 
 class GlueMode(TorchFunctionMode):
@@ -100,6 +106,8 @@ class GlueMode(TorchFunctionMode):
         accelerator: the device type that host tensors move to; None where host and device are the same.
         kept: is told of what glue computes with that the batch before has left.
         devices: that host tensors move to.
+        aside: does what waits for a device, while others may run user code.
+        buffers: of layers; those that user code looks at get what calls have made of them.
     """
 
     def __init__(
@@ -112,6 +120,8 @@ class GlueMode(TorchFunctionMode):
         accelerator: str | None,
         kept: Keeps | None = None,
         devices: Sequence[Device] = (),
+        aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
+        buffers: HostBuffers | None = None,
     ) -> None:
         super().__init__()
         self.proxies = Proxies(read)
@@ -124,20 +134,28 @@ class GlueMode(TorchFunctionMode):
         self._formats = formats or Formats()
         self._replaces = train or self._formats.low is not None
         self._kept = kept
-        self._bringer = Bringer(accelerator, devices)
+        self._aside = aside
+        self._buffers = HostBuffers() if buffers is None else buffers
+        self._known = Known(accelerator)
+        self._bringer = Bringer(accelerator, devices, self._known)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if self._buffers and (func in _VALUES or name not in _NO_VALUES):
+            self._settle_buffers((args, kwargs))
         if name in ("__get__", "__set__", "__delete__", "requires_grad_"):
             if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
                 if func == _DTYPE:  # made anew each time
                     return self._formats.of(args[0])
                 if func in _VALUES:
                     return func(self._read(args[0]), *args[1:])
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self._accelerator is not None and func in _TRANSPOSED:
+                self._known.follow(func, _TRANSPOSED[func], args, kwargs, result)
+            return result
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "retain_grad"):
@@ -155,11 +173,22 @@ class GlueMode(TorchFunctionMode):
                 refuse_layers_between(given["outputs"], given["inputs"])
         return self._call(func, name, args, kwargs)
 
+    def _settle_buffers(self, given: Any) -> None:
+        if any(isinstance(leaf, Tensor) and self._buffers.awaits(leaf) for leaf in tree_iter(given)):
+            self._aside(self._buffers.settle)
+
     def _call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._accelerator is not None:
             if (brought := self._bringer.answer(name, args, kwargs)) is not None:
                 return brought
+            if answer := self._known.answer(func, name, args):
+                return answer[0]
             args, kwargs = self._on_one_device(name, args, kwargs)
+            if waits(name, args, kwargs, self._accelerator):
+                return self._aside(lambda: func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            self._known.follow(func, name, args, kwargs, result)
+            return result
         return func(*args, **kwargs)
 
     def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
@@ -253,7 +282,9 @@ class GlueMode(TorchFunctionMode):
                 return tensor
             if tensor.is_leaf and tensor.requires_grad and home.type != self._accelerator:
                 return self.proxies.on(tensor, where)
-            return self._bringer.bring(tensor, where)
+            aside = self._aside if where.type != self._accelerator else (lambda bring: bring())
+            moved: Tensor = aside(lambda: self._bringer.bring(tensor, where))
+            return moved
 
         out = kwargs.get("out")
         first = 1 if target is not None and out is None else 0
@@ -280,12 +311,13 @@ class GlueMode(TorchFunctionMode):
             classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
             self.counts.append(logits.numel() / classes)
             return
-        target = self._bringer.on_host(target)
+        if self._accelerator is not None and (host := self._known.on_host(target)) is not None:
+            target = host
         kept = target != bound.get("ignore_index", -100)
         weight = bound.get("weight")
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
-        self.counts.append(float(count))
+        self.counts.append(float(count) if count.device.type == "cpu" else self._aside(lambda: float(count)))
 
 
 def _home(tensor: Tensor) -> torch.device:

@@ -187,7 +187,8 @@ class WholeRun(MicrobatchRun):
         engine = step.engine
         self.mode = GlueMode(
             engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
-            kept=self._left, devices=engine.devices,
+            kept=self._left, devices=engine.devices, aside=self.segments.paused,
+            buffers=engine.host_buffers,
         )  # fmt: skip
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

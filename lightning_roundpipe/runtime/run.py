@@ -74,7 +74,8 @@ class MicrobatchRun:
         self.logs = LogRecorder(engine.devices)
         self.mode = GlueMode(
             engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
-            kept=self.kept, devices=engine.devices,
+            kept=self.kept, devices=engine.devices, aside=self.segments.paused,
+            buffers=engine.host_buffers,
         )  # fmt: skip
         self.started = Waiter()
         self.passed = Waiter()

@@ -8,20 +8,23 @@ leave ── given back ── [3]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.belongings import Kept, Spot
+from lightning_roundpipe.runtime.control import Priority
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.units import Unit
 from lightning_roundpipe.runtime.versions import Versioned
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.step import Step
+
+T = TypeVar("T")
 
 
 class Segments:
@@ -47,6 +50,7 @@ class Segments:
         self._learning = learning
         self._count = 0
         self._slot = -1
+        self._spot: Spot | None = None
         self._locked = self._draws = False
         self._around = contextlib.ExitStack()
 
@@ -63,7 +67,7 @@ class Segments:
         engine, step = self._step.engine, self._step
         for unit in engine.read_by_glue:
             unit.wait(step.version, step.control)  # [1]
-        self._slot = slot
+        self._slot, self._spot = slot, spot
         self._take_lock()  # [2]
         self._around.callback(self._give_lock)
         if self.kept is not None:
@@ -123,8 +127,38 @@ class Segments:
         finally:
             self._take_lock()
 
+    def paused(self, wait: Callable[[], T]) -> T:
+        """Within a piece: ``wait`` for a device, while other microbatches run user code as they do during a call.
+
+        Those that have come to the same piece stay behind: in ``self.total += loss.item()``, the total is read before
+        the wait and written after it. A piece that draws keeps the lock, as the others that draw would wait for it.
+        """
+        if self._spot is None or self._learning or self._draws or not self._locked:
+            return wait()
+        if self.kept is not None:
+            self.kept.leave(self._spot, learning=False)
+        lock, self._locked = self._step.user_lock, False
+        lock.pause(self._piece)
+        try:
+            result = wait()
+        finally:
+            lock.resume(self._priority, self._step.control, self._piece)
+            self._locked = True
+        if self.kept is not None:
+            self.kept.enter(self._spot, learning=False)
+        return result
+
+    @property
+    def _piece(self) -> Hashable:
+        """What stands for the code of the piece."""
+        return self._kind, self._spot
+
+    @property
+    def _priority(self) -> Priority:
+        return self._step.number, self._slot, self._index
+
     def _take_lock(self) -> None:
-        self._step.user_lock.acquire((self._step.number, self._slot, self._index), self._step.control)
+        self._step.user_lock.acquire(self._priority, self._step.control, self._piece)
         self._locked = True
 
     def _give_lock(self) -> None:

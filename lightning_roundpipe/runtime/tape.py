@@ -37,6 +37,7 @@ from lightning_roundpipe.config import RoundPipeError
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Device
     from lightning_roundpipe.model.attributes import StateDiff
+    from lightning_roundpipe.runtime.buffers import Made
     from lightning_roundpipe.runtime.choices import Choices
     from lightning_roundpipe.runtime.context import Ambient
     from lightning_roundpipe.runtime.inlet import Inlet
@@ -170,7 +171,7 @@ class Entry(Joint):
     seed: int | None
     context: contextvars.Context
     mutates: frozenset[int] = frozenset()
-    buffers: dict[int, Tensor] = field(default_factory=dict)
+    buffers: dict[int, Made] = field(default_factory=dict)
     given: list[tuple[int, Tensor, int]] = field(default_factory=list)
     graph: tuple[Inlet, list[Tensor]] | None = None
     recomputed: tuple[Inlet, list[Tensor]] | None = None

@@ -24,6 +24,7 @@ from lightning_roundpipe.devices import Device, Stream
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
+from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.flats import Flat, Segment, aligned
 from lightning_roundpipe.runtime.formats import Formats, widen
 from lightning_roundpipe.runtime.units import Unit
@@ -63,6 +64,8 @@ class HostLayer:
         self.name = name
         self.module = module
         self.state = ModuleState(name, module)
+        self.buffers = HostBuffers()
+        """All layers' in common, where there are several."""
         self.mutable_buffers: dict[int, tuple[nn.Module, str]] = {}
         """Which of the layer's buffers its forward changes, as far as it has been seen: module and name by position."""
         self.caches_parametrizations = False
@@ -256,9 +259,10 @@ def host_layers(
     owned: dict[int, tuple[Flat, int]] = {}
     portion = max(_LEAST_PORTION, sum(p.nbytes for m in modules.values() for p in m.parameters()) // _PORTIONS)
     layers: list[HostLayer] = []
-    left = 0
+    left, buffers = 0, HostBuffers()
     for name, module in modules.items():
         layers.append(HostLayer(len(layers), name, module, device, owned, formats, apart=apart, mapped=mapped))
+        layers[-1].buffers = buffers
         left += layers[-1].nbytes
         if left >= portion:
             give_back()

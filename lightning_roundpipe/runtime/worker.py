@@ -360,7 +360,7 @@ class Worker:
         known = self._replicas.get(layer.index)
         if known is None:
             replica = Replica(layer.module, self.device.torch_device, layer.state, layer.rounded)
-            known = self._replicas[layer.index] = (replica, Buffers(layer, replica))
+            known = self._replicas[layer.index] = replica, Buffers(layer, replica, self.device)
         return known
 
     def _whole(self, slot: Slot, layer: HostLayer, position: int) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from harness import ours
 from ordering import Ordering
 from stress import CALLS, LAYERS, Case, StressModule
-from torch import Tensor
+from torch import Tensor, nn
 from without import take_out, waits
 
 from lightning_roundpipe.devices import Device, emulated
@@ -154,6 +154,12 @@ ELSEWHERE = {
     ("runtime.scales:Scales.of", "run.segments.wait_for(self, version)"),  # test_precision_scaling.py
     ("runtime.step:Step._end_whole", "sums.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     ("runtime.gradients:StepGradients.arrive", "total.wait()"),  # test_a_step_that_fails_leaves_whole_updates
+    ("runtime.buffers:Buffers._uploaded", "self._device.compute.wait(made.ready)"),  # test_running_statistics
+    ("runtime.buffers:HostBuffers._settle", "made.ready.wait()"),  # test_running_statistics
+    ("runtime.engine:Engine.train_batch", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
+    ("runtime.engine:Engine.train_manually", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
+    ("runtime.engine:Engine.evaluate", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
+    ("runtime.evaluation_parts:Parting._look", "self._engine.host_buffers.settle()"),  # test_evaluation_parts.py
     ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates
     ("runtime.updates:Updates.retire", "self.settle()"),  # test_stochastic_weight_averaging
     (
@@ -365,6 +371,92 @@ def test_a_sum_that_nobody_took(missing: bool) -> None:
             take_out(patch, "runtime.sums:HostGradients.make_room", "before.wait()")
         harness.run(strategy, Careless(), stress.batches(replace(WIDE, sizes=(6, 6, 6))), devices=3, watch=False)
     assert bool(ordering.faults) is missing, ordering.faults
+
+
+class Normed(pl.LightningModule):
+    """Layers with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch).square().mean()
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.train()
+        self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NormedAndRead(Normed):
+    """User code reads a statistic that a later microbatch may have moved already."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0 * self.layers[0][1].running_mean.sum()  # type: ignore[index,union-attr,operator,no-any-return]
+
+
+MADE = {
+    ("Buffers._uploaded", "self._device.compute.wait(made.ready)"): Normed,
+    ("HostBuffers._settle", "made.ready.wait()"): NormedAndRead,
+}
+
+
+@pytest.mark.parametrize("missing", [None, *MADE])
+@pytest.mark.parametrize("kind", [Normed, NormedAndRead])
+def test_running_statistics(missing: tuple[str, str] | None, kind: type[Normed]) -> None:
+    """They go from call to call, and from worker to worker."""
+    if missing is not None and MADE[missing] is not kind:
+        pytest.skip("shows in the other one")
+    plan = "forward 0; fused 1-2; backward 0; round 2"
+    strategy = ours(num_microbatches=4, layers=["Sequential"], plan=plan)
+    with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
+        if missing is not None:
+            take_out(patch, f"runtime.buffers:{missing[0]}", missing[1])
+        harness.run(strategy, kind(), list(torch.randn(4, 8, 8)), devices=4, watch=False)
+    assert bool(ordering.faults) is (missing is not None), ordering.faults
+
+
+class ByHand(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Normed, ByHand])
+def test_statistics_are_there_after_a_step(kind: type[Normed]) -> None:
+    """And after a step of validation, that trains them on."""
+    seen: list[list[Tensor]] = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            seen[-1].append(module.layers[0][1].running_mean.clone())
+
+        def on_validation_batch_end(self, *args: Any) -> None:
+            self.on_train_batch_end(*args)
+
+    batches = list(torch.randn(3, 8, 8))
+    for strategy in ("auto", ours(num_microbatches=1, layers=["Sequential"])):
+        torch.manual_seed(0)
+        seen.append([])
+        module, options = kind(), {"num_sanity_val_steps": 0, "val_batches": batches[:2]}
+        harness.run(strategy, module, batches, callbacks=[Looks()], watch=False, **options)
+    assert len(seen[0]) == 5
+    torch.testing.assert_close(seen[1], seen[0])
 
 
 @pytest.mark.parametrize(

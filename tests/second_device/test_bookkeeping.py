@@ -31,7 +31,7 @@ class Counts(pl.Callback):
 
     def __init__(self) -> None:
         self.first = self.registrations = 0
-        self.current: set[int] = set()
+        self.current: dict[str, set[int]] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -44,7 +44,7 @@ class Counts(pl.Callback):
             self.first = backend.CUDART.registrations - self.first
         if batch_idx == WARM + AFTER - 1:
             self.registrations = backend.CUDART.registrations - self.registrations
-            self.current = set(backend.MADE_CURRENT)
+            self.current = {name: set(found) for name, found in backend.MADE_CURRENT.items()}
 
 
 def _counted(batches: list[Any], workers: int) -> Counts:
@@ -84,4 +84,6 @@ def test_devices_that_are_not_used_do_not_become_current(monkeypatch: pytest.Mon
     made = trainers_on_devices(monkeypatch, first=1)
     counts = _counted(_batches([LONGEST] * (WARM + AFTER)), 1)
     assert [str(device.torch_device) for device in made] == ["played:1"]
-    assert counts.current <= {1}
+    assert {index for found in counts.current.values() for index in found} == {1}
+    threads = {"MainThread", "roundpipe-worker0", "roundpipe-microbatch0", "roundpipe-microbatch1"}
+    assert threads <= counts.current.keys()
