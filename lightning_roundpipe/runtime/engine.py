@@ -419,8 +419,8 @@ class Engine:
         """Before the first batch, which is measured: host memory for the gradients of a call of each layer."""
         with allowed():  # it may be half of what training takes, and nothing runs yet
             for layer in self.layers:
-                buffers = self._buffers.setdefault((layer.index, 0), GradientBuffers(layer, self.devices[0], self.reduction))
-                buffers.reserve()
+                buffers = GradientBuffers(layer, self.devices[0], self.reduction)
+                self._buffers.setdefault((layer.index, 0), buffers).reserve()
         self._reserves = self._reserved = True
 
     def _give_back_reserved(self) -> None:
