@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import bits
@@ -337,7 +337,13 @@ class Runner:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def backward(
-        self, slot: Slot, entry: Entry, boundaries: Boundaries, factor: float, measured: TracedCall | None = None
+        self,
+        slot: Slot,
+        entry: Entry,
+        boundaries: Boundaries,
+        factor: float,
+        passed_by: Callable[[nn.Parameter, Tensor], bool],
+        measured: TracedCall | None = None,
     ) -> list[Tensor | None]:
         """Recompute the call unless its graph was kept, and run its backward.
 
@@ -346,6 +352,7 @@ class Runner:
             entry: the call, with its output gradients.
             boundaries: brings saved inputs and gradients here.
             factor: what its parameters' gradients are still to be multiplied by.
+            passed_by: takes gradients of parameters that are not the layer's.
             measured: where to note how much memory it takes, if that is to be known.
 
         Returns:
@@ -376,7 +383,8 @@ class Runner:
             computing = self._computing(slot, "backward", where, entry.microbatch, counter)
             given = self._device.hold(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
             watching = self._watching(entry.layer)
-            with given, alone(name, self._device), computing, calling(Inside(name)), inlet, watching:
+            inside = calling(Inside(name, passed_by))
+            with given, alone(name, self._device), computing, inside, inlet, watching:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
                 self._device.follow(_tensors(inlet.grads), GRADIENTS)
         if gauge is not None and measured is not None:

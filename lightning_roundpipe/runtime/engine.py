@@ -17,6 +17,7 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import layers_that_fit
+from lightning_roundpipe.runtime.bypass import Accumulators
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.compiling import forwards_of
 from lightning_roundpipe.runtime.control import UserLock
@@ -74,6 +75,8 @@ class Engine:
             self.layers = host_layers(found.layers, devices[0], formats, apart=bool(options.staleness), mapped=mapped)
         self.units = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
         self.unit_of = {id(p): unit for unit in self.units for p in unit.masters}
+        self._masters = [p for unit in self.units for p in unit.masters]
+        self._accumulators = Accumulators()
         self.updates: Updates | None = None
         """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
         types = {d.torch_device.type for d in devices}
@@ -108,6 +111,8 @@ class Engine:
         self._switched_off: list[str] | None = None
         self._given: StepGradients | None = None
         """What the last batch's loss hands out."""
+        self.undisturbed = True
+        """Whether no update is on its way to any master."""
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
         self._interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
@@ -371,6 +376,7 @@ class Engine:
             if self._reserves:
                 self.reserve_gradients()
         self._adopt(newest=False)
+        self._accumulators.watch(self._masters)
         for device in self.devices:
             device.reset_peak()
 
@@ -383,6 +389,7 @@ class Engine:
         for layer in self.layers:
             layer.adopt()
         updates = self.updates
+        self.undisturbed = updates is None or self._looked_at or not updates.begun
         if updates is None:
             self.formats.scales.fix(0)
             for unit in self.units:
@@ -419,6 +426,10 @@ class Engine:
             self._buffers[key] = GradientBuffers(call.layer, self.devices[0])
         return self._buffers[key]
 
+    def name_of(self, master: nn.Parameter) -> str:
+        """The qualified name of a parameter, for messages."""
+        return next((name for name, p in self.module.named_parameters() if p is master), "")
+
     def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:
         """The device that ``tensor`` lives on; None is the host. ``newest`` is where its microbatch ran last."""
         there = [d for d in self.devices if d.torch_device == tensor.device]
@@ -435,6 +446,7 @@ class Engine:
         with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
             rest.callback(self.crew.close)
             rest.callback(self._metrics.end)
+            rest.callback(self._accumulators.end)
             if self.updates is not None:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)

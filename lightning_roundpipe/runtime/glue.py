@@ -32,8 +32,8 @@ from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refus
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_VALUES = {DATA, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
-"""Attributes of a tensor that share its memory."""
+_VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+"""Attributes of a tensor that are differentiable."""
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 
@@ -46,6 +46,8 @@ class Proxies:
         """What is still to be multiplied to the gradients."""
         self._read = read
         self._known: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._passed: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        """What autograd brought to a master itself."""
         self._moved: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, master: nn.Parameter) -> Tensor:
@@ -62,14 +64,21 @@ class Proxies:
         """``proxy`` on ``device``, through a differentiable copy that is made once."""
         key = (id(proxy), device)
         if key not in self._moved:
-            self._moved[key] = proxy.to(device, non_blocking=True)
+            with torch.inference_mode(False), torch.enable_grad():  # whoever is first to need it may be without
+                self._moved[key] = proxy.to(device, non_blocking=True)
         return self._moved[key]
 
+    def passed(self, master: nn.Parameter, grad: Tensor) -> None:
+        """Autograd brought ``grad`` past the stand-in, to ``master`` itself."""
+        known = self._passed.get(id(master))
+        self._passed[id(master)] = master, grad if known is None else known[1] + grad
+
     def gradients(self, masters: Container[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Masters and their gradients; of all, or of those with the ids ``masters``."""
-        for key, (master, proxy) in self._known.items():
-            if proxy.grad is not None and (masters is None or key in masters):
-                grad = proxy.grad.to(master.dtype)
+        """Masters and their gradients; of all, or of those with the ids ``masters``. A master may come twice."""
+        found = [(master, proxy.grad) for master, proxy in self._known.values()]
+        for master, grad in (*found, *self._passed.values()):
+            if grad is not None and (masters is None or id(master) in masters):
+                grad = grad.to(master.dtype)
                 yield master, grad if self.factor == 1.0 else grad * self.factor
 
 
@@ -100,6 +109,9 @@ class GlueMode(TorchFunctionMode):
         accelerator: the device type that host tensors move to; None where host and device are the same.
         kept: is told of what glue computes with that the batch before has left.
         devices: that host tensors move to.
+
+    Attributes:
+        returning: whether a backward runs: what its code computes is no loss.
     """
 
     def __init__(
@@ -118,6 +130,7 @@ class GlueMode(TorchFunctionMode):
         self._read = read
         self.counts: list[float] = []
         self.sums = Sums()
+        self.returning = False
         self._masters = masters
         self._train = train
         self._accelerator = accelerator
@@ -135,20 +148,21 @@ class GlueMode(TorchFunctionMode):
             if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
                 if func == _DTYPE:  # made anew each time
                     return self._formats.of(args[0])
-                if func in _VALUES:
+                if func == DATA:
                     return func(self._read(args[0]), *args[1:])
+                if func in _VIEWS:
+                    return func(self.stand_in(args[0]), *args[1:])
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
-        if self._kept is not None and self._kept.inherited and name not in _OF_THE_SHAPE:
-            for value in args:
-                self._kept.notice(value)
+        if name not in _OF_THE_SHAPE:
+            self._notice(args)
         if self._replaces and not self._writes(name, args):
             args, kwargs = self._with_proxies(args, kwargs)
         if self._train:
-            if func in WITH_REDUCTION and torch.is_grad_enabled():
+            if func in WITH_REDUCTION and torch.is_grad_enabled() and not self.returning:
                 return self._loss(func, args, kwargs)
             if func is torch.autograd.grad:
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
@@ -161,6 +175,18 @@ class GlueMode(TorchFunctionMode):
                 return brought
             args, kwargs = self._on_one_device(name, args, kwargs)
         return func(*args, **kwargs)
+
+    def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What an `torch.autograd.Function`, which is no torch function, is applied to instead of ``args``."""
+        self._notice(args)
+        if self._replaces:
+            args, _ = self._with_proxies(args, {})
+        return args if self._accelerator is None else self._on_one_device("apply", args, {})[0]
+
+    def _notice(self, args: tuple[Any, ...]) -> None:
+        if self._kept is not None and self._kept.inherited and not self.returning:
+            for value in args:
+                self._kept.notice(value)
 
     def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
         """``.data`` of a master that is seen in another format is the master's own, for who writes there means it."""
@@ -192,8 +218,8 @@ class GlueMode(TorchFunctionMode):
         """Looks at top-level arguments and at one level of lists: parameters stand nowhere else in torch functions."""
         if any(isinstance(a, (nn.Parameter, list, tuple)) for a in args):
             args = tuple(self._proxied(a) for a in args)
-        if any(isinstance(v, nn.Parameter) for v in kwargs.values()):
-            kwargs = {k: self.stand_in(v) for k, v in kwargs.items()}
+        if any(isinstance(v, (nn.Parameter, list, tuple)) for v in kwargs.values()):
+            kwargs = {k: self._proxied(v) for k, v in kwargs.items()}
         return args, kwargs
 
     def stand_ins(self, leaves: list[Any], given: Any) -> list[Any]:

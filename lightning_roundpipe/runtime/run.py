@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
@@ -319,16 +319,24 @@ class MicrobatchRun:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _backward_of_loss(self, loss: Tensor) -> None:
-        """Backward from the loss through the glue behind the last layer [4]."""
-        self._phase = "backward"
+        """Backward from the loss through the glue behind the last layer [4], in which user code may run, too."""
+        self._phase, self.mode.returning = "backward", True
         self.differentiable = loss.requires_grad
         step = self._step
         scale = step.weighing.share(self) * step.engine.formats.scales.of(self, step.version)
         if not loss.requires_grad or not scale:
             return
         seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)
-        with self._noted(), torch._C.DisableTorchFunction(), driven_backward:
-            torch.autograd.backward(loss, torch.full_like(loss, seed), retain_graph=True)
+        with torch._C.DisableTorchFunction():
+            seeded = torch.full_like(loss, seed)
+        with self._noted(), driven_backward.of(loss):
+            torch.autograd.backward(loss, seeded, retain_graph=True)
+
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Take a gradient that autograd is about to put into ``master`` itself; see `bypass`."""
+        self.segments.used_unseen(master)
+        self.mode.proxies.passed(master, grad)
+        return True
 
     def _walk_tape(self) -> None:
         """Every call of the tape, deepest first [5]."""
@@ -348,7 +356,7 @@ class MicrobatchRun:
         refuse_hooked_module(entry)
         if entry.hooks:
             with self._glue_again(entry.home):
-                entry.run_hooks(self.boundaries.transfer)
+                entry.run_hooks(self.boundaries.transfer, self.mode)
         if not self._slots.holds(entry.call):
             entry.graph = None
         sent = self._courier.gradients(entry)
@@ -357,7 +365,9 @@ class MicrobatchRun:
         worker, runner, factor = engine.workers[slot.worker], engine.runners[slot.worker], self.mode.proxies.factor
         with noted(lambda: Place(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)):
             self._courier.following(slot, self.tape)
-            grads = worker.run(lambda: runner.backward(slot, entry, self.boundaries, factor, measured), self._control)
+            grads = worker.run(
+                lambda: runner.backward(slot, entry, self.boundaries, factor, self.passed_by, measured), self._control
+            )
         self._courier.done(entry, sent)
         self._slot, self._last = slot, f"before layer {entry.layer.name!r}"
         if self.learning and entry.found != traced.flags:
@@ -397,4 +407,4 @@ class MicrobatchRun:
                 pushed.append(None if grad is None else self.boundaries.transfer(grad, device, entry.input_home))
         if entry.sink is not None and any(g is not None for g in pushed):
             with self._glue_again(entry.input_home):
-                entry.sink.push(pushed)
+                entry.sink.push(pushed, self.mode)
