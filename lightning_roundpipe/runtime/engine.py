@@ -133,7 +133,8 @@ class Engine:
         self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
         self.workers = self.crew.workers
         watched, counter = functools.partial(is_watched, self), functools.partial(counter_of, self)
-        self.runners = [Runner(w, lambda: self.randomness, formats, watched, forwards, counter) for w in self.workers]
+        given = (lambda: self.randomness, formats, watched, forwards, self.unit_of, counter)
+        self.runners = [Runner(worker, *given) for worker in self.workers]
         self.queues = [WorkerQueue(w, prefetch=bool(options.prefetch)) for w in self.workers]
         try:
             reserve_for_layers(self)

@@ -32,9 +32,11 @@ from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refus
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 """Attributes of a tensor that are differentiable."""
-_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+ACCESSORS = frozenset({"__get__", "__set__", "__delete__", "requires_grad_"})
+"""What is done to a tensor's attributes."""
 _COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 
 
@@ -54,10 +56,9 @@ class Proxies:
         known = self._known.get(id(master))
         if known is None:
             with torch.inference_mode(False):
-                known = self._known[id(master)] = (
-                    master,
-                    self._read(master).detach().requires_grad_(master.requires_grad),
-                )
+                made = self._read(master).detach().requires_grad_(master.requires_grad)
+            known = self._known.setdefault(id(master), (master, made))  # a worker may have been faster
+            known[1].roundpipe_stand_in = True  # type: ignore[attr-defined]
         return known[1]
 
     def on(self, proxy: Tensor, device: torch.device) -> Tensor:
@@ -65,7 +66,7 @@ class Proxies:
         key = (id(proxy), device)
         if key not in self._moved:
             with torch.inference_mode(False), torch.enable_grad():  # whoever is first to need it may be without
-                self._moved[key] = proxy.to(device, non_blocking=True)
+                self._moved.setdefault(key, proxy.to(device, non_blocking=True))
         return self._moved[key]
 
     def passed(self, master: nn.Parameter, grad: Tensor) -> None:
@@ -144,13 +145,13 @@ class GlueMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "__delete__", "requires_grad_"):
+        if name in ACCESSORS:
             if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
-                if func == _DTYPE:  # made anew each time
+                if func == DTYPE:  # made anew each time
                     return self._formats.of(args[0])
                 if func == DATA:
                     return func(self._read(args[0]), *args[1:])
-                if func in _VIEWS:
+                if func in VIEWS:
                     return func(self.stand_in(args[0]), *args[1:])
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
@@ -312,6 +313,11 @@ class GlueMode(TorchFunctionMode):
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
         self.counts.append(float(count))
+
+
+def is_stand_in(value: object) -> bool:
+    """Whether ``value`` is a tensor that stands for a master."""
+    return getattr(value, "roundpipe_stand_in", False)
 
 
 def _home(tensor: Tensor) -> torch.device:

@@ -110,6 +110,14 @@ class Segments:
         """Whether ``unit`` may be updated before the microbatch has ended, because no code was known to read it."""
         return self._returning and self._step.overlaps and unit not in self._step.engine.read_by_glue
 
+    def refuse_late(self, master: nn.Parameter) -> None:
+        """A layer computes with ``master``, which is not its own, and whose update nobody has waited for."""
+        if not self._step.engine.unit_of[id(master)].has(self._step.version):
+            raise RoundPipeError(
+                f"a layer computes with parameter {self._step.engine.name_of(master)!r} of another module, which it "
+                "did not in the first batch, while the optimizer is changing it. Let it do so from the first batch on."
+            )
+
     def used_unseen(self, master: nn.Parameter) -> None:
         """An operation that no mode saw has computed with ``master`` itself, and its gradient is there.
 
