@@ -15,7 +15,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
-from lightning_roundpipe.runtime.arguments import Flat, refuse_filled, refuse_hidden, unflatten_call
+from lightning_roundpipe.runtime.arguments import Flat, refuse_caches, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.bypass import Borrowing, Lender
 from lightning_roundpipe.runtime.call import Call, Forward, Ran
@@ -27,7 +27,7 @@ from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.gauge import INPUTS, Gauge
 from lightning_roundpipe.runtime.inlet import Inlet
 from lightning_roundpipe.runtime.interception import Inside, calling
-from lightning_roundpipe.runtime.leaks import reaches_out, refuse_new_way
+from lightning_roundpipe.runtime.leaks import reaches_out
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import apart_from_lent, overlapping, private
 from lightning_roundpipe.runtime.precedent import attempt
@@ -104,9 +104,10 @@ class Runner:
             device.follow(ran.tensors(), OUTPUTS)  # until glue is done with them, too
             activation = gauge.read() if gauge is not None else 0
         if call.walk and ran.inlet is not None:
-            found = reaches_out(ran.tensors(), ran.inlet, replica.parameters, call.layer.name)
-            if found and call.bare and not call.tentative:
-                refuse_new_way(call.layer.name)
+            if call.bare and any(t.requires_grad for t in ran.tensors()):
+                refuse_caches(leaves, call.layer.name)
+            new = call.bare and not call.tentative
+            found = reaches_out(ran.tensors(), ran.inlet, replica.parameters, call.layer.name, new=new)
             call.layer.reaches_out = call.layer.reaches_out or found
         if before is not None:
             written = (i for i, t in before.items() if not torch.equal(bits(leaves[i]), bits(t)))

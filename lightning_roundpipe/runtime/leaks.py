@@ -15,8 +15,13 @@ from lightning_roundpipe.runtime.glue import is_stand_in
 from lightning_roundpipe.runtime.inlet import Inlet
 
 
-def reaches_out(outputs: list[Tensor], inlet: Inlet, parameters: list[nn.Parameter], layer: str) -> bool:
+def reaches_out(
+    outputs: list[Tensor], inlet: Inlet, parameters: list[nn.Parameter], layer: str, *, new: bool = False
+) -> bool:
     """Walk the graph of a layer's ``outputs``: it may end in its inputs, its parameters and leaves made inside.
+
+    Args:
+        new: whether there was none when the layer ran first, so that its backward is not expected.
 
     Returns:
         Whether it also ends in stand-ins for other parameters.
@@ -33,13 +38,17 @@ def reaches_out(outputs: list[Tensor], inlet: Inlet, parameters: list[nn.Paramet
         if node is None or node in seen or getattr(node, "inlet", None) is inlet:
             continue
         seen.add(node)
-        if getattr(node, "entry", None) is not None or getattr(node, "sink", None) is not None:
+        glue = getattr(node, "entry", None) is not None or getattr(node, "sink", None) is not None
+        variable = getattr(node, "variable", None)
+        foreign = isinstance(variable, nn.Parameter) and id(variable) not in own
+        if new and (glue or foreign or is_stand_in(variable)):
+            _refuse_new(layer)
+        if glue:
             raise RoundPipeError(
                 f"layer {layer!r} uses a tensor that it was not given as an argument (through a closure, a global or "
                 "an object), and gradients cannot flow there. Pass it to the layer."
             )
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter) and id(variable) not in own:
+        if foreign:
             raise RoundPipeError(
                 f"layer {layer!r} uses a parameter of shape {tuple(variable.shape)} that is not its own, held by a "
                 "list, a closure or an object, by another way than a torch function: its gradient would be lost. Pass "
@@ -50,7 +59,7 @@ def reaches_out(outputs: list[Tensor], inlet: Inlet, parameters: list[nn.Paramet
     return found
 
 
-def refuse_new_way(layer: str) -> NoReturn:
+def _refuse_new(layer: str) -> NoReturn:
     """A frozen layer, whose inputs require no grad either, computes with something that is trained."""
     raise RoundPipeError(
         f"layer {layer!r}, of which nothing is trained, computes with a trained tensor that it has from a hook, a "

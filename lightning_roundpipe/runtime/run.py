@@ -220,7 +220,7 @@ class MicrobatchRun:
             self.kept.belongings.refuse_new(layer, state, trainable)
         can_tape = ambient.grad and (any(requires_grad) or any(trainable) or bool(layer.reaches_out))
         bare = ambient.grad and not can_tape
-        tentative = bare and self.learning and layer.borrows is None and not any(map(is_cache, leaves))
+        tentative = bare and self.learning and layer.reaches_out is None and not any(map(is_cache, leaves))
         taped = can_tape or tentative if self.learning else can_tape and traced.taped
         if can_tape:
             refuse_caches(leaves, layer.name)

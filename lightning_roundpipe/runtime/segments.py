@@ -129,7 +129,7 @@ class Segments:
         unit = engine.unit_of[id(master)]
         why = ""
         if unit.read(master) is not master:
-            why = "it has read the parameter itself, and not the copy that this step computes with"
+            why = "with staleness=1 or a *-true precision of 16 bits this step computes with a copy of it"
         elif unit not in engine.read_by_glue and (not step.undisturbed or self._too_late_for(unit)):
             why = "it did not in the first batch, so it may have read the parameter while the optimizer changed it"
         elif master._backward_hooks:
