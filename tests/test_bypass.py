@@ -32,8 +32,8 @@ Grid = list[tuple[int, int]]
 every_grid = pytest.mark.parametrize(
     "grid",
     [
-        pytest.param([(1, 1), (2, 2), (4, 1)], id="some"),
-        pytest.param([(1, 2), (2, 1), (4, 2)], id="others", marks=pytest.mark.slow),
+        pytest.param([(1, 1), (4, 2)], id="some"),
+        pytest.param([(1, 2), (2, 1), (2, 2), (4, 1)], id="others", marks=pytest.mark.slow),
     ],
 )
 

@@ -48,7 +48,7 @@ def reaches_out(
                 f"layer {layer!r} uses a tensor that it was not given as an argument (through a closure, a global or "
                 "an object), and gradients cannot flow there. Pass it to the layer."
             )
-        if foreign:
+        if foreign and variable is not None:
             raise RoundPipeError(
                 f"layer {layer!r} uses a parameter of shape {tuple(variable.shape)} that is not its own, held by a "
                 "list, a closure or an object, by another way than a torch function: its gradient would be lost. Pass "
