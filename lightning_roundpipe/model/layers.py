@@ -5,7 +5,7 @@ the engine has to hand over. Too large, and a stage cannot be balanced; too smal
 hundreds of hand-overs. The search goes from the top down and takes the outermost modules that are small enough, except
 where a model says of itself what must stay whole (Hugging Face's ``_no_split_modules``) or shows it by repetition
 (a list of blocks, or of one that is called again and again). Modules without parameters are never layers: they run as
-glue.
+glue. So do modules compiled by TorchScript, which have their weights where no copy of the module could get them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 _PURE_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -60,6 +61,8 @@ class _Search:
         if id(module) in self._seen or not any(True for _ in module.parameters()):
             return
         self._seen.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):
+            return
         if self._is_layer(module, repeated, listed):
             self.found[name] = module
             self._seen.update(id(inner) for inner in module.modules())
@@ -131,6 +134,11 @@ def _check_matches(root: nn.Module, want: str | type, hits: Sequence[nn.Module])
     if uncalled := next((m for m in hits if isinstance(m, _UNCALLED)), None):
         raise ValueError(
             f"layers={shown} names a {type(uncalled).__name__}, which is never called as a whole: name its items."
+        )
+    if any(isinstance(m, torch.jit.ScriptModule) for m in hits):
+        raise ValueError(
+            f"layers={shown} names a module compiled by TorchScript, which cannot be copied to a worker: give the "
+            "LightningModule the module itself, or leave it out to have it run between the layers."
         )
     if not any(True for m in hits for _ in m.parameters()):
         raise ValueError(

@@ -13,6 +13,7 @@ from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.arguments import CallSpec, Flat
 from lightning_roundpipe.runtime.boundary import HostCopy
 from lightning_roundpipe.runtime.buffers import Made
+from lightning_roundpipe.runtime.bypass import Lender
 from lightning_roundpipe.runtime.choices import Choices, Recording
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.inlet import Inlet
@@ -45,6 +46,9 @@ class Call:
         precedent: what the last step's call in the same manner gave.
         may_mutate: positions of inputs that the layer is known to write to; None while learning.
         forward_bytes: what it took on its worker without a graph, if it was probed.
+        bare: whether nothing of it can require grad, unless the layer reaches out.
+        tentative: whether it is on the tape only to see if the layer does.
+        lender: the microbatch, which has stand-ins of parameters that are not the layer's.
     """
 
     index: int
@@ -71,6 +75,9 @@ class Call:
     precedent: Precedent | None = None
     may_mutate: frozenset[int] | None = None
     forward_bytes: int | None = None
+    bare: bool = False
+    tentative: bool = False
+    lender: Lender | None = None
 
     @functools.cached_property
     def manner(self) -> Manner | None:

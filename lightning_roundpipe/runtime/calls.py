@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.reachable import reachable_values
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
-from lightning_roundpipe.runtime.arguments import Flat, refuse_filled, refuse_hidden, unflatten_call
+from lightning_roundpipe.runtime.arguments import Flat, refuse_caches, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
+from lightning_roundpipe.runtime.bypass import Borrowing, Lender
 from lightning_roundpipe.runtime.call import Call, Forward, Ran
 from lightning_roundpipe.runtime.choices import Recording, Replay
 from lightning_roundpipe.runtime.collector import collecting
@@ -27,7 +28,7 @@ from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.gauge import INPUTS, Gauge
 from lightning_roundpipe.runtime.inlet import Inlet
 from lightning_roundpipe.runtime.interception import Inside, calling
-from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
+from lightning_roundpipe.runtime.leaks import reaches_out
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import apart_from_lent, overlapping, private
 from lightning_roundpipe.runtime.precedent import attempt
@@ -57,6 +58,7 @@ class Runner:
         formats: that layers are computed in.
         watched: whether it is to be found out what layers do with their weights.
         forwards: how layers are run.
+        masters: ids of all parameters.
         counter: something to count the operations of a call with, if a plan is going to be made from shapes.
     """
 
@@ -67,6 +69,7 @@ class Runner:
         formats: Formats,
         watched: Callable[[], bool],
         forwards: Forwards,
+        masters: Container[int] = (),
         counter: Callable[[], Counter | None] = lambda: None,
     ) -> None:
         self._worker = worker
@@ -75,6 +78,7 @@ class Runner:
         self._formats = formats
         self._watched = watched
         self._forwards = forwards
+        self._masters = masters
         self._counter = counter
 
     def forward(self, slot: Slot, call: Call, boundaries: Boundaries) -> Forward:
@@ -103,7 +107,11 @@ class Runner:
             device.follow(ran.tensors(), OUTPUTS)  # until glue is done with them, too
             activation = gauge.read() if gauge is not None else 0
         if call.walk and ran.inlet is not None:
-            refuse_foreign_graph(ran.tensors(), ran.inlet, replica.parameters, call.layer.name)
+            if call.bare and any(t.requires_grad for t in ran.tensors()):
+                refuse_caches(leaves, call.layer.name)
+            new = call.bare and not call.tentative
+            found = reaches_out(ran.tensors(), ran.inlet, replica.parameters, call.layer.name, new=new)
+            call.layer.reaches_out = call.layer.reaches_out or found
         if before is not None:
             written = (i for i, t in before.items() if not torch.equal(bits(leaves[i]), bits(t)))
             call.layer.overwrites[len(leaves)] = frozenset(written)
@@ -205,8 +213,11 @@ class Runner:
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
             computing = self._computing(slot, kind, where, call.microbatch, counter)
-            with computing, saved, calling(Inside(name)), watching, choosing:
+            borrowing = self._borrowing(call.layer, call.lender)
+            with computing, saved, calling(Inside(name)), watching, choosing, borrowing:
                 output = call.context.run(collecting, forwards.of(call.layer, replica), *args, **kwargs)
+        if isinstance(borrowing, Borrowing):
+            call.layer.borrows = borrowing.found
         written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if written:
             self._refuse_written(call.layer, written)
@@ -215,6 +226,12 @@ class Runner:
         if carried:
             replica.drop_written()
         return ran
+
+    def _borrowing(self, layer: HostLayer, lender: Lender | None) -> contextlib.AbstractContextManager[Any]:
+        """For a layer that computes with parameters of other modules, or that has not run yet; not compiled ones."""
+        if lender is None or self._forwards.compiled or layer.borrows == []:
+            return contextlib.nullcontext()
+        return Borrowing(self._masters, lender, self._device.torch_device, layer.borrows or [])
 
     def _recording(self, call: Call, leaves: list[Any]) -> Recording | None:
         """To write down what the call chooses, if it is recomputed and may choose at all."""
@@ -342,7 +359,13 @@ class Runner:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def backward(
-        self, slot: Slot, entry: Entry, boundaries: Boundaries, factor: float, measured: TracedCall | None = None
+        self,
+        slot: Slot,
+        entry: Entry,
+        boundaries: Boundaries,
+        factor: float,
+        lender: Lender,
+        measured: TracedCall | None = None,
     ) -> list[Tensor | None]:
         """Recompute the call unless its graph was kept, and run its backward.
 
@@ -351,6 +374,7 @@ class Runner:
             entry: the call, with its output gradients.
             boundaries: brings saved inputs and gradients here.
             factor: what its parameters' gradients are still to be multiplied by.
+            lender: the microbatch.
             measured: where to note how much memory it takes, if that is to be known.
 
         Returns:
@@ -360,7 +384,7 @@ class Runner:
         entry.raise_failed()
         kept = entry.graph or entry.recomputed
         gauge = Gauge(self._device, self._there(entry)) if measured is not None and not kept else None
-        inlet, outputs = kept or self._recompute(slot, entry, boundaries)
+        inlet, outputs = kept or self._recompute(slot, entry, boundaries, lender)
         entry.graph = entry.recomputed = None
         could = self._device.compute.record(timed=True)
         parts = [[boundaries.transfer(part, home, self._device) for part, home in found] for found in entry.grads]
@@ -381,8 +405,10 @@ class Runner:
             computing = self._computing(slot, "backward", where, entry.microbatch, counter)
             given = self._device.hold(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
             watching = self._watching(entry.layer)
-            with given, alone(name, self._device), computing, calling(Inside(name)), inlet, watching:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            inside, borrowing = calling(Inside(name, lender.passed_by)), self._borrowing(entry.layer, lender)
+            with given, alone(name, self._device), computing, inside, inlet, watching, borrowing:
+                retain = bool(entry.layer.reaches_out)  # other calls may get to the same graph
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=retain)
                 self._device.follow(_tensors(inlet.grads), GRADIENTS)
         if gauge is not None and measured is not None:
             measured.activation_bytes = max(measured.activation_bytes, gauge.read())
@@ -396,14 +422,14 @@ class Runner:
         """The gradients of its outputs that are on this worker already."""
         return [part for found in entry.grads for part, home in found if home is self._device]
 
-    def recompute_ahead(self, slot: Slot, entry: Entry, boundaries: Boundaries) -> None:
+    def recompute_ahead(self, slot: Slot, entry: Entry, boundaries: Boundaries, lender: Lender) -> None:
         """Keep the graph of a call whose gradient is not there yet; see `ahead`."""
-        recomputed = self._recompute(slot, entry, boundaries, ahead=True)
+        recomputed = self._recompute(slot, entry, boundaries, lender, ahead=True)
         if not entry.done or entry.wants_backward():  # else its microbatch has found that no gradient reaches it
             entry.recomputed = recomputed
 
     def _recompute(
-        self, slot: Slot, entry: Entry, boundaries: Boundaries, *, ahead: bool = False
+        self, slot: Slot, entry: Entry, boundaries: Boundaries, lender: Lender, *, ahead: bool = False
     ) -> tuple[Inlet, list[Tensor]]:
         worker, device = self._worker, self._device
         buffers = worker.buffers(entry.layer)
@@ -420,7 +446,7 @@ class Runner:
         values = reachable_values(entry.layer.state.modules) if expected is not None else {}
         call = Call(
             entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.trainable,
-            entry.ambient, entry.state, entry.seed, entry.context, graph=True,
+            entry.ambient, entry.state, entry.seed, entry.context, graph=True, lender=lender,
         )  # fmt: skip
         with device.hold(_tensors(leaves), INPUTS):
             place = Place(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device)

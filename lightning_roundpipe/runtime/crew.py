@@ -22,6 +22,7 @@ import torch
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, teams
 from lightning_roundpipe.devices.errors import is_sticky
+from lightning_roundpipe.runtime.bypass import functions_given_stand_ins
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.notes import add_remedy
@@ -58,6 +59,7 @@ class Crew:
         self._limit = watchdog_timeout
         self._threads: list[TaskThread] = []
         self._around.enter_context(one_at_a_time(devices))
+        self._around.enter_context(functions_given_stand_ins())
 
     def refuse_broken(self) -> None:
         """``RoundPipeError`` if there is no going on."""

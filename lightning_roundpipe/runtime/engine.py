@@ -20,6 +20,7 @@ from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import layers_that_fit
 from lightning_roundpipe.runtime.buffers import HostBuffers
+from lightning_roundpipe.runtime.bypass import Accumulators
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.compiling import forwards_of
 from lightning_roundpipe.runtime.context import thread_locals_of
@@ -80,6 +81,8 @@ class Engine:
         self.host_buffers = self.layers[0].buffers if self.layers else HostBuffers()
         self.units = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
         self.unit_of = {id(p): unit for unit in self.units for p in unit.masters}
+        self._masters = [p for unit in self.units for p in unit.masters]
+        self._accumulators = Accumulators()
         self.updates: Updates | None = None
         """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
         types = {d.torch_device.type for d in devices}
@@ -118,6 +121,8 @@ class Engine:
         self._switched_off: list[str] | None = None
         self._given: StepGradients | None = None
         """What the last batch's loss hands out."""
+        self.undisturbed = True
+        """Whether no update is on its way to any master."""
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
         self._interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
@@ -141,7 +146,8 @@ class Engine:
         self.reduction = Reduction(getattr(torch, dtype), summing) if summing is not None else None
         self.workers = self.crew.workers
         watched, counter = functools.partial(is_watched, self), functools.partial(counter_of, self)
-        self.runners = [Runner(w, lambda: self.randomness, formats, watched, forwards, counter) for w in self.workers]
+        given = (lambda: self.randomness, formats, watched, forwards, self.unit_of, counter)
+        self.runners = [Runner(worker, *given) for worker in self.workers]
         self.queues = [WorkerQueue(w, prefetch=bool(options.prefetch)) for w in self.workers]
         try:
             reserve_for_layers(self)
@@ -388,6 +394,7 @@ class Engine:
             if self._reserves:
                 self.reserve_gradients()
         self._adopt(newest=False)
+        self._accumulators.watch(self._masters)
         for device in self.devices:
             device.reset_peak()
 
@@ -400,6 +407,7 @@ class Engine:
         for layer in self.layers:
             layer.adopt()
         updates = self.updates
+        self.undisturbed = updates is None or self._looked_at or not updates.begun
         if updates is None:
             self.formats.scales.fix(0)
             for unit in self.units:
@@ -436,6 +444,10 @@ class Engine:
             self._buffers[key] = GradientBuffers(call.layer, self.devices[0], self.reduction)
         return self._buffers[key]
 
+    def name_of(self, master: nn.Parameter) -> str:
+        """The qualified name of a parameter, for messages."""
+        return next((name for name, p in self.module.named_parameters() if p is master), "")
+
     def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:
         """The device that ``tensor`` lives on; None is the host. ``newest`` is where its microbatch ran last."""
         there = [d for d in self.devices if d.torch_device == tensor.device]
@@ -452,6 +464,7 @@ class Engine:
         with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
             rest.callback(self.crew.close)
             rest.callback(self._metrics.end)
+            rest.callback(self._accumulators.end)
             if self.updates is not None:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)

@@ -37,9 +37,13 @@ from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _TRANSPOSED = {Tensor.T.__get__: "T", Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]
-_VALUES = {DATA, *_TRANSPOSED, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
+VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+"""Attributes of a tensor that are differentiable."""
+_VALUES = {DATA, *VIEWS}
 """Attributes of a tensor that share its memory."""
-_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+ACCESSORS = frozenset({"__get__", "__set__", "__delete__", "requires_grad_"})
+"""What is done to a tensor's attributes."""
 _COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 
 
@@ -51,30 +55,38 @@ class Proxies:
         """What is still to be multiplied to the gradients."""
         self._read = read
         self._known: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._passed: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        """What autograd brought to a master itself."""
         self._moved: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, master: nn.Parameter) -> Tensor:
         known = self._known.get(id(master))
         if known is None:
             with torch.inference_mode(False):
-                known = self._known[id(master)] = (
-                    master,
-                    self._read(master).detach().requires_grad_(master.requires_grad),
-                )
+                made = self._read(master).detach().requires_grad_(master.requires_grad)
+            known = self._known.setdefault(id(master), (master, made))  # a worker may have been faster
+            known[1].roundpipe_stand_in = True  # type: ignore[attr-defined]
         return known[1]
 
     def on(self, proxy: Tensor, device: torch.device) -> Tensor:
         """``proxy`` on ``device``, through a differentiable copy that is made once."""
         key = (id(proxy), device)
         if key not in self._moved:
-            self._moved[key] = proxy.to(device, non_blocking=True)
+            with torch.inference_mode(False), torch.enable_grad():  # whoever is first to need it may be without
+                self._moved.setdefault(key, proxy.to(device, non_blocking=True))
         return self._moved[key]
 
+    def passed(self, master: nn.Parameter, grad: Tensor) -> None:
+        """Autograd brought ``grad`` past the stand-in, to ``master`` itself."""
+        known = self._passed.get(id(master))
+        self._passed[id(master)] = master, grad if known is None else known[1] + grad
+
     def gradients(self, masters: Container[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Masters and their gradients; of all, or of those with the ids ``masters``."""
-        for key, (master, proxy) in self._known.items():
-            if proxy.grad is not None and (masters is None or key in masters):
-                grad = proxy.grad.to(master.dtype)
+        """Masters and their gradients; of all, or of those with the ids ``masters``. A master may come twice."""
+        found = [(master, proxy.grad) for master, proxy in self._known.values()]
+        for master, grad in (*found, *self._passed.values()):
+            if grad is not None and (masters is None or id(master) in masters):
+                grad = grad.to(master.dtype)
                 yield master, grad if self.factor == 1.0 else grad * self.factor
 
 
@@ -108,6 +120,9 @@ class GlueMode(TorchFunctionMode):
         devices: that host tensors move to.
         aside: does what waits for a device, while others may run user code.
         buffers: of layers; those that user code looks at get what calls have made of them.
+
+    Attributes:
+        returning: whether a backward runs: what its code computes is no loss.
     """
 
     def __init__(
@@ -128,6 +143,7 @@ class GlueMode(TorchFunctionMode):
         self._read = read
         self.counts: list[float] = []
         self.sums = Sums()
+        self.returning = False
         self._masters = masters
         self._train = train
         self._accelerator = accelerator
@@ -146,12 +162,14 @@ class GlueMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self._buffers and (func in _VALUES or name not in _NO_VALUES):
             self._settle_buffers((args, kwargs))
-        if name in ("__get__", "__set__", "__delete__", "requires_grad_"):
+        if name in ACCESSORS:
             if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
-                if func == _DTYPE:  # made anew each time
+                if func == DTYPE:  # made anew each time
                     return self._formats.of(args[0])
-                if func in _VALUES:
+                if func == DATA:
                     return func(self._read(args[0]), *args[1:])
+                if func in VIEWS:
+                    return func(self.stand_in(args[0]), *args[1:])
             result = func(*args, **kwargs)
             if self._accelerator is not None and func in _TRANSPOSED:
                 self._known.follow(func, _TRANSPOSED[func], args, kwargs, result)
@@ -160,13 +178,12 @@ class GlueMode(TorchFunctionMode):
             touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
-        if self._kept is not None and self._kept.inherited and name not in _OF_THE_SHAPE:
-            for value in args:
-                self._kept.notice(value)
+        if name not in _OF_THE_SHAPE:
+            self._notice(args)
         if self._replaces and not self._writes(name, args):
             args, kwargs = self._with_proxies(args, kwargs)
         if self._train:
-            if func in WITH_REDUCTION and torch.is_grad_enabled():
+            if func in WITH_REDUCTION and torch.is_grad_enabled() and not self.returning:
                 return self._loss(func, args, kwargs)
             if func is torch.autograd.grad:
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
@@ -190,6 +207,18 @@ class GlueMode(TorchFunctionMode):
             self._known.follow(func, name, args, kwargs, result)
             return result
         return func(*args, **kwargs)
+
+    def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What an `torch.autograd.Function`, which is no torch function, is applied to instead of ``args``."""
+        self._notice(args)
+        if self._replaces:
+            args, _ = self._with_proxies(args, {})
+        return args if self._accelerator is None else self._on_one_device("apply", args, {})[0]
+
+    def _notice(self, args: tuple[Any, ...]) -> None:
+        if self._kept is not None and self._kept.inherited and not self.returning:
+            for value in args:
+                self._kept.notice(value)
 
     def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
         """``.data`` of a master that is seen in another format is the master's own, for who writes there means it."""
@@ -221,8 +250,8 @@ class GlueMode(TorchFunctionMode):
         """Looks at top-level arguments and at one level of lists: parameters stand nowhere else in torch functions."""
         if any(isinstance(a, (nn.Parameter, list, tuple)) for a in args):
             args = tuple(self._proxied(a) for a in args)
-        if any(isinstance(v, nn.Parameter) for v in kwargs.values()):
-            kwargs = {k: self.stand_in(v) for k, v in kwargs.items()}
+        if any(isinstance(v, (nn.Parameter, list, tuple)) for v in kwargs.values()):
+            kwargs = {k: self._proxied(v) for k, v in kwargs.items()}
         return args, kwargs
 
     def stand_ins(self, leaves: list[Any], given: Any) -> list[Any]:
@@ -318,6 +347,11 @@ class GlueMode(TorchFunctionMode):
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
         self.counts.append(float(count) if count.device.type == "cpu" else self._aside(lambda: float(count)))
+
+
+def is_stand_in(value: object) -> bool:
+    """Whether ``value`` is a tensor that stands for a master."""
+    return getattr(value, "roundpipe_stand_in", False)
 
 
 def _home(tensor: Tensor) -> torch.device:

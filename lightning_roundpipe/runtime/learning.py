@@ -156,6 +156,8 @@ def forget_plan(engine: Engine) -> None:
     engine.in_order = False
     engine.probed.clear()
     engine.walked.clear()
+    for layer in engine.layers:
+        layer.borrows = layer.reaches_out = None
     engine.belongings = Belongings(engine.module, engine.layers)
     engine.randomness = Randomness()
     begin_to_train(engine.layers, engine.units[0].masters, engine.formats, apart=bool(engine.options.staleness))

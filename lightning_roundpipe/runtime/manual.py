@@ -225,6 +225,10 @@ class ManualRun(MicrobatchRun):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Gradients belong in ``.grad`` here."""
+        return False
+
     def _differentiate(
         self,
         loss: Tensor,
@@ -245,7 +249,7 @@ class ManualRun(MicrobatchRun):
             if (scale := self.engine.formats.scales.manual) != 1.0:
                 seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)
                 gradient = torch.full_like(loss, seed) if gradient is None else gradient * seed
-            with self._noted(), driven_backward:
+            with self._noted(), driven_backward.of(loss):
                 torch.autograd.backward(loss, gradient, retain_graph=True)
             self._leave_glue()
             self._walk_losses(retain=bool(retain_graph))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.belongings import Kept, Spot
+from lightning_roundpipe.runtime.bypass import user_of
 from lightning_roundpipe.runtime.control import Priority
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.units import Unit
@@ -51,7 +52,7 @@ class Segments:
         self._count = 0
         self._slot = -1
         self._spot: Spot | None = None
-        self._locked = self._draws = False
+        self._locked = self._draws = self._returning = False
         self._around = contextlib.ExitStack()
 
     def enter(self, slot: int, spot: Spot | None, device: Device | None, what: str, *, astray: bool) -> None:
@@ -67,7 +68,7 @@ class Segments:
         engine, step = self._step.engine, self._step
         for unit in engine.read_by_glue:
             unit.wait(step.version, step.control)  # [1]
-        self._slot, self._spot = slot, spot
+        self._slot, self._spot, self._returning = slot, spot, spot is None
         self._take_lock()  # [2]
         self._around.callback(self._give_lock)
         if self.kept is not None:
@@ -100,9 +101,49 @@ class Segments:
         """What glue reads, where it reads a master itself: the weights that the step computes with."""
         step = self._step
         unit = step.engine.unit_of[id(master)]
+        if self._too_late_for(unit):
+            raise RoundPipeError(
+                f"code that runs in backward reads parameter {step.engine.name_of(master)!r}, which no earlier batch "
+                "read between layers, while the optimizer may be changing it. Let it read it from the first batch on."
+            )
         self.read.add(unit)
         self.wait_for(unit, step.version)
         return unit.read(master)
+
+    def _too_late_for(self, unit: Unit) -> bool:
+        """Whether ``unit`` may be updated before the microbatch has ended, because no code was known to read it."""
+        return self._returning and self._step.overlaps and unit not in self._step.engine.read_by_glue
+
+    def refuse_late(self, master: nn.Parameter) -> None:
+        """A layer computes with ``master``, which is not its own, and whose update nobody has waited for."""
+        if not self._step.engine.unit_of[id(master)].has(self._step.version):
+            raise RoundPipeError(
+                f"a layer computes with parameter {self._step.engine.name_of(master)!r} of another module, which it "
+                "did not in the first batch, while the optimizer is changing it. Let it do so from the first batch on."
+            )
+
+    def used_unseen(self, master: nn.Parameter) -> None:
+        """An operation that no mode saw has computed with ``master`` itself, and its gradient is there.
+
+        Raises:
+            RoundPipeError: if that may have had other values than the step computes with, or if hooks of the user's
+                would be called more than once.
+        """
+        step, engine = self._step, self._step.engine
+        unit = engine.unit_of[id(master)]
+        why = ""
+        if unit.read(master) is not master:
+            why = "with staleness=1 or a *-true precision of 16 bits this step computes with a copy of it"
+        elif unit not in engine.read_by_glue and (not step.undisturbed or self._too_late_for(unit)):
+            why = "it did not in the first batch, so it may have read the parameter while the optimizer changed it"
+        elif master._backward_hooks:
+            why = "a hook on the parameter would be called with a part of its gradient"
+        if why:
+            raise RoundPipeError(
+                f"{user_of(master)} uses parameter {engine.name_of(master)!r} itself, by another way than a torch "
+                f"function: {why}. Give it parameter.clone() instead."
+            )
+        self.read.add(unit)
 
     def wait_for(self, what: Versioned, version: int) -> None:
         """Within a piece: wait until ``version`` is there."""

@@ -64,6 +64,7 @@ class Step:
         overlaps: whether its way back may go on when its outputs have been given out.
         started: when, on the clock of ``time.perf_counter()``; or the end of the step before, if that is later.
         seconds: that it took from then on, once it is over.
+        undisturbed: whether no optimizer wrote to masters when it began.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Step:
         self.user_lock = engine.user_lock
         self.version = engine.updates.wanted if engine.updates is not None else 0
         """Of the weights that the step computes with."""
+        self.undisturbed = engine.undisturbed
         self.slots: list[Slot] = []
         self._sums: dict[tuple[int, int], HostGradients] = {}
         self.weighing = Weighing(sizes, weights)
@@ -402,6 +404,6 @@ class Step:
         proxies = [run.mode.proxies for run in self.everybody]
         read = set().union(*(run.segments.read for run in self.everybody))
         self.engine.read_by_glue |= read  # another set: microbatches of the next step walk through this one
-        self.arrivals.passed(read)
+        self.arrivals.passed(self.engine.read_by_glue)  # what is read on the way back was seen in an earlier batch
         by_unit = self.arrivals if self.engine.updates is not None else None
         return StepGradients(sums, proxies, factor / self.engine.formats.scales.outside(self.version), by_unit)

@@ -141,7 +141,7 @@ class Updates:
     ) -> None:
         self.units = list(units)
         self.staleness = staleness
-        self.submitted = max(unit.version for unit in self.units)  # there may have been another one before
+        self._first = self.submitted = max(unit.version for unit in self.units)  # there may have been another one
         self.torn = self._applying = False
         self.whole = True
         self._controls: list[Control] = []
@@ -204,6 +204,11 @@ class Updates:
         for unit in self.units:
             mine = {id(master): gradients[id(master)] for master in unit.masters if id(master) in gradients}
             self._accumulated[unit].add(mine)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there was an optimizer step."""
+        return self.submitted > self._first
 
     @property
     def wanted(self) -> int:

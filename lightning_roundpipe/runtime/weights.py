@@ -73,6 +73,10 @@ class HostLayer:
         """Positions of masters whose copies the forward writes to without changing them, as far as it has been seen."""
         self.overwrites: dict[int, frozenset[int]] = {}
         """Inputs that the forward writes to in inference mode, as it was first seen, by how many it was given."""
+        self.borrows: list[nn.Parameter] | None = None
+        """Parameters of other modules that its code computes with; None: it has not run yet."""
+        self.reaches_out: bool | None = None
+        """Whether gradients leave it by another way than its arguments; None: it has not run in training yet."""
         self.chooses: bool | None = False
         """Whether its forward makes choices that its recomputation has to make again, as far as it has been seen. None:
         its recomputation makes others."""

@@ -18,6 +18,12 @@ class LooksAtGradients(zoo.PlainClassifier):
         float(self.model.head.weight.grad.norm())
 
 
+def _with_a_scripted_head() -> zoo.PlainClassifier:
+    module = zoo.make_module("mlp")
+    module.model.head = torch.jit.script(module.model.head)
+    return module
+
+
 SECTION = "Microbatches"
 MICROBATCHES = [
     Mistake(
@@ -79,6 +85,13 @@ PLANS = [
         "layers='…' matches no module of …",
         "Give a module class, a class name or a qualified module name",
         (options(layers=["NoSuchLayer"]), options(layers=["ResidualBlock", "model.blocks.17"])),
+    ),
+    Mistake(
+        SECTION,
+        "`layers` names a module compiled by TorchScript",
+        "layers='…' names a module compiled by TorchScript",
+        "give the LightningModule the module itself",
+        (lambda user: user.fit(_with_a_scripted_head(), layers=["model.head"]),),
     ),
     Mistake(
         SECTION,
