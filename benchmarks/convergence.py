@@ -35,9 +35,19 @@ from lightning_roundpipe.data import PackedText, pydoc_topics
 from lightning_roundpipe.data.sequences import Sequences
 from lightning_roundpipe.tasks import CausalLM
 
-WAYS: dict[str, int | None] = {"plain": None, "staleness 0": 0, "staleness 1": 1}
-"""Name and staleness."""
-LINES = {"plain": ("#555555", "-"), "staleness 0": ("#1f77b4", "--"), "staleness 1": ("#d95f02", "-")}
+WAYS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "staleness 0": {},
+    "staleness 1": {"staleness": 1},
+    "bfloat16 gradients": {"reduce_dtype": "bfloat16"},
+}
+"""Name and settings of the strategy."""
+LINES = {
+    "plain": ("#555555", "-"),
+    "staleness 0": ("#1f77b4", "--"),
+    "staleness 1": ("#d95f02", "-"),
+    "bfloat16 gradients": ("#1b9e77", "-."),
+}
 """Colour and style. Staleness 0 is dashed, for it lies on plain training."""
 LENGTH, BATCH, MICROBATCHES, WORKERS = 64, 4, 2, 2
 HELD_OUT = 256
@@ -101,10 +111,10 @@ def train(way: str, seed: int, lr: float, data: PackedText, steps: int, progress
     chosen = torch.cat([torch.randperm(rows, generator=order) for _ in range(1 + steps * BATCH // rows)])
     torch.manual_seed(seed)
     curve, module = Curve(progress, task), module_of(lr, steps)
-    staleness = WAYS[way]
+    settings = WAYS[way]
     fitter = trainer(
-        "auto" if staleness is None else RoundPipeStrategy(staleness=staleness, num_microbatches=MICROBATCHES),
-        1 if staleness is None else WORKERS,
+        "auto" if settings is None else RoundPipeStrategy(num_microbatches=MICROBATCHES, **settings),
+        1 if settings is None else WORKERS,
         callbacks=curve,
         gradient_clip_val=1.0,
         val_check_interval=steps // VALIDATIONS,
@@ -142,7 +152,7 @@ class Results:
 
 def train_all(options: argparse.Namespace, results: Results, console: Console) -> None:
     data = PackedText(pydoc_topics(), Bytes(), LENGTH, BATCH, max_validation_sequences=HELD_OUT)  # type: ignore[arg-type]
-    wanted = [(lr, seed, way) for lr in options.lr for seed in range(options.seeds) for way in WAYS]
+    wanted = [(lr, seed, way) for lr in options.lr for seed in range(options.seeds) for way in options.ways]
     missing = [run for run in wanted if results.key(*run, options.steps) not in results.runs]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
@@ -159,7 +169,7 @@ def table_of(options: argparse.Namespace, results: Results) -> Table:
         table.add_column(column, justify="left" if column == "way" else "right")
     for lr in options.lr:
         plain = [final(run) for run in results.of(lr, "plain", options)]
-        for way in WAYS:
+        for way in options.ways:
             runs = results.of(lr, way, options)
             finals = [final(run) for run in runs]
             more = [ours - theirs for ours, theirs in zip(finals, plain, strict=True)]
@@ -197,7 +207,8 @@ def draw(options: argparse.Namespace, results: Results, path: Path) -> None:
     )
     for lr, (training, validation, difference) in zip(options.lr, grid, strict=True):
         plain = torch.stack([smoothed(run) for run in results.of(lr, "plain", options)])
-        for way, line in LINES.items():
+        for way in options.ways:
+            line = LINES[way]
             runs = results.of(lr, way, options)
             losses = torch.stack([smoothed(run) for run in runs])
             steps = range(SMOOTHING, options.steps + 1)
@@ -237,6 +248,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS)[:3], help="'plain' first")
     parser.add_argument("--results", type=Path, help="JSON file that keeps the runs")
     parser.add_argument("--picture", type=Path, default=Path("docs/images/convergence.png"))
     options = parser.parse_args()

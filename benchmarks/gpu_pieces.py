@@ -19,6 +19,8 @@ import gpu_semantics
 from gpu_systems import SYSTEMS, System, measure, ours
 from gpu_task import Job
 
+from lightning_roundpipe.devices import interpreter
+
 ROOT = Path(__file__).resolve().parents[1]
 Figures = dict[str, Any]
 
@@ -105,7 +107,7 @@ def _speed(
     def run(device: str, folder: Path) -> Figures:
         given = job if device == "cuda" else _tiny(job)
         if interval := os.environ.get("ROUNDPIPE_SWITCH_INTERVAL"):
-            sys.setswitchinterval(float(interval))
+            interpreter.SWITCH_INTERVAL_S = float(interval)
         found = measure(given, system)
         return {**found, "losses": found["losses"], "seconds_per_step": found["seconds"] / given.steps}
 
@@ -131,10 +133,11 @@ def _variations() -> list[Piece]:
         _speed("no-logging", "training_step logs nothing", replace(BASE, logs=False)),
         _speed("two-workers", "two workers on the GPU", replace(BASE, workers=2)),
         _speed("no-prefetch", "prefetch=0", BASE, no_prefetch),
+        _speed("switch-5e-3", "switch interval 5 ms, Python's own", BASE, None, {"ROUNDPIPE_SWITCH_INTERVAL": "5e-3"}),
         _speed("switch-5e-4", "switch interval 0.5 ms", BASE, None, {"ROUNDPIPE_SWITCH_INTERVAL": "5e-4"}),
-        _speed("switch-1e-4", "switch interval 0.1 ms", BASE, None, {"ROUNDPIPE_SWITCH_INTERVAL": "1e-4"}),
         _speed("half-the-cores", "the optimizer on half the cores", BASE, None, {"OMP_NUM_THREADS": _cores(0.5)}),
         _speed("a-quarter-of-the-cores", "on a quarter", BASE, None, {"OMP_NUM_THREADS": _cores(0.25)}),
+        _speed("32-connections", "32 connections to the GPU", BASE, None, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
         _speed(
             "expandable-segments", "torch's expandable segments", BASE, None,
             {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
@@ -161,6 +164,7 @@ _PIECES = [
     _probe(gpu_probes.registration, 60),
     _probe(gpu_probes.overheads, 15),
     _probe(gpu_probes.feeding, 60),
+    _probe(gpu_probes.interleaving, 20),
     _probe(gpu_probes.libraries, 20),
     Piece("sanitizer", "tests", "compute-sanitizer on one tiny test", 120, sanitizer),
     *_variations(),

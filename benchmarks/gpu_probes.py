@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import platform
 import statistics
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import Device, make_devices, pinned
+from lightning_roundpipe.devices import Device, make_devices, pages, pinned
 
 MIB, GIB = 2**20, 2**30
 Figures = dict[str, Any]
@@ -113,6 +114,9 @@ def registration() -> Figures:
         time.sleep(1.0)
     found["longest_launch_ms_idle"] = launcher.longest_ms
     for name, nbytes in (("32MiB", 32 * MIB), ("200MiB", 200 * MIB), ("4GiB", 4 * GIB)):
+        fresh = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        found[f"make_pages_{name}_s_per_gib"] = _seconds(lambda fresh=fresh: pages.make_pages(fresh)) / (nbytes / GIB)
+        del fresh
         with Launcher() as launcher:
             buffer: list[torch.Tensor] = []
             took = _seconds(lambda buffer=buffer, nbytes=nbytes: buffer.append(pinned.registered(nbytes)))
@@ -268,6 +272,45 @@ def feeding() -> Figures:
                     found[f"{kind}_at_{interval:.0e}_gb_per_s"] = nbytes / took / 1e9
         finally:
             sys.setswitchinterval(before)
+        device.free(arena)
+    return found
+
+
+def interleaving() -> Figures:
+    """How long 1 MiB waits for 2 GiB of weights: whole, in chunks of one stream, and as the package sends them."""
+    found: Figures = {}
+    nbytes, stream = 2 * GIB, torch.cuda.Stream()
+    with one_device() as device:
+        arena, host = device.allocate(nbytes, "weights"), device.host_buffer(nbytes).zero_()
+        small, inputs = torch.empty(MIB, dtype=torch.uint8, device="cuda"), device.host_buffer(MIB).zero_()
+        for _ in range(3):  # which also measures the link's rate
+            device.weights_up.copy(arena, host)
+            device.weights_up.synchronize()
+        size = int(device.weights_up.chunk_bytes)  # type: ignore[attr-defined]
+
+        def in_pieces(size: int) -> None:
+            with torch.cuda.stream(stream):
+                for there, here in zip(arena.split(size), host.split(size), strict=True):
+                    there.copy_(here, non_blocking=True)
+
+        ways: dict[str, Callable[[], None]] = {
+            "whole": lambda: in_pieces(nbytes),
+            "in_chunks_of_one_stream": lambda: in_pieces(size),
+            "as_sent": lambda: device.weights_up.copy(arena, host),
+        }
+        for name, give in ways.items():
+            found[f"{name}_gb_per_s"] = nbytes / min(_seconds(give) for _ in range(3)) / 1e9
+            waited = []
+            for delay_s in (1e-3, 4e-3, 9e-3, 16e-3, 25e-3):
+                torch.cuda.synchronize()
+                give()
+                time.sleep(delay_s)
+                start = time.perf_counter()
+                device.activations_up.copy(small, inputs)
+                device.activations_up.synchronize()
+                waited.append(time.perf_counter() - start)
+            found[f"{name}_longest_wait_ms"] = 1e3 * max(waited)
+        found["chunk_mib"] = size / MIB
         device.free(arena)
     return found
 

@@ -25,10 +25,9 @@ from torch.optim import Optimizer
 from lightning_roundpipe.config import Emulation, Options
 from lightning_roundpipe.devices.permit import at_once
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
-from lightning_roundpipe.planning.memory import planned_bytes
 from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.budget import library_bytes, worker_bytes
+from lightning_roundpipe.runtime.budget import peak_bytes
 from lightning_roundpipe.runtime.cutting import sizes_for
 from lightning_roundpipe.runtime.engine import Engine
 
@@ -115,8 +114,7 @@ class Announcements:
         engine = self._engine
         costs, workers = engine.costs, len(engine.workers)
         assert costs is not None
-        limit = worker_bytes(engine.options, engine.devices)
-        memory = planned_bytes(plan, costs, workers, limit) + library_bytes(engine.devices)
+        memory = peak_bytes(plan, costs, engine.options, engine.devices)
         microbatches = len(self._sizes or [1])
         stages = len(plan.stages()) * -(-microbatches // plan.round_microbatches)
         few = f" on {stages} of {plural(workers, 'device')} at a time" if stages < workers else ""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 """The precision flags that are built, in Lightning's own spelling."""
 
-PRECISION_ALIASES = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 """Lightning's short forms of them."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -134,6 +134,31 @@ def _compile_settings(value: Any) -> dict[str, Any] | None:
 
 LossWeight = Callable[[Any], Any]
 
+REDUCE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Formats that gradients may travel in, and the bytes of a number."""
+
+
+def reduce_dtype_of(value: Any, name: str = "reduce_dtype") -> str | None:
+    """One of `REDUCE_DTYPES` from its name or ``torch.dtype``; None stays None. ``name`` is the setting."""
+    found = str(value).removeprefix("torch.")
+    if value is not None and found not in REDUCE_DTYPES:
+        raise ValueError(
+            f"{name}={value!r} is no format that gradients can travel in: set 'bfloat16' for half the bytes, 'float16' "
+            "(with precision='16-mixed' or '16-true' only), 'float32', or None for the format that they are summed in."
+        )
+    return None if value is None else found
+
+
+def refuse_unscaled(reduce_dtype: str | None, precision: str) -> None:
+    """``ValueError`` for gradients that travel in fp16 without a loss scale: small ones would arrive as zeros."""
+    if reduce_dtype == "float16" and not precision.startswith("16-"):
+        raise ValueError(
+            f"reduce_dtype='float16' with precision={precision!r}: gradients below 6e-8 are zero in float16, and only "
+            "precision='16-mixed' and '16-true' scale the loss against that. Set reduce_dtype='bfloat16', which has "
+            "the range of float32 in as many bytes."
+        )
+
+
 PLAN_POLICIES = ("measured", "static")
 """How a plan is made: from the times of the first batch, or from the shapes of its calls."""
 
@@ -156,6 +181,7 @@ class Options:
     microbatch_scope: str = "auto"
     stage_seconds: float | None = None
     compile_layers: bool | Mapping[str, Any] | None = False
+    reduce_dtype: Any = None
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
@@ -180,6 +206,7 @@ class Options:
             raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be a number of more than 0 seconds.")
         self._check_seconds()
         object.__setattr__(self, "compile_layers", _compile_settings(self.compile_layers))
+        object.__setattr__(self, "reduce_dtype", reduce_dtype_of(self.reduce_dtype))
         pin = ("on" if self.pin_memory else "off") if isinstance(self.pin_memory, bool) else self.pin_memory
         if pin not in ("auto", "on", "off"):
             raise ValueError(f"pin_memory={self.pin_memory!r} must be 'auto', 'on' or 'off'.")

@@ -13,6 +13,30 @@ class OneProcess(ParallelStrategy):
     """A strategy with several devices and one process: what would be exchanged stays what it is."""
 
     @property
+    @override
+    def world_size(self) -> int:
+        """As the environment says, so that several processes are refused; 1 where it does not."""
+        try:
+            return int(super().world_size)
+        except KeyError:  # SLURMEnvironment was given, and this is no SLURM task
+            return 1
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+    @property
     def is_distributed(self) -> bool:
         """False: every sample belongs to this process."""
         return False

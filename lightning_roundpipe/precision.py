@@ -1,11 +1,13 @@
 """The precision plugin: which number formats the layers and the glue compute in.
 
-Masters stay in fp32, and so does all that the optimizer and checkpoints see of them.
+Masters stay in fp32 (fp64 in ``64-true``), and so does all that the optimizer and checkpoints see of them.
 
 * ``*-mixed`` is torch's autocast, entered around the step on the calling thread, captured with each layer call and
   entered again wherever the layer runs.
-* ``*-true`` shows layers and glue what Lightning's own plugin shows them: weights, buffers and inputs in low precision,
-  and torch's default format set to it while a step runs. Weights are working copies of the masters (`formats`).
+* ``64-true`` converts the module, masters included, as Lightning's own plugin does.
+* ``bf16-true`` and ``16-true`` show layers and glue what Lightning's own plugin shows them: weights, buffers and inputs
+  in low precision, and torch's default format set to it while a step runs. Weights are working copies of the masters
+  (`formats`).
 * ``16-*`` multiplies losses by a factor, so that small gradients do not vanish, and skips steps whose gradients are not
   finite: `scaler` holds the factor, and its state is saved where Lightning's own plugin finds it.
 """
@@ -59,6 +61,8 @@ class RoundPipePrecision(Precision):
             raise ValueError(f"precision={precision!r} is not supported by the roundpipe strategy; use {_SUPPORTED}.")
         self.precision: Any = precision
         self._half = HalfPrecision(precision) if precision in ("bf16-true", "16-true") else None  # type: ignore[arg-type]
+        self._true: Precision | None = DoublePrecision() if precision == "64-true" else self._half
+        """Lightning's own plugin, where it converts what it meets."""
         self.low = self._half._desired_input_dtype if self._half else None
         """What weights, buffers and inputs are converted to; None: they stay what they are."""
         self.scaler: GradScaler | None = None
@@ -96,19 +100,27 @@ class RoundPipePrecision(Precision):
             )
         return cls(str(plugin.precision), getattr(plugin, "scaler", None))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a run waits by. Factors of losses are the scaler's."""
+        return {name: value for name, value in vars(self).items() if name != "_scales"} | {"clipping": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._scales = Scales()
+
     # -- what is converted --------------------------------------------------------------------------------------------
 
     def formats(self) -> Formats:
         """What the engine is to compute in. Ask outside a step."""
         if self.scaler is not None:
             self._scales = Scales(LossScale(self.scaler), outer=self._half is None)
-        return Formats(self.low, self.precision.endswith("-mixed"), scales=self._scales)
+        return Formats(self.low, self.precision.endswith("-mixed"), self._true is not None, scales=self._scales)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert buffers as Lightning's own plugin does, and all else that ``module.to`` reaches but parameters."""
         if self.low is None:
-            return module
+            return module if self._true is None else self._true.convert_module(module)
         modules = list(module.modules())
         parameters = [dict(inner._parameters) for inner in modules]
         try:
@@ -139,11 +151,11 @@ class RoundPipePrecision(Precision):
 
     @override
     def convert_input(self, data: Any) -> Any:
-        return self._half.convert_input(data) if self._half else data
+        return self._true.convert_input(data) if self._true else data
 
     @override
     def tensor_init_context(self) -> contextlib.AbstractContextManager[Any]:
-        return self._half.tensor_init_context() if self._half else super().tensor_init_context()
+        return self._true.tensor_init_context() if self._true else super().tensor_init_context()
 
     @override
     def module_init_context(self) -> contextlib.AbstractContextManager[Any]:
@@ -155,8 +167,8 @@ class RoundPipePrecision(Precision):
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self._half:
-                stack.enter_context(self._half.forward_context())
+            if self._true:
+                stack.enter_context(self._true.forward_context())
             if not self.precision.endswith("-mixed"):
                 yield
                 return

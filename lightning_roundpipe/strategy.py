@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_roundpipe.announcements import Announcements, changed_settings, name_devices
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
-from lightning_roundpipe.config import Emulation, Options, RoundPipeError
+from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
@@ -52,11 +52,16 @@ from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
 from lightning_roundpipe.runtime.budget import over_capacity
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.interrupts import held
+from lightning_roundpipe.runtime.notes import remedied
 from lightning_roundpipe.runtime.report import Report
 from lightning_roundpipe.stepping import Stepping
 from lightning_roundpipe.windows import ACCUMULATED, save
 
 _CPU = torch.device("cpu")
+
+
+def _nothing() -> None:
+    """In a strategy that has started nothing, which can be pickled."""
 
 
 class RoundPipeStrategy(OneProcess):
@@ -89,6 +94,9 @@ class RoundPipeStrategy(OneProcess):
             what makes the step fastest.
         compile_layers: whether layers are compiled, by ``torch.compile``; or its arguments, such as
             ``{"dynamic": False}``.
+        reduce_dtype: format in which gradients travel from a device to the host, which sums them in fp32:
+            ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: gradients travel in
+            the format of their sums, which is that of the trained weights (fp32).
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -114,6 +122,7 @@ class RoundPipeStrategy(OneProcess):
         microbatch_scope: str = "auto",
         stage_seconds: float | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
+        reduce_dtype: torch.dtype | str | None = None,
         emulation: Emulation | Mapping[str, Any] | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -137,6 +146,7 @@ class RoundPipeStrategy(OneProcess):
             microbatch_scope=microbatch_scope,
             stage_seconds=stage_seconds,
             compile_layers=compile_layers,
+            reduce_dtype=reduce_dtype,
             emulation=Emulation.of(emulation),
         )
         if (text := self.options.plan_text) is not None:
@@ -147,7 +157,7 @@ class RoundPipeStrategy(OneProcess):
         self._announcements: Announcements | None = None
         self._seed = 0
         self._stepping: Stepping | None = None
-        self._quieten: Callable[[], object] = lambda: None
+        self._quieten: Callable[[], object] = _nothing
         self._accumulated: dict[str, Tensor] = {}
         self._holds_place = False
 
@@ -223,9 +233,10 @@ class RoundPipeStrategy(OneProcess):
         refuse_layer_sync(self._layer_sync)
         fitting = trainer.state.fn == TrainerFn.FITTING
         refuse_module(module, self.options, fitting=fitting)
+        refuse_unscaled(self.options.reduce_dtype, str(self.precision_plugin.precision))
         self.model = self._precision.prepare(module, fitting=fitting)
-        with held():
-            self._start_engine(module)
+        with held(), remedied():
+            self._start_engine(module, fitting=fitting)
         assert self._engine is not None
         self._quieten = tell_of_all_workers(trainer, str(self.precision_plugin.precision), self._engine.devices)
         # The base class would move the optimizer's state to the first device here; it belongs to the masters.
@@ -242,7 +253,10 @@ class RoundPipeStrategy(OneProcess):
     @override
     def on_train_start(self) -> None:
         if self._stepping is not None:
+            module, engine = self._running()
             self._stepping.started()
+            if module.automatic_optimization:
+                engine.reserve_gradients()
             warn_of_lost_place(self._running()[0].trainer, self._holds_place)
 
     @override
@@ -250,7 +264,7 @@ class RoundPipeStrategy(OneProcess):
         if self._stepping is not None:
             self._stepping.ended()
 
-    def _start_engine(self, module: LightningModule) -> None:
+    def _start_engine(self, module: LightningModule, *, fitting: bool) -> None:
         if self._engine is not None:
             self._stop_engine()
         assert self.parallel_devices
@@ -259,7 +273,8 @@ class RoundPipeStrategy(OneProcess):
         self._seed = torch.initial_seed()
         devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))
         try:
-            self._engine = Engine(module, devices, self.options, rank_zero_info, self._precision.formats())
+            formats = self._precision.formats()
+            self._engine = Engine(module, devices, self.options, rank_zero_info, formats, fitting=fitting)
         except BaseException:
             for device in devices:
                 device.close()
@@ -290,7 +305,8 @@ class RoundPipeStrategy(OneProcess):
         if engine is not None:
             self._quieten()
             try:
-                self._last_report = engine.report() or self._last_report
+                with contextlib.suppress(torch.AcceleratorError):  # of a GPU that has failed, which closing it says
+                    self._last_report = engine.report() or self._last_report
             finally:
                 engine.close()
 
@@ -346,7 +362,7 @@ class RoundPipeStrategy(OneProcess):
             a dict, of which ``print`` shows a summary:
             ``plan`` (text), ``plan_policy`` (``"measured"``, ``"static"`` or ``"text"``), ``workers``,
             ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
-            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes`` (each per worker),
+            ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes``, ``alloc_retries`` (each per worker),
             ``planned_device_bytes`` (of each worker, at the most; None without a plan), ``peak_host_bytes``,
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
             ``step_time_s`` (from its start, or the end of the step before if they overlap),
@@ -356,6 +372,10 @@ class RoundPipeStrategy(OneProcess):
             same moment (what was uploaded ahead of the step has negative ones).
         """
         return (self._engine.report() if self._engine is not None else None) or self._last_report
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a run has started: threads, devices, and what steps on them."""
+        return vars(self) | {"_engine": None, "_stepping": None, "_announcements": None, "_quieten": _nothing}
 
     def __repr__(self) -> str:
         """The settings that are not the defaults, as they would be written in a script."""

@@ -16,6 +16,7 @@ import fake_cuda
 import pytest
 from happens_before import HappensBefore, tell_apart
 
+from lightning_roundpipe.devices import cuda
 from lightning_roundpipe.devices.cuda import CudaDevice
 
 
@@ -43,10 +44,15 @@ class Counted(HappensBefore):
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Counted]:
-    """Trainers get a fake GPU for each worker, and these know what lies on them."""
+def counted(*, lead: int = 0) -> Iterator[Counted]:
+    """Trainers get a fake GPU for each worker, and these know what lies on them.
+
+    Args:
+        lead: bytes that calls in flight may hold. With as many as usual, all of a small step may be in flight.
+    """
     with pytest.MonkeyPatch.context() as patch:
         fake_cuda.trainers_on_gpus(patch)
+        patch.setattr(cuda, "LEAD_BYTES", lead)
         with Counted() as found:
             tell_apart(found, patch)
 

@@ -8,16 +8,33 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
 from lightning_roundpipe import strategy
-from lightning_roundpipe.devices import behalf, cuda_streams
+from lightning_roundpipe.devices import behalf, cuda, cuda_streams
 from lightning_roundpipe.devices.cuda import CudaDevice, share_out
 
 GPU_CLOCK_AHEAD = 1234.5
 """Seconds by which the fake GPU's clock differs from the host's."""
+
+
+DEAD: list[int] = []
+"""The number of a CUDA error after which every call fails with it."""
+
+
+def refuse_if_dead() -> None:
+    if DEAD:
+        raise accelerator_error(DEAD[0])
+
+
+def accelerator_error(number: int) -> RuntimeError:
+    """What torch raises for CUDA's error of that number."""
+    error = torch.AcceleratorError(f"CUDA error: number {number}")
+    error.error_code = number  # type: ignore[attr-defined]
+    return error
 
 
 class FakeEvent:
@@ -31,14 +48,17 @@ class FakeEvent:
         """What comes before it, if somebody follows; see `happens_before`."""
 
     def record(self, stream: FakeStream) -> None:
+        refuse_if_dead()
         self.stream, self.at = stream, time.perf_counter() + GPU_CLOCK_AHEAD
 
     def synchronize(self) -> None:
+        refuse_if_dead()
         assert self.stream is not None, "waited for an event that was never recorded"
         self.stream.busy = False
         SYNCHRONIZED.append(threading.current_thread().name)
 
     def query(self) -> bool:
+        refuse_if_dead()
         return self.stream is not None and not self.stream.busy
 
     def elapsed_time(self, later: FakeEvent) -> float:
@@ -56,10 +76,12 @@ class FakeStream:
         self.waited: list[FakeEvent] = []
 
     def wait_event(self, event: FakeEvent) -> None:
+        refuse_if_dead()
         assert event.stream is not None
         self.waited.append(event)
 
     def synchronize(self) -> None:
+        refuse_if_dead()
         self.busy = False
         SYNCHRONIZED.append(threading.current_thread().name)
 
@@ -70,6 +92,10 @@ GPU_GENERATOR = torch.Generator()
 """What nobody draws from, as layers compute on the CPU: not the host's, as on a GPU."""
 RANGES: list[str] = []
 """Names that a profiler would show."""
+RETRIES = [0]
+"""What the allocator says of how often it had to try again."""
+CLEARED: list[int] = []
+"""How many devices were open when cuBLAS's workspaces were cleared, each time."""
 
 
 @contextmanager
@@ -178,6 +204,7 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
         "memory_allocated": lambda device: 150,
         "max_memory_allocated": lambda device: 180,
         "reset_peak_memory_stats": lambda device: None,
+        "memory_stats_as_nested_dict": lambda device: {"num_alloc_retries": RETRIES[0]},
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
@@ -186,10 +213,14 @@ def play_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda.nvtx, "range_push", RANGES.append)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
     patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in CONTEXTS, raising=False)
+    patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: CLEARED.append(len(cuda._open)), raising=False)
+    patch.setattr(cuda, "_open", WeakSet())
+    patch.setattr(cuda_streams, "_streams", {})
     patch.setattr(cuda_streams, "_thread", threading.local())
     patch.setattr(torch.Tensor, "record_stream", no_record_stream, raising=False)
-    _current.device = 0
-    for seen in (SYNCHRONIZED, RANGES, CONTEXTS):
+    patch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    _current.device = RETRIES[0] = 0
+    for seen in (SYNCHRONIZED, RANGES, CONTEXTS, CLEARED, DEAD):
         seen.clear()
 
 
@@ -203,14 +234,19 @@ def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False, shared
             ones glue could not compute with tensors of two.
     """
     made: list[CudaDevice] = []
+    streams: dict[int, dict[Any, Any]] = {}
+
+    def make_one(index: int, count: int) -> CudaDevice:
+        patch.setattr(cuda_streams, "_streams", streams.setdefault(index, {}))
+        return CudaDevice(index, torch.device("cpu"), "off", count)
 
     def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
         count = len(torch_devices)
         if shared:
             made[:] = share_out([torch.device("cpu")] * count, "off")  # type: ignore[assignment]
         else:
-            made[:] = [CudaDevice(i, torch.device("cpu"), "off", count) for i in range(count)]
-        return made
+            made[:] = [make_one(i, count) for i in range(count)]
+        return [*made]
 
     play_cuda(patch)
     if not limited:

@@ -13,9 +13,9 @@ it sees what only a GPU has:
     compute: allocate ── write ── record() ─► event ─► wait(event) ── copy stream: read ── [1]   and on the way back
     last reference dropped ── compute has waited for the read, or the host has ── [2]   else: a fault
 
-Host threads count as one, as in `ordering`; but what a thread that feeds chunks to a GPU waits for, it knows alone.
-Autograd runs a node in the stream of its forward and puts waits between streams itself; here it runs all of a backward
-in the caller's.
+Copies of weights and gradients go in chunks of some kilobytes, so that tensors of small models have several, too. Host
+threads count as one, as in `ordering`. Autograd runs a node in the stream of its forward and puts waits between streams
+itself; here it runs all of a backward in the caller's.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.threads import TaskThread
@@ -44,6 +45,8 @@ from lightning_roundpipe.runtime.threads import TaskThread
 SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
 """Operations that return to the host what it waits for."""
 
+
+CHUNK_BYTES = 4096
 
 NOBODY = ""
 """Owns what the CPU has computed, of which a GPU's kernels would have been given a copy."""
@@ -224,8 +227,7 @@ def _follow_cuda(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
 
     def synchronize(self: FakeEvent) -> None:
         real_synchronize(self)
-        if not threading.current_thread().name.endswith(("weights_up", "gradients_down")):
-            ordering.join(HOST, self.point)
+        ordering.join(HOST, self.point)
 
     def wait_event(self: FakeStream, event: FakeEvent) -> None:
         real_wait(self, event)
@@ -275,6 +277,7 @@ def races(*, shared: bool = False) -> Iterator[HappensBefore]:
     """Trainers get fake GPUs, one for each worker or one that is ``shared``, and what runs inside is followed."""
     with pytest.MonkeyPatch.context() as patch:
         fake_cuda.trainers_on_gpus(patch, shared=shared)
+        patch.setattr(ChunkedCopyStream, "chunk_bytes", CHUNK_BYTES)
         with HappensBefore() as found:
             if not shared:
                 tell_apart(found, patch)

@@ -93,11 +93,38 @@ def test_what_fits_the_hosts_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
     """Without what its files take, which can be read again."""
-    whole = host_memory.free_bytes(tmp_path)
+    mine = tmp_path / "mine"  # not there, as where the system has no control groups
+    whole = host_memory.free_bytes(tmp_path, mine)
     assert whole > 2**20
     (tmp_path / "memory.current").write_text("5000\n")
     (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 700\nactive_file 300\n")
     (tmp_path / "memory.max").write_text("9000\n")
-    assert host_memory.free_bytes(tmp_path) == 4700
+    assert host_memory.free_bytes(tmp_path, mine) == 4700
+    mine.write_text("0::/a/container/that/is/not/there\n")
+    assert host_memory.free_bytes(tmp_path, mine) == 4700
     (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory.free_bytes(tmp_path) == pytest.approx(whole, rel=0.5)
+    assert host_memory.free_bytes(tmp_path, mine) == pytest.approx(whole, rel=0.5)
+
+
+def test_a_jobs_limit_counts(tmp_path: Path) -> None:
+    """A scheduler's, say: of a control group that the process is in, or one around it."""
+    mine, step = tmp_path / "mine", tmp_path / "slurm" / "job" / "step"
+    step.mkdir(parents=True)
+    mine.write_text("0::/slurm/job/step\n")
+    for group, limit in ((step, "max"), (step.parent, "9000")):
+        (group / "memory.current").write_text("5000\n")
+        (group / "memory.stat").write_text("inactive_file 700\n")
+        (group / "memory.max").write_text(f"{limit}\n")
+    assert host_memory.free_bytes(tmp_path, mine) == 4700
+    (step / "memory.max").write_text("4000\n")
+    assert host_memory.free_bytes(tmp_path, mine) == 0, "less than is in use"
+
+
+def test_limits_of_the_first_version_of_control_groups_count(tmp_path: Path) -> None:
+    mine, job = tmp_path / "mine", tmp_path / "memory" / "job"
+    job.mkdir(parents=True)
+    mine.write_text("9:name=systemd:/elsewhere\n4:hugetlb,memory:/job\n3:cpuset:/\n0::/\n")
+    (job / "memory.usage_in_bytes").write_text("5000\n")
+    (job / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 700\n")
+    (job / "memory.limit_in_bytes").write_text("9000\n")
+    assert host_memory.free_bytes(tmp_path, mine) == 4700

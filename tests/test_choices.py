@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from lightning_roundpipe.runtime import calls
+from lightning_roundpipe.runtime import calls, recomputed
 from lightning_roundpipe.runtime.boundary import HostCopy
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.choices import Recording, Replay
@@ -29,7 +29,11 @@ _again = threading.local()
 
 @pytest.fixture
 def other_rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:
-    """Adds a little, but only while a worker recomputes or runs backward, as a GPU's kernels might."""
+    """Adds a little, but only while a worker recomputes or runs backward, as a GPU's kernels might.
+
+    It is more than rounding, so that it shows; recomputations are not checked therefore.
+    """
+    monkeypatch.setattr(recomputed, "FIRST", 0)
     for name in ("_recompute", "backward"):
         real = getattr(Runner, name)
 

@@ -60,6 +60,19 @@ def test_json_says_all_that_the_table_does(command: Any) -> None:
     assert host["AdamW's two moments, fp32"] == 8 * weights
 
 
+def test_gradients_that_travel_narrow_take_half_the_link_and_more_of_the_host(command: Any) -> None:
+    wide, narrow = (
+        json.loads(command(*TINY_4090, "format=json", "microbatches=8", "workers=2", *given)[1])
+        for given in ((), ("reduce_dtype=bfloat16",))
+    )
+    assert (wide["reduce_dtype"], narrow["reduce_dtype"]) == (None, "bfloat16")
+    before, now = ({item["name"]: item for item in found["host_memory"]["items"]} for found in (wide, narrow))
+    assert now["gradients as they arrive"]["bytes"] * 2 == before["gradients, fp32"]["bytes"]
+    assert now["gradients as they arrive"]["page_locked"] and not now["gradients, fp32"]["page_locked"]
+    assert wide["device_memory"]["items"][:2] == narrow["device_memory"]["items"][:2], "sums stay fp32 on a device"
+    assert "gradients travel in bfloat16" in command(*TINY_4090, "microbatches=8", "reduce_dtype=bfloat16")[1]
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_is_whole(command: Any, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -426,6 +439,9 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (("model=tiny_llama", "hardware=cpu", "case=x"), "model= is estimated, and case= was measured"),
         (("model=tiny_llama", "hardware=cpu", "picture=plan.txt"), "must be the name of a file that ends in .png"),
         (("costs=x.json", "lora=attention"), "lora= is about model="),
+        (("costs=x.json", "reduce_dtype=bfloat16"), "reduce_dtype= is about model="),
+        (("model=tiny_llama", "hardware=cpu", "reduce_dtype=bf16"), "reduce_dtype='bf16' is no format"),
+        (("model=tiny_llama", "hardware=cpu", "reduce_dtype=float16"), "Set reduce_dtype='bfloat16'"),
     ],
 )
 def test_mistakes_are_one_line(command: Any, arguments: tuple[str, ...], message: str) -> None:

@@ -376,7 +376,7 @@ def test_a_run_that_fails_has_its_row(monkeypatch: pytest.MonkeyPatch, capfd: py
         (["strategy.emulation.memory=1GB,lots"], 1, "emulation.memory='lots' is not a size"),
         (["partition.plan=null,forward 0"], 1, "lacks 'fused'"),
         (["trainer.accelerator=cpu,gpu"], 1, "needs a CUDA device"),
-        (["trainer.precision=32-true,64-true"], 1, "64-true"),
+        (["trainer.precision=32-true,8-true"], 1, "8-true"),
         (["data=random_tokens,texts"], 1, "data.path must be set"),
         (["model=tiny_llama,no_such_model"], None, "there is no model=no_such_model. There are folder"),
     ],

@@ -15,6 +15,7 @@ from harness import ours, run
 from stress import all_reports
 
 from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.runtime.worker import IN_FLIGHT, Worker
 
 LLAMA = 6
 
@@ -45,6 +46,32 @@ def test_one_worker_holds_what_was_planned(name: str, lora: bool, plan: str, opt
         share = report["peak_device_bytes"][0] / report["planned_device_bytes"]
         assert 0.93 < share <= 1.05  # inputs of the next microbatch may come after the peak
     assert found.faults == []
+
+
+def test_calls_in_flight_are_part_of_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is as late as the host lets it be, so that all that may be in flight is."""
+    most, planned, real = 0, {}, Worker.retire
+
+    def retire(self: Worker, *tensors: Any) -> None:
+        nonlocal most
+        real(self, *tensors)
+        most = max(most, len(self._in_flight))
+
+    monkeypatch.setattr(Worker, "retire", retire)
+    batch, peaks = zoo.make_batches("llama", 1, 8)[0], {}
+    for lead in (0, 60_000):
+        most = 0
+        used = ours(num_microbatches=4, plan=harness.per_call(LLAMA, 4))
+        with counted(lead=lead) as found, all_reports() as made:
+            run(used, zoo.make_module("llama"), [batch] * 2, devices=1, watch=False)
+        reports = [report for make in made if not (report := make())["profiled"]]
+        [planned[lead]] = {report["planned_device_bytes"] for report in reports}
+        peaks[lead] = max(report["peak_device_bytes"][0] for report in reports)
+        assert planned[lead] - planned[0] == lead
+        assert peaks[lead] <= 1.05 * planned[lead]
+        assert (most > IN_FLIGHT) == bool(lead)
+        assert found.faults == []
+    assert peaks[60_000] > peaks[0], "calls in flight take memory"
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

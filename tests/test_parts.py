@@ -1,641 +1,307 @@
-"""Parts are the whole: what training_step gives in parts of a batch is compared with what it gives on the whole batch.
-
-Each kind of training_step equals plain training, by parts or by the calls of its model, or is refused by name.
-"""
+"""A large layer's gradients travel, are summed and stepped in parts: the same numbers, sooner."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+import threading
+from collections.abc import Iterator
+from typing import Any
 
+import harness
 import lightning.pytorch as pl
-import numpy as np
 import pytest
+import stress
 import torch
 import torch.nn.functional as F
-import torchmetrics
-from harness import assert_same, ours, run
+from harness import Result, assert_identical, ours, run
+from ordering import Ordering
+from stress import CALLS, Case
 from torch import Tensor, nn
+from without import take_out
 
-from lightning_roundpipe import RoundPipeWarning
-from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.model_step import ModelStep
-from lightning_roundpipe.runtime.parts_check import PartsCheck, Verdict
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import Event, make_devices
+from lightning_roundpipe.optim.shadow import Shadow
+from lightning_roundpipe.runtime import sums, updates
+from lightning_roundpipe.runtime.arrivals import Arrivals
+from lightning_roundpipe.runtime.formats import Formats
+from lightning_roundpipe.runtime.gradients import StepGradients
+from lightning_roundpipe.runtime.slots import Slot
+from lightning_roundpipe.runtime.sums import GradientBuffers
+from lightning_roundpipe.runtime.units import units_of
+from lightning_roundpipe.runtime.updates import Updates
+from lightning_roundpipe.runtime.weights import HostLayer, _left, host_layers
+from lightning_roundpipe.runtime.worker import Worker, _merged
 
-Batch = dict[str, Tensor]
-WIDTH = 16
-COUNTS = [(1, 1), (2, 2), (4, 1), (4, 2)]
-"""Microbatches and devices."""
-SOME = [(2, 2), (4, 1)]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(x))
+PART = 256
+"""Bytes: 64 numbers in fp32."""
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.stem(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
-
-
-class Module(pl.LightningModule):
-    """``step`` is what a test is about: called with the module, the logits and the batch, it returns the loss."""
-
-    def __init__(self, step: Callable[[Any, Tensor, Batch], Any], **attributes: Any) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            self.model = Net()
-        self.step = step
-        for name, value in attributes.items():
-            if type(value) is Tensor:
-                self.register_buffer(name, value)
-            else:
-                setattr(self, name, value)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return self.step(self, self.model(batch["x"]), batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-def batches(count: int = 3, samples: int = 8) -> list[Batch]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        {
-            "x": torch.randn(samples, 6, generator=generator),
-            "y": torch.randint(0, 5, (samples,), generator=generator),
-        }
-        for _ in range(count)
-    ]
-
-
-def entropy(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(logits, batch["y"])
-
-
-LAYERS = ["Linear", "Block"]
-
-
-def trained(module: Any, data: Any, microbatches: int, devices: int, **options: Any) -> Any:
-    strategy = ours(num_microbatches=microbatches, layers=LAYERS, **options)
-    return run(strategy, module, data, devices=devices)
-
-
-def cut_by(result: Any) -> str:
-    """What was cut, as the slots show: a step in parts has a fused stage."""
-    return "step" if "fused" in {slot["phase"] for slot in result.report["slots"]} else "model"
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    from lightning_roundpipe import strategy
-
-    lines: list[str] = []
-    monkeypatch.setattr(strategy, "rank_zero_info", lines.append)
-    yield lines
-
-
-# ------------------------------------------------------------------------------- what counts in training_step (kind 13)
-
-
-def anneals(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    module.calls += 1
-    return entropy(module, logits, batch) * (1 - 0.1 * module.calls)
-
-
-def moves_a_buffer(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    loss = F.mse_loss(logits, module.center.clone().expand_as(logits))
-    module.center.mul_(0.9).add_(logits.detach().mean(0), alpha=0.1)
-    return loss
-
-
-def fills_a_codebook(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    near = torch.cdist(logits, module.codes).argmin(1)
-    loss = F.mse_loss(logits, module.codes[near])
-    with torch.no_grad():
-        for code in near.unique():
-            module.codes[code] += 0.3 * (logits[near == code].mean(0) - module.codes[code])
-    return loss
-
-
-def keeps_a_queue(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    keys = torch.stack(list(module.queue)) if module.queue else logits.new_zeros(1, 5)
-    module.queue.append(logits.detach().mean(0))
-    return entropy(module, logits, batch) + 0.1 * (logits @ keys.T).square().mean()
-
-
-def takes_the_next(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    return entropy(module, logits, batch) * next(module.scales)
-
-
-def draws_of_its_own(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    return entropy(module, logits, batch) * float(module.generator.random())
-
-
-class Schedule:
-    """A helper that is no module."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def step(self) -> float:
-        self.seen += 1
-        return 1 / self.seen
-
-
-def asks_a_helper(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    return entropy(module, logits, batch) * module.schedule.step()
-
-
-def keeps_outputs(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    loss = entropy(module, logits, batch)
-    module.outputs.append(float(loss))
-    return loss
-
-
-COUNTING: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
-    "anneals": (anneals, lambda: {"calls": 0}),
-    "moves a buffer": (moves_a_buffer, lambda: {"center": torch.zeros(5)}),
-    "fills a codebook": (fills_a_codebook, lambda: {"codes": torch.eye(5)}),
-    "keeps a queue": (keeps_a_queue, lambda: {"queue": []}),
-    "takes the next": (takes_the_next, lambda: {"scales": itertools.count(1)}),
-    "draws of its own": (draws_of_its_own, lambda: {"generator": np.random.default_rng(1)}),
-    "asks a helper": (asks_a_helper, lambda: {"schedule": Schedule()}),
-    "keeps outputs": (keeps_outputs, lambda: {"outputs": []}),
-}
-
-
-def left_on(module: Any) -> Any:
-    helper = getattr(module, "schedule", None)
-    generator = getattr(module, "generator", None)
-    return (
-        getattr(module, "calls", None), list(getattr(module, "queue", ())), helper and helper.seen,
-        repr(getattr(module, "scales", None)), generator and generator.bit_generator.state["state"],
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("microbatches", "devices"), COUNTS)
-@pytest.mark.parametrize("kind", COUNTING)
-def test_what_counts_how_often_it_runs(kind: str, microbatches: int, devices: int) -> None:
-    step, attributes = COUNTING[kind]
-    data = batches()
-    plain = run("auto", Module(step, **attributes()), data)
-    result = trained(Module(step, **attributes()), data, microbatches, devices)
-    assert_same(plain, result)
-    if kind != "keeps a queue":
-        assert left_on(result.module) == left_on(plain.module)
-    else:
-        torch.testing.assert_close(result.module.queue, plain.module.queue)
-    if kind == "keeps outputs":
-        assert result.module.outputs == pytest.approx(plain.module.outputs, rel=1e-4)
-    if microbatches > 1:
-        assert cut_by(result) == "model"
-
-
-@pytest.mark.parametrize("kind", ["anneals", "moves a buffer", "keeps a queue"])
-def test_asserted_parts_that_count_are_refused(kind: str) -> None:
-    step, attributes = COUNTING[kind]
-    with pytest.raises(RoundPipeError, match=r"is .* instead of .*microbatch_scope='model'.*num_microbatches=1"):
-        trained(Module(step, **attributes()), batches(), 2, 2, microbatch_scope="step")
-
-
-# ----------------------------------------------------------------------------------------------- loss weights (kind 14)
-
-
-def padded(samples: int = 8, *, evenly: bool = False) -> list[Batch]:
-    data = batches(samples=samples)
-    for batch in data:
-        batch["y"][1 : (1 if evenly else samples // 2)] = -100
-        batch["z"] = batch["x"][:, :5] * 2
-    return data
-
-
-def logs_another(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    module.log("entropy", F.cross_entropy(logits, batch["y"]))
-    return F.mse_loss(logits, batch["z"])
-
-
-def adds_another(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    return F.cross_entropy(logits, batch["y"]) + F.mse_loss(logits, batch["z"])
-
-
-def masks_its_own(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    mask = (batch["y"] >= 0).float()
-    return ((logits - batch["z"]).square().mean(1) * mask).sum() / mask.sum()
-
-
-def contrasts(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    scores = F.normalize(logits, dim=1) @ F.normalize(batch["z"], dim=1).T
-    return F.cross_entropy(scores * 5, torch.arange(len(scores)))
-
-
-def takes_the_root(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    return F.mse_loss(logits, batch["z"]).sqrt()
-
-
-def sums_rows(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    return (logits - batch["z"]).square().sum() / 10
-
-
-def spreads(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    return F.mse_loss(logits, batch["z"]) - 0.1 * logits.std(0).mean()
-
-
-LOSSES = {
-    "logs another": logs_another,
-    "adds another": adds_another,
-    "masks its own": masks_its_own,
-    "contrasts": contrasts,
-    "takes the root": takes_the_root,
-    "sums rows": sums_rows,
-    "spreads": spreads,
-}
-
-
-@pytest.mark.parametrize(("microbatches", "devices"), COUNTS)
-@pytest.mark.parametrize("kind", LOSSES)
-def test_losses_that_are_no_mean_by_their_targets(kind: str, microbatches: int, devices: int) -> None:
-    data = padded()
-    plain = run("auto", Module(LOSSES[kind]), data)
-    result = trained(Module(LOSSES[kind]), data, microbatches, devices)
-    assert_same(plain, result)
-    if microbatches > 1:
-        assert cut_by(result) == ("step" if kind == "logs another" else "model")
-
-
-def test_a_cross_entropy_beside_another_loss_on_a_rare_batch() -> None:
-    """In the first batch each sample has as many targets as any other, so that parts are the whole there."""
-    data = [padded(evenly=True)[0], padded()[1]]
-    with pytest.raises(RoundPipeError, match=r"a cross entropy and something else .*spread over the microbatches"):
-        trained(Module(adds_another), data, 2, 2)
-    result = trained(Module(adds_another), data, 2, 2, microbatch_scope="model")
-    assert_same(run("auto", Module(adds_another), data), result)
-
-
-def test_given_weights_that_are_wrong_are_said() -> None:
-    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: with the given loss_weight.*the loss is .* instead of"):
-        trained(Module(masks_its_own), padded(), 2, 2, loss_weight=lambda batch: len(batch["x"]))
-
-
-def test_given_weights_that_are_right(recwarn: pytest.WarningsRecorder) -> None:
-    data = padded()
-    result = trained(Module(masks_its_own), data, 2, 2, loss_weight=lambda batch: (batch["y"] >= 0).sum())
-    assert_same(run("auto", Module(masks_its_own), data), result)
-    assert not [w for w in recwarn if "loss_weight" in str(w.message)]
-
-
-# ---------------------------------------------------------------------------------------------- logged values (kind 15)
-
-
-class Logging(Module):
-    """Logs what is no mean."""
-
-    def __init__(self) -> None:
-        super().__init__(entropy)
-        self.accuracy = torchmetrics.MeanMetric()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        logits = self.model(batch["x"])
-        loss = F.cross_entropy(logits, batch["y"])
-        right = (logits.argmax(1) == batch["y"]).float()
-        self.log("perplexity", loss.exp())
-        self.log("samples", float(len(logits)))
-        self.log("targets", (batch["y"] >= 0).sum().float())
-        self.log("rmse", (logits.softmax(1) - F.one_hot(batch["y"].clamp(min=0), 5)).square().mean().sqrt())
-        self.log("largest", logits.max())
-        self.log("smallest", logits.min())
-        self.log("accuracy", right.mean())
-        self.log("rate", 0.1)
-        return loss
-
-
-@pytest.mark.parametrize(("microbatches", "devices"), COUNTS)
-def test_logged_values_follow_from_those_of_parts(microbatches: int, devices: int) -> None:
-    data = batches(samples=9)
-    for batch in data:
-        batch["y"][:3] = -100  # means over samples are no means over targets
-    plain, result = run("auto", Logging(), data), trained(Logging(), data, microbatches, devices)
-    assert_same(plain, result)
-    if microbatches > 1:
-        assert cut_by(result) == "step"
-
-
-def spread(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    module.log("spread", logits.std())
-    return entropy(module, logits, batch)
-
-
-def sums_in_a_metric(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    loss = entropy(module, logits, batch)
-    module.total(loss)
-    module.log("total", module.total)
-    return loss
-
-
-def lists(module: Any, logits: Tensor, batch: Batch) -> Any:
-    return {"loss": entropy(module, logits, batch), "means": [logits.detach().mean()] * 2, "names": ["a", "b", "c"]}
-
-
-def grows_with_parts(module: Any, logits: Tensor, batch: Batch) -> Any:
-    return {"loss": entropy(module, logits, batch), "chunks": [len(logits)]}
-
-
-OTHERS: dict[str, tuple[Any, Callable[[], dict[str, Any]], str]] = {
-    "spread": (spread, dict, "model"),
-    "sums in a metric": (sums_in_a_metric, lambda: {"total": torchmetrics.SumMetric()}, "model"),
-    "lists": (lists, dict, "step"),
-    "grows with parts": (grows_with_parts, dict, "model"),
-}
-
-
-@pytest.mark.parametrize(("microbatches", "devices"), COUNTS)
-@pytest.mark.parametrize("kind", OTHERS)
-def test_logged_values_and_outputs_that_do_not(kind: str, microbatches: int, devices: int) -> None:
-    step, attributes, scope = OTHERS[kind]
-    data = batches()
-    plain = run("auto", Module(step, **attributes()), data)
-    result = trained(Module(step, **attributes()), data, microbatches, devices)
-    assert_same(plain, result)
-    for one, other in zip(plain.outputs, result.outputs, strict=True):
-        if isinstance(one, dict):
-            assert other.get("chunks") == one.get("chunks") and other.get("names") == one.get("names")
-    if microbatches > 1:
-        assert cut_by(result) == scope
-
-
-def test_a_value_that_is_zero_at_first_is_looked_at_again() -> None:
-    """A count that is zero is the sum and the mean of its parts."""
-
-    def counts_rare(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-        module.log("rare", (batch["y"] == 4).sum().float())
-        return entropy(module, logits, batch)
-
-    data = batches(4)
-    data[0]["y"].clamp_(max=3)
-    data[1]["y"][:] = 4
-    assert_same(run("auto", Module(counts_rare), data), trained(Module(counts_rare), data, 2, 2))
-
-
-def logs_a_rare_target(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    rare = batch["y"] == 4
-    module.log("counted", F.cross_entropy(logits, torch.where(rare, batch["y"], -100)))
-    if module.by_hand:
-        module.log("by hand", (logits.square().mean(1) * rare).sum() / rare.sum())
-    return F.mse_loss(logits, F.one_hot(batch["y"], 5).float())
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_part_without_what_a_logged_value_is_a_mean_of(by_hand: bool) -> None:
-    """By what the engine counts, it weighs nothing; else its NaN is said."""
-    data = batches(2)
-    for batch in data:
-        batch["y"][:] = torch.tensor([4, 1, 2, 4, 4, 0, 1, 4])
-    data[1]["y"][4:] = 1
-    module = Module(logs_a_rare_target, by_hand=by_hand)
-    if not by_hand:
-        assert_same(run("auto", module, data), trained(module, data, 2, 2))
-        return
-    with pytest.warns(RoundPipeWarning, match="^roundpipe: the logged 'by hand' is NaN in some microbatches"):
-        trained(module, data, 2, 2)
-
-
-# ---------------------------------------------------------------------------------------------------- later batches
-
-
-def averages_in_a_metric(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    loss = entropy(module, logits, batch)
-    module.average(loss)
-    module.log("average", module.average, on_step=False, on_epoch=True)
-    return loss
-
-
-def leaves_the_odd_one_out(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    even = len(logits) // 2 * 2
-    return entropy(module, logits[:even], {"y": batch["y"][:even]})
-
-
-def test_batches_that_are_cut_unevenly_are_another_kind(said: list[str]) -> None:
-    """Even parts are the whole, and uneven ones are not: such batches stay whole."""
-    data = [*batches(), *batches(2, samples=7)]
-    result = trained(Module(leaves_the_odd_one_out), data, 2, 2)
-    assert_same(run("auto", Module(leaves_the_odd_one_out), data), result)
-    assert result.report["microbatches"] == 1
-    assert len([line for line in said if line.startswith("roundpipe: in parts of unequal sizes")]) == 1
-
-
-def test_a_metric_that_takes_unequal_parts_for_equal_ones_is_said() -> None:
-    module = Module(averages_in_a_metric, average=torchmetrics.MeanMetric())
-    assert_same(run("auto", module, batches()), trained(module, batches(), 2, 2))
-    with pytest.warns(RoundPipeWarning, match="^roundpipe: in parts of unequal sizes, metric 'average'.*='model'"):
-        trained(module, [*batches(), *batches(2, samples=7)], 2, 2)
-
-
-def test_a_tensor_that_all_samples_share() -> None:
-    """Has as many rows as the last batch has samples."""
-
-    def classifies(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-        return F.cross_entropy(logits @ batch["shared"].T, batch["y"] % 3)
-
-    data = [*batches(), *batches(1, samples=3)]
-    for batch in data:
-        batch["shared"] = torch.arange(15.0).reshape(3, 5).cos()
-    assert_same(run("auto", Module(classifies), data), trained(Module(classifies), data, 2, 2))
-
-
-class LossHead(nn.Linear):
-    """Computes the loss itself."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-        return F.cross_entropy(super().forward(x), y)
-
-
-def test_a_cross_entropy_inside_a_layer_is_said(said: list[str]) -> None:
-    class Inside(Module):
-        def __init__(self) -> None:
-            super().__init__(entropy)
-            self.loss = LossHead(5, 5)
-
-        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            loss: Tensor = self.loss(self.model(batch["x"]), batch["y"])
-            return loss
-
-    with pytest.raises(RoundPipeError, match=r"the loss is .* instead of"):
-        run(ours(num_microbatches=2, layers=[*LAYERS, "LossHead"]), Inside(), padded(), devices=2)
-    [line] = [line for line in said if "computes a cross entropy itself" in line]
-    assert line.startswith("roundpipe: layer 'loss'") and "loss_weight" in line
-    weighed = ours(num_microbatches=2, layers=[*LAYERS, "LossHead"], loss_weight=lambda batch: (batch["y"] >= 0).sum())
-    assert_same(run("auto", Inside(), padded()), run(weighed, Inside(), padded(), devices=2))
-
-
-# ---------------------------------------------------------------------------------------------------- the check itself
-
-
-def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
-    found: list[Verdict] = []
-    real = PartsCheck.find_out
-
-    def find_out(self: Any, models: Any) -> Verdict:
-        found.append(real(self, models))
-        return found[-1]
-
-    monkeypatch.setattr(PartsCheck, "find_out", find_out)
-    return found
-
-
-def test_it_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What training_step does to all that it can reach is as if it had never been rehearsed."""
-    seen: list[Any] = []
-    tally = {"calls": 0, "inner": [0]}
-    number = 0
-
-    class Leaving(Module):
-        kept: ClassVar[list[int]] = []
-
-        def training_step(self, batch: Batch, batch_idx: int) -> Any:
-            nonlocal number
-            number += 1
-            seen.append(len(batch["x"]))
-            tally["calls"] += 1
-            tally["inner"][0] += 1
-            self.kept.append(1)
-            self.fresh = True
-            self.table[0] = 5
-            self.counter += 1
-            next(self.steps)
-            self.array += 1
-            self.generator.random()
-            self.logger.log_metrics({"directly": 1.0})
-            self.accuracy(torch.ones(2), torch.ones(2))
-            self.lr_schedulers().step()
-            self.optimizers().param_groups[0]["momentum"] *= 0.5
-            with torch.no_grad():
-                self.scale.add_(1)
-            return entropy(self, self.model(batch["x"]), batch)
-
+def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Everything is large. The lengths of all parts that were stepped."""
+    monkeypatch.setattr(sums, "STREAMED", 1)
+    monkeypatch.setattr(sums, "PART", PART)
+    monkeypatch.setattr(updates, "PIECE", 0)  # what is large is alone
+    lengths: list[int] = []
+    real = Shadow.step_part
+
+    def step_part(self: Any, values: Any, key: int, gradient: Tensor, start: int, end: int) -> None:
+        lengths.append(end - start)
+        real(self, values, key, gradient, start, end)
+
+    monkeypatch.setattr(Shadow, "step_part", step_part)
+    return lengths
+
+
+class Tied(pl.LightningModule):
+    """An embedding that is the output layer as well, as many language models have it."""
+
+    def __init__(self, in_glue: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(30, 9)
+        self.middle = nn.Linear(9, 9)
+        self.head = nn.Linear(9, 30, bias=False)
+        self.head.weight = self.embed.weight
+        self.in_glue = in_glue
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.head(torch.tanh(self.middle(self.embed(batch))))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.roll(-1, 1).flatten())
+        return loss + 0.01 * self.embed.weight.float().square().sum() if self.in_glue else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-3, weight_decay=0.1)
+
+
+def tied(module: Any = None, trainer: Any = None, **options: Any) -> Result:
+    batches = list(torch.randint(30, (6, 8, 5), generator=torch.Generator().manual_seed(1)))
+    settings = {"num_microbatches": 4, "layers": ["Embedding", "Linear"], "plan": harness.per_call(3, 2)} | options
+    result = run(ours(**settings), module or Tied(), batches, devices=2, watch=True, **(trainer or {}))
+    result.grads = []  # of parts nobody is told
+    return result
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer"),
+    [
+        ({}, {}),
+        ({"staleness": 1}, {}),
+        ({}, {"accumulate_grad_batches": 2}),
+        ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        ({}, {"precision": "bf16-true"}),
+        ({}, {"precision": "bf16-mixed"}),
+        ({"reduce_dtype": "bfloat16"}, {}),
+        ({"emulation": {"poison": True, "delay_seed": 3, "bandwidth": "1MB"}}, {}),
+    ],
+    ids=lambda given: str(given),
+)
+def test_parts_change_no_bit(options: Any, trainer: Any, stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded, real = [], HostLayer.upload_part
+
+    def upload_part(self: Any, *args: Any) -> Any:
+        uploaded.append(real(self, *args))
+        return uploaded[-1]
+
+    monkeypatch.setattr(HostLayer, "upload_part", upload_part)
+    parts = tied(trainer=trainer, **options)
+    assert any(uploaded) == ("staleness" not in options), "the next step's first stages wait for the update"
+    steps = 6 // trainer.get("accumulate_grad_batches", 1) - 1  # the first has no state that could be cut
+    assert stepped.count(30 * 9 % 64) == steps and stepped.count(64) == steps * (30 * 9 // 64 + 9 * 9 // 64)
+    monkeypatch.undo()
+    torch.set_num_threads(1)
+    assert_identical(tied(trainer=trainer, **{k: v for k, v in options.items() if k != "emulation"}), parts)
+
+
+def test_what_glue_adds_to_is_taken_whole(stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tied(Tied(in_glue=True))
+    assert stepped and set(stepped) <= {64, 9, 81 % 64}, "the layer that glue does not read has parts"
+    monkeypatch.undo()
+    assert_identical(tied(Tied(in_glue=True)), parts)
+
+
+@pytest.mark.parametrize("trainer", [{"gradient_clip_val": 0.01}, {"blocking": True}], ids=str)
+def test_what_needs_all_gradients_first_has_no_parts(trainer: Any, stepped: list[int]) -> None:
+    tied(trainer=trainer)
+    assert not stepped
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adafactor])
+def test_an_optimizer_without_a_kernel_of_parts_steps_whole_layers(optimizer: Any, stepped: list[int]) -> None:
+    """Adafactor's update of a weight looks at all of it."""
+
+    class Other(Tied):
         def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+            return optimizer(self.parameters(), lr=0.1)
 
-    found: dict[str, Any] = {}
-    real = PartsCheck.find_out
-
-    def state(engine: Any) -> Any:
-        module = engine.module
-        return repr(
-            (
-                seen, tally, number, module.kept, hasattr(module, "fresh"), module.table.tolist(),
-                module.counter.tolist(), module.steps, module.array.tolist(), module.generator.bit_generator.state,
-                module.accuracy.update_count, module.trainer.lr_scheduler_configs[0].scheduler.state_dict(),
-                [{k: v for k, v in g.items() if k != "params"} for g in module.optimizers().param_groups],
-                module.scale.tolist(),
-                torch.get_rng_state().tolist(), np.random.get_state()[2],
-            )
-        )  # fmt: skip
-
-    def find_out(self: Any, models: Any) -> Any:
-        found["before"] = state(self._engine)
-        verdict = real(self, models)
-        found["after"], found["verdict"] = state(self._engine), verdict
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(PartsCheck, "find_out", find_out)
-    module = Leaving(
-        entropy, table=torch.zeros(2), counter=torch.zeros(()), steps=itertools.count(), array=np.zeros(2),
-        generator=np.random.default_rng(0), accuracy=torchmetrics.Accuracy("binary"), scale=nn.Parameter(torch.ones(2)),
-    )  # fmt: skip
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        trained(module, batches(), 2, 2)
-    assert found["verdict"].why_not == "" and found["verdict"].parts is not None
-    assert found["after"] == found["before"]
+    tied(Other())
+    assert not stepped
 
 
-@pytest.mark.parametrize("draws", ["dropout", "noise", "drop path", "reparametrises", "timesteps"])
-def test_random_numbers_are_the_same_for_a_sample(draws: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-        if draws == "dropout":
-            logits = F.dropout(logits, 0.5, module.training)
-        elif draws == "noise":
-            logits = logits + torch.randn_like(logits)
-        elif draws == "drop path":
-            logits = logits * logits.new_empty((len(logits), 1)).bernoulli_(0.5)
-        elif draws == "reparametrises":
-            logits = torch.distributions.Normal(logits, logits.exp()).rsample()
-        else:
-            logits = logits * torch.randint(1, 9, (len(logits),)).unsqueeze(1)
-        return entropy(module, logits, batch)
-
-    found = looked_at(monkeypatch)
-    trained(Module(step), batches(1), 2, 2)
-    assert [(v.parts, v.why_not) for v in found] == [(None, "")]
+@pytest.mark.parametrize("plan", [harness.per_call(CALLS, 2), harness.single(CALLS, 4), harness.halves(CALLS, 1)])
+@pytest.mark.parametrize("drops", [True, False])
+def test_delays_and_poison_change_no_bit(plan: str, drops: bool, stepped: list[int]) -> None:
+    """A step that begins while parts of the one before are on their way waits for the last of them."""
+    case = Case(plan, 3, 4, (6, 6, 6, 6), drops=drops)
+    with Ordering() as ordering:
+        hard = stress.train(case)
+    expected = stress.reference(case)
+    expected.grads, hard.result.grads = [], []
+    assert stepped and not [*stress.wrong(hard, expected), *ordering.faults]
 
 
-def test_random_numbers_that_parts_cannot_share_are_said_once(said: list[str]) -> None:
-    def mixes(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-        return entropy(module, 0.5 * logits + 0.5 * logits[torch.randperm(len(logits))], batch)
-
-    trained(Module(mixes), batches(), 2, 2)
-    [line] = [line for line in said if "could not be compared" in line]
-    assert line.startswith("roundpipe: ") and "random numbers" in line and "num_microbatches=1" in line
+# ------------------------------------------------------------------------------------------------------- part by part
 
 
-def test_the_scope_is_said_once(said: list[str]) -> None:
-    trained(Module(contrasts), padded(), 2, 2)
-    [line] = [line for line in said if "microbatch_scope='model'" in line]
-    assert line.startswith("roundpipe: ") and " instead of " in line
+class Later(Event):
+    """Comes when it is told to."""
+
+    def __init__(self, device: Any) -> None:
+        self.came = threading.Event()
+        self.asked = threading.Event()
+
+    def wait(self) -> None:
+        self.asked.set()
+        assert self.came.wait(10)
+
+    def done(self) -> bool:
+        return self.came.is_set()
+
+    def time(self) -> float:
+        raise RuntimeError
 
 
-def test_whole_batches_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = looked_at(monkeypatch)
-    trained(Module(contrasts), padded(), 1, 2)
-    trained(Module(contrasts), padded(), 2, 2, microbatch_scope="model")
-    assert not found
+class Submitted:
+    """A layer of 256 numbers in fp32 that was stepped once; the gradients of a second step come in four parts."""
+
+    def __init__(self, cast: bool) -> None:
+        [self.device] = make_devices("cpu", [torch.device("cpu")], Emulation())
+        module = nn.ParameterList([nn.Parameter(torch.zeros(16, 16))])
+        [self.layer] = host_layers({"layer": module}, self.device, Formats(), apart=False, mapped=())
+        [self.master] = self.layer.masters
+        self.units = units_of([self.layer], [self.master])
+        if cast:
+            self.layer.round({0: torch.bfloat16})
+        self.updates = Updates(self.units)
+        self._buffers = GradientBuffers(self.layer, self.device)
+        self._optimizer = torch.optim.AdamW([self.master], lr=1.0)
+        self._submit([])
+        self.updates.settle()
+        self.before = self.master.detach().clone()
+        self.parts = [Later(self.device) for _ in range(4)]
+        self._submit(self.parts)
+
+    def _submit(self, parts: list[Later]) -> None:
+        total = self._buffers.begin()
+        total.buffer.views[0].fill_(1.0 if not parts else float("nan"))  # NaN has not arrived
+        total.present = [True]
+        total.parts = [((index + 1) * PART, event) for index, event in enumerate(parts)]
+        total.arrived = parts[-1] if parts else None
+        self.gradient = total.buffer.views[0].view(-1)
+        arrivals = Arrivals(self.units)
+        batch = StepGradients([total], [], 1.0, arrivals)
+        batch.differentiated(1.0)
+        self.updates.offer(batch)
+        self.updates.submit(self._optimizer, None)
+        arrivals.passed(())
+
+    def bring(self, index: int) -> None:
+        self.gradient[64 * index : 64 * (index + 1)] = 1.0
+        self.parts[index].came.set()
+
+    def changed(self) -> list[bool]:
+        """Of each part, whether it has been stepped."""
+        return [
+            bool((now != was).all()) for now, was in zip(self.master.view(4, 64), self.before.view(4, 64), strict=True)
+        ]
+
+    def close(self) -> None:
+        for index in range(4):
+            self.bring(index)
+        self.updates.close()
+        self.device.close()
 
 
-def test_neither_is_refused_with_the_value_and_the_remedies() -> None:
-    """The model's own forward couples the samples, so that cutting its calls does not help."""
-
-    class Coupled(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x - x.mean(0))
-
-    module = Module(entropy)
-    module.model = Coupled()
-    error = r"the loss is [\d.]+ instead of [\d.]+ \(compared on 4 samples.*loss_weight.*microbatch_scope='model'.*=1"
-    with pytest.raises(RoundPipeError, match=error):
-        trained(module, batches(), 2, 2)
+@pytest.fixture(params=[False, True], ids=["", "cast"])
+def submitted(request: Any, stepped: list[int]) -> Iterator[Submitted]:
+    made = Submitted(request.param)
+    yield made
+    made.close()
 
 
-def test_without_the_check_training_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above see what they are about."""
-    monkeypatch.setattr(PartsCheck, "find_out", lambda self, models: Verdict(0))
-    for kind in ("takes the root", "contrasts"):
-        with pytest.raises(AssertionError):
-            assert_same(run("auto", Module(LOSSES[kind]), padded()), trained(Module(LOSSES[kind]), padded(), 2, 2))
-    with pytest.raises(AssertionError):
-        assert_same(run("auto", Logging(), batches()), trained(Logging(), batches(), 2, 2))
+def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: Submitted) -> None:
+    unit = submitted.layer.unit
+    for index in range(4):
+        assert submitted.parts[index].asked.wait(10), "the part before is stepped, this one is waited for"
+        assert submitted.changed() == [True] * index + [False] * (4 - index)
+        assert unit.version == 1, "nobody may read it before its last part"
+        if (rounded := submitted.layer.flats[0]._rounded) is not None:
+            sent = rounded.view(torch.bfloat16).view(4, 64)
+            assert torch.equal(sent, submitted.master.detach().bfloat16().view(4, 64)), "what travels is cast already"
+        submitted.bring(index)
+    submitted.updates.settle()
+    assert unit.version == 2 and all(submitted.changed()) and submitted.master.isfinite().all()
+    [state] = submitted._optimizer.state.values()
+    assert state["step"] == 2
 
 
-def test_a_model_step_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[bool] = []
-    real = ModelStep.__init__
-    monkeypatch.setattr(ModelStep, "__init__", lambda self, *a, **k: (ran.append(True), real(self, *a, **k))[1])
-    trained(Module(takes_the_root), padded(), 2, 2)
-    assert len(ran) == 3 and math.isfinite(len(ran))
+def test_the_next_stage_gets_what_is_there(submitted: Submitted) -> None:
+    """Its upload begins with the first part; and what was sent is not sent again."""
+    layer, device = submitted.layer, submitted.device
+    worker = Worker(device)
+    worker.reserve(layer.nbytes, 0)
+    slot = Slot(0, 0, 0, "forward", range(1), [layer], {}, [0], version=2)
+    worker.prepare(slot)
+    [arena] = worker.weights[0].cut([layer.nbytes])
+    copied: list[int] = []
+    real = type(device.weights_up).copy
+
+    def copy(self: Any, dst: Tensor, src: Tensor) -> None:
+        copied.append(src.nbytes)
+        real(self, dst, src)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(device.weights_up), "copy", copy)
+        for index in range(4):
+            assert submitted.parts[index].asked.wait(10)
+            device.weights_up.synchronize()
+            sent = layer.views(arena)[0].view(4, 64)[:index]
+            assert torch.equal(sent, submitted.master.detach().to(sent.dtype).view(4, 64)[:index])
+            assert len(copied) == index and not slot.uploaded, "nobody may run before all of it is there"
+            submitted.bring(index)
+        submitted.updates.settle()
+    slot.uploaded[0].wait()
+    [there] = layer.views(arena)
+    assert torch.equal(there, submitted.master.detach().to(there.dtype)) and sum(copied) == layer.nbytes
+    [row] = [row for row in slot.recorder.rows(0.0) if row["kind"] == "upload_weights"]
+    assert row["nbytes"] == layer.nbytes
+    worker.close()
+
+
+def test_spans() -> None:
+    assert _merged([(30, 40), (0, 10), (10, 20)]) == [(0, 20), (30, 40)]
+    assert _left(0, 50, [(0, 20), (30, 40)]) == [(20, 30), (40, 50)]
+    assert _left(35, 38, [(0, 20), (30, 40)]) == [] and _left(20, 25, [(0, 20), (30, 40)]) == [(20, 25)]
+
+
+@pytest.mark.parametrize("line", ["arrived.wait()", "self.wait()"])
+def test_a_part_is_not_taken_before_it_is_there(line: str, stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second line waits for what comes in one piece, as gradients do that are narrowed."""
+    monkeypatch.setattr(Submitted, "bring", lambda self, index: self.parts[index].came.set())
+    take_out(monkeypatch, "runtime.sums:HostGradients.wait_for_part", line)
+    made = Submitted(cast=False)
+    if line == "self.wait()":
+        made.close()
+        total = made._buffers.begin()
+        total.present, total.arrived = [True], Later(made.device)
+        total.take_part(id(made.master), 0, 64, 1.0)  # would wait
+        assert not total.arrived.asked.is_set()  # type: ignore[attr-defined]
+        return
+    made.updates.settle()  # though no part has come
+    assert made.master.isnan().all()
+    made.close()

@@ -90,10 +90,7 @@ trap(
     "a layer calls another", "'model.blocks.0' was called by code inside layer 'model.blocks.1'",
     forward=calls_its_neighbour, arrange=give_a_neighbour,
 )(in_turn)  # fmt: skip
-trap(
-    "a layer reads another's weights", r"'model.blocks.1' uses a parameter of shape \(32, 32\) that is not its own",
-    forward=reads_its_neighbour, arrange=give_a_neighbour,
-)(in_turn)  # fmt: skip
+trap("a layer reads another's weights", forward=reads_its_neighbour, arrange=give_a_neighbour)(in_turn)
 
 
 def quantise(self: Trap, net: Any) -> None:

@@ -12,13 +12,13 @@ from lightning_roundpipe.commands.console import console_command
 from lightning_roundpipe.commands.options import Reply, Settings, as_json, did_you_mean, option, run
 from lightning_roundpipe.commands.plan_costs import Partitioner, answer, does_not_fit, read_question, show
 from lightning_roundpipe.commands.targets import check_targets
-from lightning_roundpipe.config import PRECISION_ALIASES, parse_bytes
+from lightning_roundpipe.config import PRECISION_ALIASES, parse_bytes, reduce_dtype_of, refuse_unscaled
 from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 
 _OF_MODELS = (
     "hardware", "gpu", "gpus", "host_memory", "lora", "lora_settings", "model_settings", "precision", "sequence_length",
-    "microbatch_size",
+    "microbatch_size", "reduce_dtype",
 )  # fmt: skip
 _MOST = {"workers": 1024, "microbatches": 4096, "microbatch_size": 65536, "sequence_length": 2**24}
 
@@ -60,6 +60,9 @@ class PlanOptions:
     lora: str = option("adapters: choice of conf/lora", default="none")
     lora_settings: Settings = option("change the adapters, as lora.r=16", below="lora")
     precision: Precision | None = option("by default bf16-mixed", default=None, read=read_precision, shown="NAME")
+    reduce_dtype: str | None = option(
+        "gradients travel in; by default fp32", default=None, read=reduce_dtype_of, shown="NAME"
+    )
     sequence_length: int | None = option("in tokens; by default 2048", default=None, at_least=1)
     microbatch_size: int | None = option("in sequences; by default the fastest", default=None, at_least=1)
 
@@ -174,7 +177,9 @@ def _plan_model(options: PlanOptions) -> Reply:
         search=options.partitioner == "search",
         plan=options.plan,
         stage_seconds=options.stage_seconds,
+        reduce_dtype=options.reduce_dtype,
     )
+    refuse_unscaled(wish.reduce_dtype, wish.precision)
     found = look(wish)
     if not found.fits and (options.picture or options.trace):
         print("roundpipe-plan: picture= and trace= have no steps to draw, as it does not fit.", file=sys.stderr)

@@ -163,8 +163,9 @@ def shape_of(wish: Wish, machine: Hardware) -> Shape:
     """The model that the wish is about."""
     memory = memory_of(wish, machine)
     return Shape(
-        wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings
-    )
+        wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
+        wish.reduce_dtype,
+    )  # fmt: skip
 
 
 def memory_of(wish: Wish, machine: Hardware) -> int | None:

@@ -20,12 +20,14 @@ from lightning_roundpipe.planning.memory import Item, StageRow
 def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType:
     """The verdict first and what would fit, then where the memory goes, then the plan."""
     wish, plan = found.wish, found.plan
+    reduced = "" if wish.reduce_dtype is None else f", gradients travel in {wish.reduce_dtype}"
     adapters = "" if wish.lora == "none" else f", lora={wish.lora}"
     weights = found.parameters.trained + found.parameters.frozen
     head = [
         f"{wish.model}{adapters}: {_count(weights)} weights, {_count(found.parameters.trained)} of them trained.",
         f"{found.hardware.title}: {_plural(found.workers, 'worker')}, {_plural(found.microbatches, 'microbatch')} of "
-        f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}.",
+        f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}"
+        f"{reduced}.",
     ]
     head += [f"Assumed {text}" for text in found.assumed]
     if wish.precision.endswith("-mixed"):
@@ -188,6 +190,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "lora": wish.lora,
         "precision": wish.precision,
         "staleness": wish.staleness,
+        "reduce_dtype": wish.reduce_dtype,
         "fits": found.fits,
         **times,
         "workers": found.workers,

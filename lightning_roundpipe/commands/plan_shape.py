@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from lightning_roundpipe.commands.choices import make_model, read_config
 from lightning_roundpipe.commands.options import Settings
+from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.model.refine import Refined, Size, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.estimate import estimate_costs, layer_bytes
+from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, layer_bytes
 from lightning_roundpipe.planning.memory import ARENAS, Parameters
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
@@ -26,6 +27,8 @@ USUAL_LENGTH = 2048
 """Tokens, or as many as a model has positions for."""
 
 _MOST_LENGTH = 2**20
+PART_BYTES = 2**24
+"""Of gradients, that the engine updates while the next ones arrive (`runtime.sums.PART`)."""
 _ADAMW_BYTES = 28
 """Memory traffic of an update: a weight, its gradient and its moments are read, all but the gradient written."""
 
@@ -55,6 +58,7 @@ class Wish:
     host_memory: int | None = None
     lora_settings: Settings = ()
     model_settings: Settings = ()
+    reduce_dtype: str | None = None
 
 
 class Shape:
@@ -63,11 +67,13 @@ class Shape:
     Args:
         memory: bytes that each worker may use, which layers are cut to fit as in training; None: no limit.
         model_settings, lora_settings: what the command line changes of both.
+        reduce_dtype: format that gradients travel in; None: fp32.
     """
 
     def __init__(
         self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0,
         memory: int | None = None, model_settings: Settings = (), lora_settings: Settings = (),
+        reduce_dtype: str | None = None,
     ) -> None:  # fmt: skip
         config = read_config(model, model_settings)
         self.longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
@@ -80,6 +86,8 @@ class Shape:
         if memory is not None:
             self.refined = cut_to_fit(found, lambda layer: Size(*layer_bytes(layer)), memory // ARENAS)
         self._layers = self.refined.layers if self.refined.stuck is None else found
+        nbytes = GRADIENT_BYTES if reduce_dtype is None else REDUCE_DTYPES[reduce_dtype]
+        self._reduced_bytes = nbytes if nbytes < GRADIENT_BYTES else None
         self.has_experts = any(weight.ndim == 3 for weight in self._module.parameters())
         self._lean = _is_lean(self._module)
         weights = list(self._module.parameters())
@@ -91,16 +99,25 @@ class Shape:
         """Of a microbatch of that many sequences."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
         with lean_logits(self._module) if self._lean else nullcontext():
-            return estimate_costs(self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware)
+            costs = estimate_costs(self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware)
+        if self._reduced_bytes is None:
+            return costs
+        return Costs(
+            tuple(
+                replace(call, reduced_bytes=call.gradient_bytes * self._reduced_bytes // GRADIENT_BYTES)
+                for call in costs
+            )
+        )
 
     def rules(self, staleness: Staleness) -> Rules:
         """What takes time beside computing."""
         machine = self.hardware
         traffic = _ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
+        if self._reduced_bytes is not None:  # read where they have landed, and written as the sum
+            traffic += self._reduced_bytes + GRADIENT_BYTES
         rate = machine.host_memory_bandwidth * machine.memory_efficiency * 4 / traffic  # bytes of fp32 gradients
-        return Rules(
-            staleness=staleness, host=HostTime(hop_s=machine.hop_s), links=machine.links(), updates=Updates(rate)
-        )
+        updates = Updates(rate, piece_bytes=PART_BYTES)
+        return Rules(staleness=staleness, host=HostTime(hop_s=machine.hop_s), links=machine.links(), updates=updates)
 
 
 def _is_lean(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ Three rules hold for both kinds, and both rely on them:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -133,6 +133,8 @@ class Device(ABC):
     gradients_down: Stream
     generator: torch.Generator
     """What layers on this device draw from unless they bring their own."""
+    lead_bytes: int
+    """Bytes of calls that the host enqueues before the device has reached them, if there is memory for them."""
     generator_lock: GeneratorLock
     """Reentrant; shared by all devices that share ``generator``. Hold it from seeding until the draw is over."""
 
@@ -244,6 +246,11 @@ class Device(ABC):
         """Begin a new peak at what is resident now."""
 
     @abstractmethod
+    def allocation_retries(self) -> int:
+        """How often the allocator has given back all that it keeps to find room, since the process began. Shared GPUs
+        report their sum."""
+
+    @abstractmethod
     def resident_bytes(self) -> int:
         """What is resident now, in bytes."""
 
@@ -264,6 +271,18 @@ class Device(ABC):
         """Let libraries take that now, in the calling thread: else it would seem to be the first layer's."""
 
     @abstractmethod
+    def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
+        """Let libraries give back what they hold, and see whether it was more than `library_bytes` said.
+
+        If so, code between layers uses them, too, and each of the threads that run it has a share from now on. Call it
+        after the first batch, when nothing runs.
+
+        Args:
+            devices: all of the run's, this one among them.
+            threads: that run code between layers.
+        """
+
+    @abstractmethod
     def permit(self) -> AbstractContextManager[None]:
         """Held while a layer computes; never while waiting, which an emulated device checks. Not reentrant.
 
@@ -274,6 +293,14 @@ class Device(ABC):
     @abstractmethod
     def process_settings(self) -> AbstractContextManager[None]:
         """What devices of this kind change for the whole process, as long as it is entered. For the main thread."""
+
+    @abstractmethod
+    def step_settings(self) -> AbstractContextManager[None]:
+        """What devices of this kind change for the whole process while a step is on its way."""
+
+    @abstractmethod
+    def host_thread_settings(self) -> AbstractContextManager[None]:
+        """What a thread that computes on the host beside devices of this kind changes for itself."""
 
     @abstractmethod
     def activate(self) -> AbstractContextManager[None]:

@@ -10,21 +10,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import cuda_libraries, pinned
+from lightning_roundpipe.devices import cuda_libraries, interpreter, pinned, teams
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Hold, Stream
-from lightning_roundpipe.devices.cuda_feed import FedStream
+from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream, begin_on
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
 from lightning_roundpipe.devices.generators import GeneratorLock
 from lightning_roundpipe.devices.host_memory import worth_copying
 
 _generator_locks: dict[int, GeneratorLock] = {}
+_open: WeakSet[CudaDevice] = WeakSet()
+"""Those of all strategies of the process."""
+
+
+LEAD_BYTES = 64 * 2**20
+"""Of calls that a GPU has not reached: boundary tensors of 12 ms of an RTX 4090 with layers of width 2,048, and of more
+with wider ones. A thread that launches waits for the interpreter for some milliseconds at times."""
 
 
 class CudaDevice(Device):
@@ -34,9 +42,9 @@ class CudaDevice(Device):
         index: the worker's number.
         torch_device: the GPU, with its number.
         pin_memory: ``"auto"``, ``"on"`` or ``"off"``; see ``pinned.host_buffer``.
-        sharers: how many workers there are on this GPU.
-        first: the first of them, unless this is it. They compute in one stream: code between layers takes tensors from
-            one worker to the next, and what frees them knows of no other stream that may be reading them.
+        sharers: how many workers there are on this GPU. They compute in one stream: code between layers takes tensors
+            from one worker to the next, and what frees them knows of no other stream that may be reading them.
+        turn: the worker's number among them. Each has copy streams of its own.
     """
 
     def __init__(
@@ -45,26 +53,35 @@ class CudaDevice(Device):
         torch_device: torch.device,
         pin_memory: str,
         sharers: int,
-        first: CudaDevice | None = None,
+        turn: int = 0,
     ) -> None:
         self.index, self.torch_device = index, torch_device
         self.generator = torch.cuda.default_generators[torch_device.index]
         self.generator_lock = _generator_locks.setdefault(torch_device.index, GeneratorLock())
+        self.lead_bytes = LEAD_BYTES
         self._pin_memory, self._sharers = pin_memory, sharers
         self._switch = AbortSwitch(f"Device {index}")
         self._arenas: dict[int, tuple[Tensor, str]] = {}
         self._closed = False
         self.others: list[CudaStream] = []
         """What other GPUs compute in."""
+        self._multiplying = 0
+        """Threads that multiply matrices between layers."""
         self._clock = Clock(torch_device)
-        self.compute: CudaStream = self._stream("compute", first.compute if first is not None else None)
-        self.weights_up = FedStream(self._stream("weights_up"), self._switch)
-        self.activations_up = self._stream("activations_up")
-        self.activations_down = self._stream("activations_down")
-        self.gradients_down = FedStream(self._stream("gradients_down"), self._switch)
+        self.compute: CudaStream = self._stream("compute")
+        self.weights_up = self._chunked("weights_up", turn)
+        self.activations_up = self._stream("activations_up", turn)
+        self.activations_down = self._stream("activations_down", turn)
+        self.gradients_down = self._chunked("gradients_down", turn)
+        _open.add(self)
 
-    def _stream(self, name: str, of: CudaStream | None = None) -> CudaStream:
-        return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, self._clock, self._switch, of)
+    def _stream(self, name: str, turn: int | None = None) -> CudaStream:
+        role = name if turn is None else f"{name} {turn}"
+        return CudaStream(f"roundpipe-dev{self.index}-{name}", self.torch_device, role, self._clock, self._switch)
+
+    def _chunked(self, name: str, turn: int) -> ChunkedCopyStream:
+        lanes = [self._stream(f"{lane}-{name}", turn) for lane in ("even", "odd")]
+        return ChunkedCopyStream(f"roundpipe-dev{self.index}-{name}", lanes, self._switch)
 
     # -- memory
 
@@ -111,7 +128,7 @@ class CudaDevice(Device):
 
     def drop_finished(self) -> None:
         for stream in self.streams:
-            assert isinstance(stream, (CudaStream, FedStream))
+            assert isinstance(stream, (CudaStream, ChunkedCopyStream))
             stream.drop_finished()
 
     @contextmanager
@@ -148,6 +165,9 @@ class CudaDevice(Device):
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
+    def allocation_retries(self) -> int:
+        return int(torch.cuda.memory_stats_as_nested_dict(self.torch_device).get("num_alloc_retries", 0))
+
     def resident_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.torch_device)
 
@@ -166,10 +186,26 @@ class CudaDevice(Device):
         return min(usable, int(share * total)) // self._sharers
 
     def library_bytes(self) -> int:
-        return cuda_libraries.library_bytes(self.torch_device)
+        return cuda_libraries.library_bytes(self.torch_device, -(-self._multiplying // self._sharers))
 
     def warm_up(self) -> None:
         cuda_libraries.multiply(self.torch_device)
+
+    def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
+        run = [device for device in devices if isinstance(device, CudaDevice)]
+        if _open.difference(run):  # another strategy's threads may be multiplying
+            return
+        held = [device.resident_bytes() for device in run]
+        cuda_libraries.clear()
+        freed = [before - device.resident_bytes() for device, before in zip(run, held, strict=True)]
+        more = any(device._holds_more(nbytes) for device, nbytes in zip(run, freed, strict=True))
+        for device in run:
+            device._multiplying = threads if more else 0
+
+    def _holds_more(self, freed: int) -> bool:
+        """Whether the GPU's libraries had more than each worker's thread and autograd's have."""
+        one = cuda_libraries.workspace_bytes(self.torch_device)
+        return one > 0 and freed // one > self._sharers + 1
 
     # -- computing
 
@@ -180,6 +216,14 @@ class CudaDevice(Device):
 
     def process_settings(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def step_settings(self) -> AbstractContextManager[None]:
+        return interpreter.quick_switches()
+
+    def host_thread_settings(self) -> AbstractContextManager[None]:
+        # A core for each GPU, whose threads must launch without delay. GPUs that no worker uses count, too: the number
+        # of threads of an operation decides how sums are rounded, and numbers are the same for any number of workers.
+        return teams.leaving(max(1, torch.cuda.device_count()))
 
     @contextmanager
     def activate(self) -> Iterator[None]:
@@ -207,15 +251,22 @@ class CudaDevice(Device):
             self._closed = True
             self._switch.throw("closed")
             self._arenas.clear()
-            self._settle()
-            for stream in self.streams:
-                if isinstance(stream, FedStream):
-                    stream.join()
-            pinned.give_back()
+            with ExitStack() as rest:  # in reverse, each of them even if the GPU fails
+                rest.callback(pinned.give_back)
+                rest.callback(self._clear_if_last)
+                for stream in self.streams:
+                    if isinstance(stream, ChunkedCopyStream):
+                        rest.callback(stream.join)
+                rest.callback(self._settle)
+
+    def _clear_if_last(self) -> None:
+        _open.discard(self)
+        if not _open:  # else others' threads may be using them
+            cuda_libraries.clear()
 
     def _settle(self) -> None:
         for stream in self.streams:
-            assert isinstance(stream, (CudaStream, FedStream))
+            assert isinstance(stream, (CudaStream, ChunkedCopyStream))
             stream.settle()
 
 
@@ -239,12 +290,10 @@ def make_cuda(torch_devices: Sequence[torch.device], pin_memory: str) -> list[De
 
 def share_out(torch_devices: list[torch.device], pin_memory: str) -> list[Device]:
     """See `make_cuda`."""
-    first: dict[torch.device, CudaDevice] = {}
     made: list[CudaDevice] = []
     for index, gpu in enumerate(torch_devices):
-        device = CudaDevice(index, gpu, pin_memory, torch_devices.count(gpu), first.get(gpu))
-        first.setdefault(gpu, device)
-        made.append(device)
+        made.append(CudaDevice(index, gpu, pin_memory, torch_devices.count(gpu), torch_devices[:index].count(gpu)))
+    computing = {device.torch_device: device.compute for device in made}
     for device in made:
-        device.others = [other.compute for gpu, other in first.items() if gpu != device.torch_device]
+        device.others = [stream for gpu, stream in computing.items() if gpu != device.torch_device]
     return [*made]

@@ -28,8 +28,21 @@ def _new_event(*, timed: bool, blocking: bool = True) -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=timed, blocking=blocking)  # type: ignore[no-untyped-call]
 
 
-def _new_stream(torch_device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_making = threading.Lock()
+
+
+def stream_of(torch_device: torch.device, role: str) -> torch.cuda.Stream:
+    """The GPU's stream for ``role``: one for the life of the process.
+
+    torch's allocator and cuBLAS's workspaces keep memory for each stream, and a stream never ends. With new ones, each
+    fit would leave behind what no later one can use.
+    """
+    with _making:
+        stream = _streams.get((torch_device, role))
+        if stream is None:
+            stream = _streams[torch_device, role] = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+        return stream
 
 
 def _passed(event: torch.cuda.Event) -> bool:
@@ -57,7 +70,7 @@ class Clock:
     """Puts a GPU's events on the host's ``time.perf_counter``."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        self._stream = _new_stream(torch_device)
+        self._stream = stream_of(torch_device, "clock")
         self._lock = threading.Lock()
         self._set()
 
@@ -107,8 +120,12 @@ class CudaEvent(GpuEvent):
     def done(self) -> bool:
         return self._switch.why is not None or _passed(self.event)
 
+    def passed(self) -> bool:
+        """Whether the GPU has reached it, abort or not."""
+        return _passed(self.event)
+
     def since(self, before: CudaEvent) -> float:
-        """Seconds from ``before`` to this; both are timed, and done."""
+        """Seconds from ``before`` to this; both are timed, and passed."""
         return float(before.event.elapsed_time(self.event)) / 1e3
 
     def time(self) -> float:
@@ -125,21 +142,21 @@ class CudaStream(Stream):
     Args:
         name: for errors and profilers.
         torch_device: the GPU.
+        role: of its stream there; see `stream_of`.
         clock: of the GPU.
         switch: of the worker.
-        of: another worker's, that this is the same as.
     """
 
     def __init__(
         self,
         name: str,
         torch_device: torch.device,
+        role: str,
         clock: Clock,
         switch: AbortSwitch,
-        of: CudaStream | None = None,
     ) -> None:
         self.name, self._torch_device = name, torch_device
-        self.stream: torch.cuda.Stream = _new_stream(torch_device) if of is None else of.stream
+        self.stream = stream_of(torch_device, role)
         self._clock, self._switch = clock, switch
         self._lock = threading.Lock()
         self._flying: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
@@ -149,7 +166,7 @@ class CudaStream(Stream):
         return CudaEvent(self._record(timed), self._clock if timed else None, self._switch)
 
     def wait(self, event: Event) -> None:
-        """Blocks while ``event`` is not yet with the GPU: a stream that is fed may be behind."""
+        """Blocks while ``event`` is not yet with the GPU: a stream that copies pageable memory may be behind."""
         self._switch.check()
         assert isinstance(event, GpuEvent)
         self.stream.wait_event(event.on_gpu(self._switch).event)
@@ -157,9 +174,13 @@ class CudaStream(Stream):
     def copy(self, dst: Tensor, src: Tensor) -> None:
         self._switch.check()
         to, of = check_copy(dst, src)
+        self.move(to, of)
+        self.keep(to, of)
+
+    def move(self, to: Tensor, of: Tensor) -> None:
+        """``copy`` of what `check_copy` returns and `keep` is given afterwards."""
         with self.running(), torch.inference_mode():  # in which both inference tensors and others may be written
             to.copy_(of, non_blocking=True)
-        self.keep(to, of)
 
     def fill(self, buffer: Tensor, byte: int) -> None:
         self._switch.check()

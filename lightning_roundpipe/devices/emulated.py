@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -36,6 +36,7 @@ class EmulatedDevice(Device):
         share_heap()
         self.index, self.torch_device = index, torch_device
         self.generator, self.generator_lock = torch.default_generator, generators.HOST_LOCK
+        self.lead_bytes = 0  # a call has run when it has been enqueued
         self._emulation = emulation
         self._switch = AbortSwitch(f"Device {index}")
         self._closed = False
@@ -140,6 +141,9 @@ class EmulatedDevice(Device):
     def reset_peak(self) -> None:
         self._ledger.reset_peak()
 
+    def allocation_retries(self) -> int:
+        return 0
+
     def resident_bytes(self) -> int:
         return self._ledger.resident()
 
@@ -155,6 +159,9 @@ class EmulatedDevice(Device):
     def warm_up(self) -> None:
         pass
 
+    def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
+        pass
+
     # -- computing
 
     @contextmanager
@@ -165,6 +172,12 @@ class EmulatedDevice(Device):
 
     def process_settings(self) -> AbstractContextManager[None]:
         return teams.limited()
+
+    def step_settings(self) -> AbstractContextManager[None]:
+        return nullcontext()  # they compute in the threads that would switch
+
+    def host_thread_settings(self) -> AbstractContextManager[None]:
+        return nullcontext()  # `process_settings` have limited it
 
     @contextmanager
     def activate(self) -> Iterator[None]:

@@ -41,6 +41,28 @@ class DoesNotFit(ValueError, torch.OutOfMemoryError):
         return self._message
 
 
+STICKY = frozenset({214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 911})
+"""CUDA's numbers of errors after which all further work of the process fails: illegal addresses (700), timeouts of a
+kernel (702), asserts in a kernel (710), illegal instructions and misaligned or invalid addresses (714 to 718), other
+failures of a kernel (719, 721), and memory or links that are broken (214, 220, 226, 911)."""
+
+NEW_PROCESS = (
+    "this process cannot use the GPU any more: start a new process. CUDA reports such errors late: with "
+    "CUDA_LAUNCH_BLOCKING=1 in the environment, the traceback shows the operation that failed."
+)
+
+
+def is_sticky(error: BaseException | None) -> bool:
+    """Whether ``error``, or what caused it, has made the GPU unusable for the process."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) in STICKY:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def raise_kept(error: BaseException, stream: str) -> NoReturn:
     """Raise what was kept when work on ``stream`` failed, as a new exception for this thread."""
     if isinstance(error, StreamAborted):

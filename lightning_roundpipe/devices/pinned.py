@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.alike import apart, reach
+from lightning_roundpipe.devices.host_memory import free_bytes
+from lightning_roundpipe.devices.pages import make_pages
 from lightning_roundpipe.devices.slabs import Slabs
-from lightning_roundpipe.messages import PREFIX, warn
+from lightning_roundpipe.messages import PREFIX, gib, warn
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU, not only for the current one
 _warned = False
@@ -57,11 +60,12 @@ def registered(nbytes: int) -> Tensor:
     """Pinned memory of exactly the pages it needs: shape ``(nbytes,)``, uint8, zeros, unregistered with its last view.
 
     Raises:
-        RegistrationError: CUDA does not pin it (a container's limits, no memory, WSL).
+        RegistrationError: CUDA does not pin it (no memory, WSL's share of it, a sandbox).
     """
     pages = -(-max(nbytes, 1) // mmap.PAGESIZE)
     mapping = _Registered(-1, pages * mmap.PAGESIZE)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    make_pages(whole)
     mapping.register(whole.data_ptr())
     return whole[:nbytes]
 
@@ -127,9 +131,17 @@ def warn_pageable(error: Exception) -> None:
         _warned = True
         warn(
             f"{PREFIX}host memory could not be pinned ({error}). Training goes on with pageable memory, where copies "
-            "wait for each other, and is slower. Raise the limit of locked memory (ulimit -l), or set "
-            "pin_memory='off', which takes pageable memory without this warning."
+            f"wait for each other, and is slower. {_more_memory()}, or set pin_memory='off', which takes pageable "
+            "memory without this warning."
         )
+
+
+def _more_memory() -> str:
+    """What helps where CUDA refuses to pin. The limit of locked memory (``ulimit -l``) does not count what it pins."""
+    free = f"{gib(free_bytes())} of host memory are free"
+    if "microsoft" in platform.release().lower():  # of which Windows lets half be pinned, or less
+        return f"{free}: raise memory= in the section [wsl2] of .wslconfig"
+    return f"{free}: give the machine or its container more (docker run --memory, a job's memory limit)"
 
 
 def _forget_last_error() -> None:

@@ -1,4 +1,4 @@
-"""A stream that is a FIFO thread: the emulation's copy streams, and what feeds chunks to a GPU.
+"""A stream that is a FIFO thread: the emulation's copy streams, and a GPU's for pageable memory.
 
       caller                 stream thread (FIFO)              somebody's thread
         │ copy(dst, src) ──────► [1] the copy

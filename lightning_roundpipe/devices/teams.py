@@ -32,13 +32,20 @@ _SOFT = 1
 """``omp_pause_soft``: threads go, settings stay."""
 
 
-def _openmp() -> ctypes.PyDLL | None:
-    """GNU's, if it is what torch computes with."""
+@functools.cache
+def _torch_cpu() -> ctypes.PyDLL | None:
+    """What torch computes with, and the libraries that it depends on."""
     if not sys.platform.startswith("linux"):
         return None
     try:
-        torch_cpu = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:
+        return None
+
+
+def _openmp() -> ctypes.PyDLL | None:
+    """GNU's, if it is what torch computes with."""
+    if (torch_cpu := _torch_cpu()) is None:
         return None
     # A symbol is looked for in what a library depends on, too. LLVM's and Intel's pause the whole process.
     ours = hasattr(torch_cpu, "omp_pause_resource_all") and not hasattr(torch_cpu, "kmp_set_blocktime")
@@ -76,6 +83,27 @@ def limited() -> Iterator[None]:
         before = _before.pop()
         if not _before:
             torch.set_num_threads(before)
+
+
+@contextmanager
+def leaving(others: int) -> Iterator[None]:
+    """Within, the calling thread's team has all cores but ``others``, and one at least. Never more than torch was told.
+
+    Other threads keep their size, for which ``torch.set_num_threads`` would not do: it sets that of new threads, too.
+    Where torch's OpenMP is not found, which is known on Linux, nothing changes.
+    """
+    before = torch.get_num_threads()
+    _resize(min(before, max(1, cores() - others)))
+    try:
+        yield
+    finally:
+        _resize(before)
+
+
+def _resize(size: int) -> None:
+    torch_cpu = _torch_cpu()
+    if torch_cpu is not None and hasattr(torch_cpu, "omp_set_num_threads"):
+        torch_cpu.omp_set_num_threads(size)
 
 
 def enlist() -> None:

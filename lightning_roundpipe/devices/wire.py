@@ -54,18 +54,3 @@ def chunks(dst: Tensor, src: Tensor, nbytes: float) -> list[tuple[Tensor, Tensor
 def _flat(t: Tensor) -> Tensor:
     with torch.no_grad():
         return t.view(-1)
-
-
-class Rate:
-    """Bytes a second of a wire, from copies that were timed: the most that was seen, because others only slow it down.
-
-    Args:
-        guess: to begin with; low, so that the first chunks are short.
-    """
-
-    def __init__(self, guess: float) -> None:
-        self.bytes_per_second = guess
-
-    def observe(self, nbytes: int, seconds: float) -> None:
-        if seconds > 0:
-            self.bytes_per_second = max(self.bytes_per_second, nbytes / seconds)

@@ -5,7 +5,7 @@ the engine has to hand over. Too large, and a stage cannot be balanced; too smal
 hundreds of hand-overs. The search goes from the top down and takes the outermost modules that are small enough, except
 where a model says of itself what must stay whole (Hugging Face's ``_no_split_modules``) or shows it by repetition
 (a list of blocks, or of one that is called again and again). Modules without parameters are never layers: they run as
-glue.
+glue. So do modules compiled by TorchScript, which have their weights where no copy of the module could get them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 _PURE_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -22,22 +23,25 @@ LAYER_SHARE = 8
 """A module larger than the model's size over this is looked into, if there is something inside to take instead."""
 
 
-def find_layers(root: nn.Module, requested: Sequence[str | type] | None = None) -> dict[str, nn.Module]:
+def find_layers(
+    root: nn.Module, requested: Sequence[str | type] | None = None, *, needed: bool = True
+) -> dict[str, nn.Module]:
     """The layers of ``root``, by qualified name, in registration order.
 
     Args:
         root: the user's LightningModule. It is itself never a layer: its ``training_step`` is glue.
         requested: module classes, class names or qualified module names that must each be a layer as a whole. What
             they leave over is searched as usual.
+        needed: whether there must be a layer.
 
     Raises:
-        ValueError: if a requested name matches no module, or nothing has parameters.
+        ValueError: if a requested name matches no module, or nothing has parameters though a layer is needed.
     """
     forced = find_requested(root, requested or ())
     search = _Search(root, forced)
     for name, child in root.named_children():
         search.visit(name, child)
-    if not search.found:
+    if needed and not search.found:
         raise ValueError(
             f"{type(root).__name__} has no submodule with parameters, so there is no layer to offload: register the "
             "model as an attribute of the LightningModule (self.model = ...) before or in configure_model()."
@@ -57,6 +61,8 @@ class _Search:
         if id(module) in self._seen or not any(True for _ in module.parameters()):
             return
         self._seen.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):
+            return
         if self._is_layer(module, repeated, listed):
             self.found[name] = module
             self._seen.update(id(inner) for inner in module.modules())
@@ -128,6 +134,11 @@ def _check_matches(root: nn.Module, want: str | type, hits: Sequence[nn.Module])
     if uncalled := next((m for m in hits if isinstance(m, _UNCALLED)), None):
         raise ValueError(
             f"layers={shown} names a {type(uncalled).__name__}, which is never called as a whole: name its items."
+        )
+    if any(isinstance(m, torch.jit.ScriptModule) for m in hits):
+        raise ValueError(
+            f"layers={shown} names a module compiled by TorchScript, which cannot be copied to a worker: give the "
+            "LightningModule the module itself, or leave it out to have it run between the layers."
         )
     if not any(True for m in hits for _ in m.parameters()):
         raise ValueError(

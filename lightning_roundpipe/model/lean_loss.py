@@ -261,7 +261,7 @@ def _refuse(what: str) -> NoReturn:
 ENOUGH = 1024
 """Tokens of a chunk whose products take many times as long as a GPU takes to read and write the weights' gradient."""
 PIECE = 2**24
-"""Weights whose gradient of a chunk is held, to be added to the sum: 64 MiB."""
+"""Weights whose gradient of a chunk is held, to be added to the sum: 64 MiB. Only where a product cannot add to it."""
 
 
 def chunk_rows(tokens: int, features: int, classes: int, *, trained: bool) -> int:
@@ -281,11 +281,43 @@ def _computed_in(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return weight.dtype
 
 
-def _product_in_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Of fp16 or bf16: a sum over thousands of tokens may not fit into the first, and loses much in the second."""
-    if left.device.type != "cpu" and hasattr(torch.ops.aten.mm, "dtype"):
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+Multiply = Callable[..., Tensor]
+
+
+def _accepts(multiply: Multiply, device: torch.device, *operands: torch.dtype) -> bool:
+    """Whether ``multiply`` makes an fp32 product of bf16 matrices on ``device``. Nothing is waited for."""
+    try:
+        multiply(*(torch.empty(16, 16, dtype=dtype, device=device) for dtype in operands), out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+@functools.cache
+def _multiplies(device: torch.device) -> tuple[bool, bool]:
+    """What of fp32 sums of bf16 products ``device`` has kernels for: a product that is added to one, and one alone.
+
+    The CPU has neither. Some versions of torch refuse an fp32 sum to the first.
+    """
+    narrow = torch.bfloat16
+    return _accepts(torch.addmm, device, torch.float32, narrow, narrow), _accepts(torch.mm, device, narrow, narrow)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in fp32 whatever the product is of: a sum over thousands of tokens may not fit into
+    fp16, and loses much in bf16."""
+    if left.dtype is total.dtype:
+        total.addmm_(left, right)
+        return
+    added, alone = _multiplies(total.device)
+    if added:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif alone:
+        rows = max(1, PIECE // total.shape[1])
+        for part, factor in zip(torch.split(total, rows), torch.split(left, rows), strict=True):
+            part += torch.mm(factor, right, out_dtype=total.dtype)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -383,13 +415,8 @@ class _Chunks:
     def _add(self, start: int, chunk: Tensor, slope: Tensor) -> None:
         hidden, weight, bias = self.gradients
         if hidden is not None:
-            hidden[start : start + len(chunk)] = slope @ self.weight
+            torch.mm(slope, self.weight, out=hidden[start : start + len(chunk)])
         if weight is not None:
-            if slope.dtype is weight.dtype:
-                weight.addmm_(slope.t(), chunk)
-            else:
-                classes = max(1, PIECE // weight.shape[1])
-                for part, slopes in zip(torch.split(weight, classes), torch.split(slope, classes, dim=1), strict=True):
-                    part += _product_in_fp32(slopes.t(), chunk)
+            _add_product(weight, slope.t(), chunk)
         if bias is not None:
             bias += slope.sum(0, dtype=bias.dtype)

@@ -77,6 +77,21 @@ def step(
     return True
 
 
+def step_part(
+    cls: type[Optimizer], groups: tuple[Mapping[str, Any], ...], row: Row, gradient: Tensor, start: int, end: int
+) -> None:
+    """Step the numbers ``start`` to ``end`` of the parameter of ``row``; its counter counts with the last of them.
+
+    Args:
+        gradient: of these numbers.
+    """
+    parameter, count, *averages = row.tensors
+    last = end == parameter.numel()
+    parts = [tensor.view(-1)[start:end] for tensor in (parameter, *averages)]
+    counts = [count if last else count.clone()]
+    _call(cls, groups[row.kind[0]], [gradient], parts[:1], counts, *([part] for part in parts[1:]))
+
+
 def _fit(tensor: Any, dtype: torch.dtype, shape: torch.Size) -> bool:
     return (
         isinstance(tensor, Tensor)

@@ -100,6 +100,17 @@ class Shadow:
                 else:
                     everyones[master] = after
 
+    def steps_parts(self, hyperparameters: Hyperparameters, keys: Iterable[int]) -> bool:
+        """Whether `step_part` may be called for all masters of ``keys``; within `prepared`."""
+        laid_out = self._laid_out
+        return laid_out is not None and laid_out[0] is hyperparameters and all(key in laid_out[1] for key in keys)
+
+    def step_part(self, hyperparameters: Hyperparameters, key: int, gradient: Tensor, start: int, end: int) -> None:
+        """Step the numbers ``start`` to ``end`` of one master, part by part up to the last one. Parts that begin at
+        multiples of a cache line change no bit."""
+        assert self._laid_out is not None
+        direct.step_part(type(self._optimizer), hyperparameters.groups, self._laid_out[1][key], gradient, start, end)
+
     def _lay_out(self, values: Hyperparameters, keys: Iterable[int]) -> dict[int, direct.Row]:
         """What is needed to step masters by the kernel alone, where that may be."""
         rows = {}

@@ -30,7 +30,7 @@ Phase = Literal["forward", "fused", "backward"]
 
 _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
-    "input_bytes", "forward_bytes", "waiting_bytes", "returning_bytes",
+    "input_bytes", "forward_bytes", "waiting_bytes", "returning_bytes", "reduced_bytes",
 )  # fmt: skip
 
 
@@ -55,6 +55,8 @@ class CallCost:
         returning_bytes: gradients of its outputs, which it holds while it waits for this one's backward.
         shared: of its inputs, what an earlier call has had, too: (how many calls before, bytes) for each such call.
         passed: the same for what an earlier call has given.
+        reduced_bytes: its gradients as they travel to the host, which sums them (``reduce_dtype``). None: they travel
+            as they are on the worker, and a later round goes on from the sum of those before.
     """
 
     layer: str
@@ -72,11 +74,12 @@ class CallCost:
     returning_bytes: int = 0
     shared: tuple[tuple[int, int], ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
+    reduced_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             value = getattr(self, name)
-            if value is None and name in ("kept_bytes", "forward_bytes"):
+            if value is None and name in ("kept_bytes", "forward_bytes", "reduced_bytes"):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value!r} of layer {self.layer!r} must be a number of at least 0.")
@@ -107,6 +110,8 @@ class StageBytes:
     stage keeps all its graphs at once.
 
     Attributes:
+        downloads: bytes of gradients that a round sends to the host.
+        resumed: bytes of gradients of earlier rounds that it starts from.
         activations: of one microbatch in the stage, at its worst.
         crowded: the same with the inputs of its next call, which come while one runs.
     """
@@ -122,6 +127,8 @@ class StageBytes:
         """Inputs of the call before, which follows this one on the way back."""
         self.weights = 0
         self.gradients = 0
+        self.downloads = 0
+        self.resumed = 0
         self.activations = 0
         self.crowded = 0
 
@@ -138,6 +145,8 @@ class StageBytes:
             self.weights += max(call.weight_bytes - before, 0)
             if self._phase != "forward" and call.needs_backward:
                 self.gradients += call.gradient_bytes
+                self.downloads += call.gradient_bytes if call.reduced_bytes is None else call.reduced_bytes
+                self.resumed += call.gradient_bytes if call.reduced_bytes is None else 0
             beside = call.activation_bytes
             if self._phase == "forward" and call.forward_bytes is not None:
                 beside = min(call.forward_bytes, beside)

@@ -101,11 +101,30 @@ def _brought(stage: Stage, costs: Costs, *, alone: bool) -> int:
     return taped[-1].input_bytes + (0 if alone else taped[-1].returning_bytes) if taped else 0
 
 
-def planned_bytes(plan: Plan, costs: Costs, workers: int, budget: int | None) -> int:
-    """What a worker will hold at its peak: `device_bytes`, and as much ahead as ``budget`` (None: no limit) allows."""
+def lead_within(plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int) -> int:
+    """How many bytes of calls the host may enqueue before a device has reached them.
+
+    Args:
+        plan: of the step.
+        costs: of its calls.
+        workers: how many there are.
+        budget: bytes of a worker, of which these are the last ones given out; None: no limit.
+        lead: how many are worth it.
+    """
+    if budget is None:
+        return lead
+    return min(lead, max(0, budget - device_bytes(plan, costs, workers) - ahead_bytes(plan, costs, workers)))
+
+
+def planned_bytes(plan: Plan, costs: Costs, workers: int, budget: int | None, lead: int = 0) -> int:
+    """What a worker will hold at its peak: `device_bytes`, and as much ahead as ``budget`` (None: no limit) allows.
+
+    ``lead``: see `lead_within`.
+    """
     need = device_bytes(plan, costs, workers)
     room = ahead_bytes(plan, costs, workers)
-    return need + (room if budget is None else min(room, max(0, budget - need)))
+    allowed = room if budget is None else min(room, max(0, budget - need))
+    return need + allowed + lead_within(plan, costs, workers, budget, lead)
 
 
 def ahead_within(plan: Plan, costs: Costs, workers: int, budget: int | None) -> Plan:
@@ -190,13 +209,16 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
     are there as often.
     """
     trained, frozen, size = parameters.trained, parameters.frozen, parameters.compute_bytes
-    gradients = sum(call.gradient_bytes for call in costs.calls if call.needs_backward)
+    trains = [call for call in costs.calls if call.needs_backward]
+    gradients = sum(call.gradient_bytes for call in trains)
+    landings = sum(call.reduced_bytes or 0 for call in trains)
     copied = size != MASTER_BYTES or parameters.apart
     items = [
         Item("trained weights, fp32", MASTER_BYTES * trained, locked=not copied),
         Item("their working copy in compute precision", size * trained if copied else 0, locked=True),
         Item("frozen weights in compute precision", size * frozen, locked=True),
-        Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=True),
+        Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=not landings),
+        Item("gradients as they arrive", landings, locked=True),
         Item("AdamW's two moments, fp32", 2 * MASTER_BYTES * trained),
         Item(f"boundary tensors of {_microbatches(plan.round_microbatches)}", boundary_bytes(plan, costs), True),
     ]

@@ -49,6 +49,9 @@ _LIKE = {
 }
 """Operations that torch's registry does not know, and what counts the same operations."""
 
+_SUMS_IN_FP32 = (aten.mm.dtype, aten.addmm.dtype_out)
+"""Products that have another format than their factors."""
+
 
 @dataclass
 class Work:
@@ -100,15 +103,16 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         grouped = "grouped_mm" in name
         if not func.is_view and not name.startswith(_FREE):
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            given = {key: value for key, value in kwargs.items() if key != "out"}  # which is written
+            inputs = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
             written = sum(map(_touched, outputs))
             if name in _ROWS:
                 read = min(_touched(inputs[0]), written) + sum(map(_touched, inputs[1:]))
             else:
                 read = sum(map(_touched, inputs))
             form = _FORMATS.get(inputs[0].dtype, "fp32") if inputs else "fp32"
-            if func is torch.ops.aten.mm.dtype:
-                form = _summed_in_fp32(form)
+            if func in _SUMS_IN_FP32:  # the last of the inputs is a factor
+                form = _summed_in_fp32(_FORMATS.get(inputs[-1].dtype, "fp32"))
             if grouped:
                 # Each row of experts' inputs meets one of their matrices, whichever.
                 flops = 2.0 * args[0].numel() * args[1].shape[-1]
@@ -235,7 +239,7 @@ def _touched(tensor: Tensor) -> int:
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     counted = flop_registry.get(func._overloadpacket) or flop_registry.get(_LIKE.get(func._overloadpacket))
     if counted is not None:
-        return float(counted(*args, **kwargs, out_val=out))
+        return float(counted(*(arg for arg in args if not isinstance(arg, torch.dtype)), **kwargs, out_val=out))
     return 0.0
 
 

@@ -159,6 +159,7 @@ class _Stage:
         self.trained = [call for call in calls if stage.phase != "forward" and call.needs_backward]
         need = costs.stage_bytes(stage.first, stage.last, stage.phase)
         self.weights, self.gradients = need.weights, need.gradients
+        self.downloads, self.resumed = need.downloads, need.resumed
         forward = sum(call.forward_s for call in calls)
         self.recompute_s = sum(call.forward_s for call in self.trained) if stage.phase == "backward" else 0.0
         backward = sum(call.backward_s for call in self.trained)
@@ -203,7 +204,7 @@ class _Pipeline:
         self._down = [Lane(links.download) for _ in range(workers)] if links else None
         self._arena: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # when each of two is free again
         self._gradient_arena: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._updating = Updating(rules.updates, costs)
+        self._updating = Updating(rules.updates, costs, links)
         self._published: list[dict[str, _Updated]] = []
         self._slot = 0
         self.events: list[Event] = []
@@ -265,7 +266,7 @@ class _Pipeline:
         if self._up is None:
             return updated
         arenas = self._arena[worker]
-        size = stage.weights + (stage.gradients if again else 0)
+        size = stage.weights + (stage.resumed if again else 0)
         start, end = self._up[worker].copy_behind(max(updated, arenas[0], self._begin), size)
         self._note("upload_weights", worker, stage, -1, start, end)
         return end
@@ -276,7 +277,7 @@ class _Pipeline:
         arenas[:] = [arenas[1], end]
         arrived = end
         if self._down is not None and stage.gradients:
-            start, arrived = self._down[worker].copy_behind(end, stage.gradients)
+            start, arrived = self._down[worker].copy_behind(end, stage.downloads)
             self._note("download_gradients", worker, stage, -1, start, arrived)
             gradients = self._gradient_arena[worker]
             gradients[:] = [gradients[1], arrived]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.links import Links
 
 
 @dataclass(frozen=True)
@@ -17,27 +18,43 @@ class Updates:
         bytes_per_s: bytes of gradients that it takes in a second.
         clipping: whether it needs the norm of all gradients first.
         blocking: whether it begins when the whole backward is over, and the next step when it is done.
+        piece_bytes: bytes of gradients that are updated while the next ones arrive, of a layer that has more; None: a
+            layer is updated when all of its gradients are there.
     """
 
     bytes_per_s: float
     clipping: bool = False
     blocking: bool = False
+    piece_bytes: float | None = None
 
     def __post_init__(self) -> None:
+        if self.piece_bytes is not None and not self.piece_bytes > 0:
+            raise ValueError(f"piece_bytes={self.piece_bytes!r} must be more than 0 bytes of gradients.")
         if not self.bytes_per_s > 0:
             raise ValueError(f"bytes_per_s={self.bytes_per_s!r} must be more than 0 bytes of gradients a second.")
 
 
 class Updating:
-    """The optimizer's thread through all steps; without ``updates`` it takes no time."""
+    """The optimizer's thread through all steps; without ``updates`` it takes no time.
 
-    def __init__(self, updates: Updates | None, costs: Costs) -> None:
+    Args:
+        updates: how the optimizer works.
+        costs: of the calls.
+        links: by which gradients arrive and weights leave; None: at once.
+    """
+
+    def __init__(self, updates: Updates | None, costs: Costs, links: Links | None = None) -> None:
         self._updates = updates
+        self._links = links
         self._free = 0.0
         self._sizes: dict[str, int] = {}
+        self._travels: dict[str, int] = {}
+        self._weights = {call.layer: call.weight_bytes for call in costs}
         for call in costs:
             size = call.gradient_bytes if call.needs_backward else 0
             self._sizes[call.layer] = max(size, self._sizes.get(call.layer, 0))
+            travels = size if call.reduced_bytes is None else 0  # else all of it lands before it is added up
+            self._travels[call.layer] = max(travels, self._travels.get(call.layer, 0))
         self._turns = {layer: turn for turn, layer in enumerate(self._sizes)}
 
     def step(self, arrived: Mapping[str, float]) -> list[tuple[str, float, float]]:
@@ -50,7 +67,7 @@ class Updating:
             return [(layer, ready, ready) for layer, ready in arrived.items()]
         together = self._updates.clipping or self._updates.blocking
         last = max(arrived.values(), default=0.0)
-        comes = {layer: last if together else at for layer, at in arrived.items()}
+        comes = {layer: last if together else at - self._lead_s(layer) for layer, at in arrived.items()}
         coming = sorted(comes, key=lambda layer: comes[layer], reverse=True)
         there: list[tuple[int, str]] = []
         rows = []
@@ -61,13 +78,28 @@ class Updating:
                 layer = coming.pop()
                 heapq.heappush(there, (self._turns[layer], layer))
             _, layer = heapq.heappop(there)
-            start = self._free
-            self._free = start + self._sizes[layer] / self._updates.bytes_per_s
+            start, rate = self._free, self._updates.bytes_per_s
+            last_piece = min(self._sizes[layer], self._updates.piece_bytes or self._sizes[layer]) / rate
+            self._free = max(start + self._sizes[layer] / rate, arrived[layer] + last_piece)
             rows.append((layer, start, self._free))
         return rows
 
+    def _lead_s(self, layer: str) -> float:
+        """How long before the last of a layer's gradients its first piece is there."""
+        if self._updates is None or self._updates.piece_bytes is None or self._links is None:
+            return 0.0
+        return max(0.0, self._travels[layer] - self._updates.piece_bytes) / self._links.download
+
     def published(self, rows: list[tuple[str, float, float]]) -> dict[str, float]:
-        """When the next step may read each layer of what `step` returned."""
+        """When the next step may begin to read each layer of what `step` returned, at the pace of its links."""
         if self._updates is not None and self._updates.blocking:
             return dict.fromkeys((layer for layer, *_ in rows), max((end for *_, end in rows), default=0.0))
-        return {layer: end for layer, _, end in rows}
+        return {layer: self._readable(layer, start, end) for layer, start, end in rows}
+
+    def _readable(self, layer: str, start: float, end: float) -> float:
+        """When an upload may begin that comes to no part of the weights before that is updated."""
+        piece, size = self._updates and self._updates.piece_bytes, self._sizes[layer]
+        if self._updates is None or self._updates.clipping or self._links is None or not piece or piece >= size:
+            return end
+        others = self._weights[layer] * (1 - piece / size)
+        return max(start + piece / self._updates.bytes_per_s, end - others / self._links.upload)

@@ -44,7 +44,7 @@ class Ahead:
         if entry is None:
             return
         try:
-            self._step.engine.runners[slot.worker].recompute_ahead(slot, entry, run.boundaries)
+            self._step.engine.runners[slot.worker].recompute_ahead(slot, entry, run.boundaries, run)
         except torch.OutOfMemoryError:
             return  # when the microbatch is there, nothing is kept beside it
         except Exception as error:

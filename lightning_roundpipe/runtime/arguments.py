@@ -197,7 +197,8 @@ def refuse_caches(leaves: list[Any], layer: str) -> None:
         if is_cache(leaf):
             raise RoundPipeError(
                 f"layer {layer!r} is called with a {type(leaf).__name__} in training: recomputing the layer would fill "
-                "it a second time. Call the model with use_cache=False."
+                "it a second time, and gradients cannot flow through it. Call the model with use_cache=False. Prefix "
+                "tuning trains what such a cache holds: take prompt tuning, P-tuning or adapters instead."
             )
 
 

@@ -1,24 +1,24 @@
 """Host tensors of glue (labels, masks) on their way to a device, without the host waiting for it.
 
 torch's own copy of ordinary host memory returns when it is over, so when the device has come that far: a thread that
-has enqueued a layer would wait for it. From pinned memory nobody waits. And as the host has the numbers, nobody needs
-to ask the device how many targets there are:
+has enqueued a layer would wait for it. A copy from pinned memory does not wait:
 
     labels.to(device), or labels that meet logits ── copied into pinned memory ── enqueued ── [1]
-    a loss counts its targets ── those on the device came from the host, where they are counted ── [2]
+
+As the host has the numbers, it need not ask the device how many targets there are; see `known`.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.base import stage
+from lightning_roundpipe.runtime.known import Known
 
 
 class Bringer:
@@ -27,13 +27,13 @@ class Bringer:
     Args:
         accelerator: the type of the devices; None where they are the host.
         devices: that host tensors move to.
+        known: is told of what was brought.
     """
 
-    def __init__(self, accelerator: str | None, devices: Sequence[Device]) -> None:
+    def __init__(self, accelerator: str | None, devices: Sequence[Device], known: Known) -> None:
         self._accelerator = accelerator
         self._devices = devices
-        self._brought: MutableMapping[Tensor, tuple[int, Tensor, int]] = WeakTensorKeyDictionary()
-        """Whole numbers on a device; their version, what they were, and its version. Nothing lives on for this."""
+        self._known = known
 
     def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """What the torch function ``name`` returns if it brings host data to a device; None if it does anything else.
@@ -84,20 +84,8 @@ class Bringer:
         staged = stage(tensor, device)
         moved = staged.to(where, non_blocking=True)
         device.let_go([staged])
-        if not (tensor.is_floating_point() or moved.is_inference() or tensor.is_inference()):
-            self._brought[moved] = (moved._version, tensor, tensor._version)
+        self._known.brought(moved, tensor)
         return moved
-
-    def on_host(self, tensor: Tensor) -> Tensor:
-        """The same numbers, in any order, as they are on the host, if they came from there [2]; else ``tensor``."""
-        for candidate in (tensor, tensor._base):
-            if candidate is None or (known := self._brought.get(candidate)) is None:
-                continue
-            version, host, host_version = known
-            same = candidate._version == version and host._version == host_version
-            if same and host.numel() == tensor.numel() and _each_once(tensor):
-                return host
-        return tensor
 
 
 def _parse_move(
@@ -126,17 +114,6 @@ def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.device.type == "cpu" and tensor.layout is torch.strided
-
-
-def _each_once(view: Tensor) -> bool:
-    """Whether a view has each number of its memory once, from the first to the last, be it in another order."""
-    expected = 1
-    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def carry(tensor: Tensor, where: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from lightning_roundpipe.messages import gib
 from lightning_roundpipe.model.layers import find_layers, find_requested
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import ARENAS, device_bytes
+from lightning_roundpipe.planning.memory import ARENAS, device_bytes, planned_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.flats import aligned
 from lightning_roundpipe.runtime.formats import Formats
@@ -70,6 +70,12 @@ def library_bytes(devices: Sequence[Device]) -> int:
     return max((device.library_bytes() for device in devices), default=0)
 
 
+def peak_bytes(plan: Plan, costs: Costs, options: Options, devices: Sequence[Device]) -> int:
+    """What a worker will hold at its peak, with what libraries keep."""
+    limit = worker_bytes(options, devices)
+    return planned_bytes(plan, costs, len(devices), limit, devices[0].lead_bytes) + library_bytes(devices)
+
+
 def libraries_note(options: Options, devices: Sequence[Device]) -> str:
     """The end of a message with a limit: why that is less than what was set. Empty where it is not."""
     kept = library_bytes(devices)
@@ -85,15 +91,17 @@ def capacity_of(devices: Sequence[Device]) -> int | None:
     return min((c for c in (device.capacity() for device in devices) if c is not None), default=None)
 
 
-def layers_that_fit(module: nn.Module, options: Options, devices: Sequence[Device], formats: Formats) -> Refined:
+def layers_that_fit(
+    module: nn.Module, options: Options, devices: Sequence[Device], formats: Formats, *, fitting: bool = True
+) -> Refined:
     """The layers of ``module``, cut where the arenas of the largest would not fit, without which nothing runs.
 
     Raises:
         ValueError: if there is a layer that does not fit and cannot be cut.
     """
-    found = find_layers(module, options.layers)
+    found = find_layers(module, options.layers, needed=fitting)
     allowed = worker_bytes(options, devices)
-    if allowed is None:
+    if allowed is None or not found:
         return Refined(found)
     whole = set(find_requested(module, options.layers or ()))
     refined = cut_to_fit(found, lambda layer: _size_of(layer, formats), allowed // ARENAS, whole)

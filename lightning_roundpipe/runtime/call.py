@@ -12,10 +12,13 @@ from torch import Tensor
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.arguments import CallSpec, Flat
 from lightning_roundpipe.runtime.boundary import HostCopy
+from lightning_roundpipe.runtime.buffers import Made
+from lightning_roundpipe.runtime.bypass import Lender
 from lightning_roundpipe.runtime.choices import Choices, Recording
 from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.inlet import Inlet
 from lightning_roundpipe.runtime.precedent import Manner, Precedent
+from lightning_roundpipe.runtime.recomputed import Outcome
 from lightning_roundpipe.runtime.sides import Sides
 from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -39,9 +42,13 @@ class Call:
         recomputed: whether the layer may be run again for its backward, so that its inputs have to be saved.
         learning: whether there is no plan yet, or none at all.
         measure: whether to find out how much memory it takes.
+        checked: whether its recomputation is compared with it.
         precedent: what the last step's call in the same manner gave.
         may_mutate: positions of inputs that the layer is known to write to; None while learning.
         forward_bytes: what it took on its worker without a graph, if it was probed.
+        bare: whether nothing of it can require grad, unless the layer reaches out.
+        tentative: whether it is on the tape only to see if the layer does.
+        lender: the microbatch, which has stand-ins of parameters that are not the layer's.
     """
 
     index: int
@@ -64,9 +71,13 @@ class Call:
     recomputed: bool = False
     learning: bool = False
     measure: bool = False
+    checked: bool = False
     precedent: Precedent | None = None
     may_mutate: frozenset[int] | None = None
     forward_bytes: int | None = None
+    bare: bool = False
+    tentative: bool = False
+    lender: Lender | None = None
 
     @functools.cached_property
     def manner(self) -> Manner | None:
@@ -96,6 +107,7 @@ class Forward:
         mutated: inputs that the layer wrote to, by position.
         foretold: whether the call ran without grad and did what its precedent had done.
         overlapping: which tensors of the output share memory with others or with inputs, and positions of such inputs.
+        outcome: what its recomputation is compared with, if it is.
         choices: to be chosen again when it is recomputed; ``chosen``: what is on its way to the host of them.
     """
 
@@ -103,11 +115,12 @@ class Forward:
     sides: Sides
     inlet: Inlet | None
     mutated: dict[int, Tensor] = field(default_factory=dict)
-    buffers: dict[int, Tensor] = field(default_factory=dict)
+    buffers: dict[int, Made] = field(default_factory=dict)
     activation_bytes: int = 0
     differs_without_grad: bool = False
     overlapping: tuple[list[int], list[int]] = ([], [])
     foretold: bool = False
+    outcome: Outcome | None = None
     choices: Choices | None = None
     chosen: Tensor | None = None
 

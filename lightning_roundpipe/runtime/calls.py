@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import bits
+from lightning_roundpipe.model.reachable import reachable_values
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
-from lightning_roundpipe.runtime.arguments import Flat, refuse_filled, refuse_hidden, unflatten_call
+from lightning_roundpipe.runtime.arguments import Flat, refuse_caches, refuse_filled, refuse_hidden, unflatten_call
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
+from lightning_roundpipe.runtime.bypass import Borrowing, Lender
 from lightning_roundpipe.runtime.call import Call, Forward, Ran
 from lightning_roundpipe.runtime.choices import Recording, Replay
 from lightning_roundpipe.runtime.collector import collecting
@@ -26,12 +28,13 @@ from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.gauge import INPUTS, Gauge
 from lightning_roundpipe.runtime.inlet import Inlet
 from lightning_roundpipe.runtime.interception import Inside, calling
-from lightning_roundpipe.runtime.leaks import refuse_foreign_graph
+from lightning_roundpipe.runtime.leaks import reaches_out
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import apart_from_lent, overlapping, private
 from lightning_roundpipe.runtime.precedent import attempt
 from lightning_roundpipe.runtime.probes import differs, differs_outside
 from lightning_roundpipe.runtime.process_state import alone
+from lightning_roundpipe.runtime.recomputed import Outcome, refuse_difference
 from lightning_roundpipe.runtime.rng import Randomness
 from lightning_roundpipe.runtime.sides import Doors, again, refuse_new_gradients
 from lightning_roundpipe.runtime.slots import Slot
@@ -55,6 +58,7 @@ class Runner:
         formats: that layers are computed in.
         watched: whether it is to be found out what layers do with their weights.
         forwards: how layers are run.
+        masters: ids of all parameters.
         counter: something to count the operations of a call with, if a plan is going to be made from shapes.
     """
 
@@ -65,6 +69,7 @@ class Runner:
         formats: Formats,
         watched: Callable[[], bool],
         forwards: Forwards,
+        masters: Container[int] = (),
         counter: Callable[[], Counter | None] = lambda: None,
     ) -> None:
         self._worker = worker
@@ -73,6 +78,7 @@ class Runner:
         self._formats = formats
         self._watched = watched
         self._forwards = forwards
+        self._masters = masters
         self._counter = counter
 
     def forward(self, slot: Slot, call: Call, boundaries: Boundaries) -> Forward:
@@ -87,6 +93,7 @@ class Runner:
         slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
         snapshot = buffers.snapshot(thorough) if call.recomputed else None
+        values = reachable_values(call.layer.state.modules) if call.checked else {}
         buffers.load()
         if call.measure and self._forwards.compiled:
             self._count_as_written(slot, call, leaves)
@@ -100,13 +107,17 @@ class Runner:
             device.follow(ran.tensors(), OUTPUTS)  # until glue is done with them, too
             activation = gauge.read() if gauge is not None else 0
         if call.walk and ran.inlet is not None:
-            refuse_foreign_graph(ran.tensors(), ran.inlet, replica.parameters, call.layer.name)
+            if call.bare and any(t.requires_grad for t in ran.tensors()):
+                refuse_caches(leaves, call.layer.name)
+            new = call.bare and not call.tentative
+            found = reaches_out(ran.tensors(), ran.inlet, replica.parameters, call.layer.name, new=new)
+            call.layer.reaches_out = call.layer.reaches_out or found
         if before is not None:
             written = (i for i, t in before.items() if not torch.equal(bits(leaves[i]), bits(t)))
             call.layer.overwrites[len(leaves)] = frozenset(written)
         mutated = self._mutated(call, ran.given)
         differs = self._differs_without_grad(slot, call, leaves, ran)
-        if call.probe and self._formats.low is not None and not self._formats.default_matters:
+        if call.probe and self._formats.sets_default and not self._formats.default_matters:
             self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
         with self._watching(call.layer):
@@ -121,6 +132,8 @@ class Runner:
             call.layer.seen_to_choose()
             result.chosen, result.choices = ran.recording.saved(lambda packed: boundaries.save(packed, device))
             device.follow(_tensors([result.chosen]), OUTPUTS)
+        if call.checked:
+            result.outcome = Outcome.of(result.tensors(), values)
         if call.graph and not (call.kept or call.learning):
             result.drop_graph()
         worker.retire(leaves, ran.tensors())
@@ -200,8 +213,11 @@ class Runner:
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
             computing = self._computing(slot, kind, where, call.microbatch, counter)
-            with computing, saved, calling(Inside(name)), watching, choosing:
+            borrowing = self._borrowing(call.layer, call.lender)
+            with computing, saved, calling(Inside(name)), watching, choosing, borrowing:
                 output = call.context.run(collecting, forwards.of(call.layer, replica), *args, **kwargs)
+        if isinstance(borrowing, Borrowing):
+            call.layer.borrows = borrowing.found
         written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
         if written:
             self._refuse_written(call.layer, written)
@@ -210,6 +226,12 @@ class Runner:
         if carried:
             replica.drop_written()
         return ran
+
+    def _borrowing(self, layer: HostLayer, lender: Lender | None) -> contextlib.AbstractContextManager[Any]:
+        """For a layer that computes with parameters of other modules, or that has not run yet; not compiled ones."""
+        if lender is None or self._forwards.compiled or layer.borrows == []:
+            return contextlib.nullcontext()
+        return Borrowing(self._masters, lender, self._device.torch_device, layer.borrows or [])
 
     def _recording(self, call: Call, leaves: list[Any]) -> Recording | None:
         """To write down what the call chooses, if it is recomputed and may choose at all."""
@@ -337,7 +359,13 @@ class Runner:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def backward(
-        self, slot: Slot, entry: Entry, boundaries: Boundaries, factor: float, measured: TracedCall | None = None
+        self,
+        slot: Slot,
+        entry: Entry,
+        boundaries: Boundaries,
+        factor: float,
+        lender: Lender,
+        measured: TracedCall | None = None,
     ) -> list[Tensor | None]:
         """Recompute the call unless its graph was kept, and run its backward.
 
@@ -346,6 +374,7 @@ class Runner:
             entry: the call, with its output gradients.
             boundaries: brings saved inputs and gradients here.
             factor: what its parameters' gradients are still to be multiplied by.
+            lender: the microbatch.
             measured: where to note how much memory it takes, if that is to be known.
 
         Returns:
@@ -355,7 +384,7 @@ class Runner:
         entry.raise_failed()
         kept = entry.graph or entry.recomputed
         gauge = Gauge(self._device, self._there(entry)) if measured is not None and not kept else None
-        inlet, outputs = kept or self._recompute(slot, entry, boundaries)
+        inlet, outputs = kept or self._recompute(slot, entry, boundaries, lender)
         entry.graph = entry.recomputed = None
         could = self._device.compute.record(timed=True)
         parts = [[boundaries.transfer(part, home, self._device) for part, home in found] for found in entry.grads]
@@ -376,8 +405,10 @@ class Runner:
             computing = self._computing(slot, "backward", where, entry.microbatch, counter)
             given = self._device.hold(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
             watching = self._watching(entry.layer)
-            with given, alone(name, self._device), computing, calling(Inside(name)), inlet, watching:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            inside, borrowing = calling(Inside(name, lender.passed_by)), self._borrowing(entry.layer, lender)
+            with given, alone(name, self._device), computing, inside, inlet, watching, borrowing:
+                retain = bool(entry.layer.reaches_out)  # other calls may get to the same graph
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=retain)
                 self._device.follow(_tensors(inlet.grads), GRADIENTS)
         if gauge is not None and measured is not None:
             measured.activation_bytes = max(measured.activation_bytes, gauge.read())
@@ -391,14 +422,14 @@ class Runner:
         """The gradients of its outputs that are on this worker already."""
         return [part for found in entry.grads for part, home in found if home is self._device]
 
-    def recompute_ahead(self, slot: Slot, entry: Entry, boundaries: Boundaries) -> None:
+    def recompute_ahead(self, slot: Slot, entry: Entry, boundaries: Boundaries, lender: Lender) -> None:
         """Keep the graph of a call whose gradient is not there yet; see `ahead`."""
-        recomputed = self._recompute(slot, entry, boundaries, ahead=True)
+        recomputed = self._recompute(slot, entry, boundaries, lender, ahead=True)
         if not entry.done or entry.wants_backward():  # else its microbatch has found that no gradient reaches it
             entry.recomputed = recomputed
 
     def _recompute(
-        self, slot: Slot, entry: Entry, boundaries: Boundaries, *, ahead: bool = False
+        self, slot: Slot, entry: Entry, boundaries: Boundaries, lender: Lender, *, ahead: bool = False
     ) -> tuple[Inlet, list[Tensor]]:
         worker, device = self._worker, self._device
         buffers = worker.buffers(entry.layer)
@@ -411,9 +442,11 @@ class Runner:
         chosen = entry.choices if entry.layer.chooses else None
         there = functools.partial(bring, device)
         replay = Replay(device.torch_device, _tensors(leaves), chosen, there) if chosen else None
+        expected, entry.outcome = entry.outcome, None
+        values = reachable_values(entry.layer.state.modules) if expected is not None else {}
         call = Call(
             entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.trainable,
-            entry.ambient, entry.state, entry.seed, entry.context, graph=True,
+            entry.ambient, entry.state, entry.seed, entry.context, graph=True, lender=lender,
         )  # fmt: skip
         with device.hold(_tensors(leaves), INPUTS):
             place = Place(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device)
@@ -424,16 +457,35 @@ class Runner:
                     worker.replica(entry.layer).drop_written()
                     buffers.load(entry.buffers)
                     ran = self._run(slot, call, private(entry, leaves), "recompute")
+        if expected is not None:
+            self._compare(expected, Outcome.of(_results(ran, entry), values), slot, call, entry, leaves)
         buffers.discard()
         assert ran.inlet is not None
         ran.inlet.within = replay if replay is not None and replay.agrees else ran.inlet.within
         refuse_new_gradients(ran.sides, entry.sides, entry.layer.name)
-        outputs = ran.output.tensors() + [ran.given[i] for i in sorted(entry.mutates)]
+        outputs = _results(ran, entry)
         for key, count in entry.sides.items():
             outputs += again(ran.sides, key, count, entry.layer.name)
         device.follow(outputs, OUTPUTS)
         worker.retire(leaves)
         return ran.inlet, outputs
+
+    def _compare(
+        self, forward: Outcome, recomputed: Outcome, slot: Slot, call: Call, entry: Entry, leaves: list[Any]
+    ) -> None:
+        """Refuse a recomputation that gave something else than the forward."""
+
+        def again() -> Outcome:
+            self._worker.replica(entry.layer).drop_written()
+            self._worker.buffers(entry.layer).load(entry.buffers)
+            return Outcome.of(_results(self._run(slot, call, private(entry, leaves), "recompute"), entry), {})
+
+        refuse_difference(forward, recomputed, again, self._formats.low, entry.layer.name)
+
+
+def _results(ran: Ran, entry: Entry) -> list[Tensor]:
+    """Of the output, and then the mutated inputs."""
+    return ran.output.tensors() + [ran.given[i] for i in sorted(entry.mutates)]
 
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:

@@ -6,10 +6,9 @@ waiters of a step are known to its `Control`, so the first failure wakes them al
 
 from __future__ import annotations
 
-import heapq
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from lightning_roundpipe.devices import teams
 
@@ -145,28 +144,33 @@ class Control:
 
 
 class UserLock:
-    """Lets one microbatch thread at a time run user code, the one with the lowest priority first, whatever its step."""
+    """Lets one microbatch thread at a time run user code, the one with the lowest priority first, whatever its step.
+
+    A thread may pause: others run user code until it resumes, but not the same ``piece`` of it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held = False
-        self._queue: list[tuple[Priority, int, Waiter]] = []
+        self._queue: list[tuple[Priority, int, Waiter, Hashable]] = []
         self._tickets = 0
+        self._paused: set[Hashable] = set()
 
-    def acquire(self, priority: Priority, control: Control) -> None:
+    def acquire(self, priority: Priority, control: Control, piece: Hashable = None) -> None:
         """Wait for the lock.
 
         Args:
             priority: (step, slot, microbatch).
             control: of the step; if it fails, the lock is not held.
+            piece: what stands for the code that is going to run; None for any.
         """
         with self._lock:
-            if not self._held:
+            if not self._held and piece not in self._paused:
                 self._held = True
                 return
             waiter = Waiter()
             self._tickets += 1
-            heapq.heappush(self._queue, (priority, self._tickets, waiter))
+            self._queue.append((priority, self._tickets, waiter, piece))
         try:
             control.wait(waiter)
         except BaseException:
@@ -178,14 +182,36 @@ class UserLock:
             others = [ticket for ticket in self._queue if ticket[2] is not waiter]
             given = len(others) == len(self._queue)
             self._queue = others
-            heapq.heapify(self._queue)
-        if given:
-            self.release()
+            if given:
+                self._give_on()
+
+    def pause(self, piece: Hashable) -> None:
+        """Give the lock on, but to no thread that is to run ``piece``, which is not None."""
+        with self._lock:
+            self._paused.add(piece)
+            self._give_on()
+
+    def resume(self, priority: Priority, control: Control, piece: Hashable) -> None:
+        """End the pause as soon as the lock is free. Arguments as for `acquire`."""
+        try:
+            self.acquire(priority, control)
+        except BaseException:
+            with self._lock:
+                self._paused.discard(piece)
+                if not self._held:
+                    self._give_on()
+            raise
+        with self._lock:
+            self._paused.discard(piece)
 
     def release(self) -> None:
         """Give the lock on."""
         with self._lock:
-            if self._queue:
-                heapq.heappop(self._queue)[2].wake()
-            else:
-                self._held = False
+            self._give_on()
+
+    def _give_on(self) -> None:
+        first = min((ticket for ticket in self._queue if ticket[3] not in self._paused), default=None)
+        self._held = first is not None
+        if first is not None:
+            self._queue.remove(first)
+            first[2].wake()

@@ -17,10 +17,15 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, teams
+from lightning_roundpipe.devices.errors import is_sticky
+from lightning_roundpipe.runtime.bypass import functions_given_stand_ins
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.notes import add_remedy
 from lightning_roundpipe.runtime.process_state import one_at_a_time
 from lightning_roundpipe.runtime.threads import Task, TaskThread, within
 from lightning_roundpipe.runtime.worker import Worker
@@ -37,20 +42,24 @@ class Crew:
     Args:
         devices: one per worker.
         watchdog_timeout: seconds without any progress after which a step fails.
+        sums: whether gradients are summed on the host, by a thread.
 
     Attributes:
+        summing: that thread.
         broken: whether a thread never came back; the others are joined by ``close`` all the same.
     """
 
-    def __init__(self, devices: list[Device], watchdog_timeout: float) -> None:
+    def __init__(self, devices: list[Device], watchdog_timeout: float, *, sums: bool = False) -> None:
         self.devices = devices
         self._around = contextlib.ExitStack()
         self._around.enter_context(devices[0].process_settings())  # before there are threads, which take them over
         self.workers = [Worker(d) for d in devices]
+        self.summing = TaskThread("roundpipe-sums") if sums else None
         self.broken = False
         self._limit = watchdog_timeout
         self._threads: list[TaskThread] = []
         self._around.enter_context(one_at_a_time(devices))
+        self._around.enter_context(functions_given_stand_ins())
 
     def refuse_broken(self) -> None:
         """``RoundPipeError`` if there is no going on."""
@@ -67,7 +76,8 @@ class Crew:
         return self._threads[index]
 
     def _everybody(self) -> list[TaskThread]:
-        return [*(worker.thread for worker in self.workers), *self._threads]
+        summing = [self.summing] if self.summing is not None else []
+        return [*(worker.thread for worker in self.workers), *summing, *self._threads]
 
     def abort(self) -> None:
         """Wake everybody who waits for a device."""
@@ -161,7 +171,9 @@ class Crew:
         try:
             return within(GRACE, reset)
         except Exception as error:
-            if control.error is not None:
+            if control.error is not None and is_sticky(error):
+                add_remedy(control.error)
+            elif control.error is not None:
                 control.error.add_note(f"roundpipe: afterwards, the devices could not be reset: {error!r}")
             return False
 
@@ -175,6 +187,8 @@ class Crew:
             thread.stop()  # all of them, before the first that is stuck takes all the time
         threads, self._threads = self._threads, []
         with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
+            if self.broken:  # a GPU may be why, which fails again at each call, and the first error is on its way
+                rest.enter_context(contextlib.suppress(torch.AcceleratorError))
             rest.callback(self._around.close)
             if self.broken:
                 rest.callback(within, GRACE, self._close_devices)
@@ -182,6 +196,8 @@ class Crew:
                 rest.callback(self._close_devices)
             for thread in threads:
                 rest.callback(thread.join, deadline)
+            if self.summing is not None:
+                rest.callback(self.summing.join, deadline)
             for worker in self.workers:
                 rest.callback(worker.close, deadline)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_roundpipe.runtime import microbatch
 from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.model_step import ModelStep
-from lightning_roundpipe.runtime.samples import batch_size
+from lightning_roundpipe.runtime.samples import NoSamples, batch_size
 from lightning_roundpipe.runtime.step import Step
 from lightning_roundpipe.runtime.weighing import Weights
 
@@ -61,7 +61,13 @@ def sizes_for(engine: Engine, batch: Any) -> list[int]:
             return [batch_size(batch)]
         except ValueError:
             return [1]
-    return microbatch.sizes_of(batch_size(batch), count, size, len(engine.workers))
+    try:
+        samples = batch_size(batch)
+    except NoSamples:
+        if count is None and size is None:  # nobody has asked for parts
+            return [1]
+        raise
+    return microbatch.sizes_of(samples, count, size, len(engine.workers), engine.fewest_samples)
 
 
 def given_weights_of(engine: Engine, parts: Sequence[Any]) -> Weights:

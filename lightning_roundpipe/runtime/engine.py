@@ -8,7 +8,9 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
@@ -17,8 +19,11 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
 from lightning_roundpipe.runtime.budget import layers_that_fit
+from lightning_roundpipe.runtime.buffers import HostBuffers
+from lightning_roundpipe.runtime.bypass import Accumulators
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.compiling import forwards_of
+from lightning_roundpipe.runtime.context import thread_locals_of
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
 from lightning_roundpipe.runtime.evaluation import Evaluation
@@ -34,14 +39,16 @@ from lightning_roundpipe.runtime.logs import HostMetrics
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
 from lightning_roundpipe.runtime.microbatch import Columns
+from lightning_roundpipe.runtime.notes import remedied
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import Report, report_of
+from lightning_roundpipe.runtime.retries import Retries
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.rounding import is_surprised, is_watched
 from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.scope import Scope
 from lightning_roundpipe.runtime.step import Step
-from lightning_roundpipe.runtime.sums import GradientBuffers
+from lightning_roundpipe.runtime.sums import GradientBuffers, Reduction
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.units import Unit, units_of
 from lightning_roundpipe.runtime.updates import Updates
@@ -57,26 +64,34 @@ class Engine:
         options: checked options of the strategy.
         inform: called with what the user should know once.
         formats: that layers and glue compute in.
+        fitting: whether there is going to be training, without which a module needs no layers.
     """
 
     def __init__(
         self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
-        formats: Formats | None = None,
+        formats: Formats | None = None, *, fitting: bool = True,
     ) -> None:  # fmt: skip
         self.module = module
         self.devices = devices
         self.options, forwards = options, forwards_of(options)
         self.formats = formats = formats or Formats()
         with allowed():  # copies all weights, and there is no thread yet
-            found = layers_that_fit(module, options, devices, formats)
+            found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             mapped = mapped_weights(module.parameters(), devices[0], formats)
             self.layers = host_layers(found.layers, devices[0], formats, apart=bool(options.staleness), mapped=mapped)
+        self.host_buffers = self.layers[0].buffers if self.layers else HostBuffers()
         self.units = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
         self.unit_of = {id(p): unit for unit in self.units for p in unit.masters}
+        self._masters = [p for unit in self.units for p in unit.masters]
+        self._accumulators = Accumulators()
         self.updates: Updates | None = None
         """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
         types = {d.torch_device.type for d in devices}
         self.device_types = tuple(sorted({"cpu", *types}))
+        self.thread_locals = thread_locals_of(module)
+        batch_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
+        self.fewest_samples = 2 if batch_statistics else 1
+        """Of a microbatch by default: there is no variance of one sample."""
         self.accelerator = next(iter(types - {"cpu"}), None)
         self._metrics = HostMetrics(module if self.accelerator is not None else nn.Module())
         self.staging = devices[0] if self.accelerator is not None else None
@@ -103,10 +118,12 @@ class Engine:
         """Whether user code logs in backward."""
         self._on_its_way: Step | None = None
         """The last batch's step, if its outputs have been given out and its way back has not been waited for."""
-        self._caches = contextlib.ExitStack()
+        self._around = contextlib.ExitStack()
         self._switched_off: list[str] | None = None
         self._given: StepGradients | None = None
         """What the last batch's loss hands out."""
+        self.undisturbed = True
+        """Whether no update is on its way to any master."""
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
         self.interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
@@ -119,17 +136,24 @@ class Engine:
         )
         """Around a rehearsal: yields, by name, what user code may change that is not the module's."""
         self._buffers: dict[Hashable, GradientBuffers] = {}
+        self._reserves = self._reserved = False
+        """Whether they are made before a batch asks for them, and whether some were, by no batch so far."""
         self.next_step, self.next_slot = itertools.count().__next__, itertools.count().__next__
         self._trainable = self._trainable_now()
         self.belongings = Belongings(module, self.layers)
         self._in_glue = parameters_outside(module, [x.module for x in self.layers])
         self.hints = Hints(module, inform)
+        self.retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
-        self.crew = Crew(devices, options.watchdog_timeout)  # whose threads somebody has to stop from here on
+        dtype, limit = options.reduce_dtype, options.watchdog_timeout
+        self.crew = Crew(devices, limit, sums=dtype is not None)  # whose threads somebody has to stop from here on
+        summing = self.crew.summing
+        self.reduction = Reduction(getattr(torch, dtype), summing) if summing is not None else None
         self.workers = self.crew.workers
         watched, counter = functools.partial(is_watched, self), functools.partial(counter_of, self)
-        self.runners = [Runner(w, lambda: self.randomness, formats, watched, forwards, counter) for w in self.workers]
+        given = (lambda: self.randomness, formats, watched, forwards, self.unit_of, counter)
+        self.runners = [Runner(worker, *given) for worker in self.workers]
         self.queues = [WorkerQueue(w, prefetch=bool(options.prefetch)) for w in self.workers]
         try:
             reserve_for_layers(self)
@@ -140,6 +164,7 @@ class Engine:
     # -- training -----------------------------------------------------------------------------------------------------
 
     @held()
+    @remedied()
     def train_batch(
         self,
         function: Callable[..., Any],
@@ -170,7 +195,7 @@ class Engine:
         step = cut.step(self, seed, self._on_its_way)
         args = [(part, *rest) for part in cut.parts]
         random_state = GlobalRandomState(self.devices)
-        switched_off = self._without_caches()
+        switched_off = self._set_up_step()
         try:
             with self._failing(step):
                 with intercepted(self.interceptors, step.control.fail):
@@ -183,6 +208,7 @@ class Engine:
                 if before is not None:
                     self._end(before)
                 try:
+                    self.host_buffers.settle()
                     output = step.finish()
                     self._metrics.bring_to_host()
                 except BaseException as error:
@@ -210,7 +236,7 @@ class Engine:
         self._drain()
         if self.updates is not None:
             self.updates.settle()
-        self._without_caches()
+        self._set_up_step()
         with self.rehearsing() as others:
             yield others
         self._looked_at = True
@@ -224,13 +250,15 @@ class Engine:
         forget_plan(self)
 
     @held()
+    @remedied()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
         """``function()``, a training_step that differentiates and steps by itself."""
         self._prepare(anew=False)
-        step, switched_off = ManualStep(self, seed, self._buffers), self._without_caches()
+        step, switched_off = ManualStep(self, seed, self._buffers), self._set_up_step()
         try:
             with self._failing(step), intercepted(self.interceptors, step.control.fail):
                 output = step.run(function)
+                self.host_buffers.settle()
             self._end(step)
             self._metrics.bring_to_host()
         finally:
@@ -280,6 +308,7 @@ class Engine:
         except BaseException as error:
             self._looked_at = True  # versions are not what was submitted
             self._buffers.clear()  # half a step is in them, or will never arrive
+            self.host_buffers.drop()
             before, self._on_its_way = self._on_its_way, None
             for broken in (before, step):
                 if broken is not None:
@@ -300,21 +329,25 @@ class Engine:
                 self._end(step)
         finally:
             self._switched_off = None
-            self._caches.close()
+            self._around.close()
 
     def _end(self, step: Step, *, failed: bool = False) -> None:
         """Nothing of the step is on its way any more."""
         if self.updates is not None:
             self.updates.leave(step.control)
         if not failed:
+            if self._reserved:
+                self._give_back_reserved()
             self.weights_uploaded += sum(step.recorder.nbytes(("upload_weights",), len(self.workers)))
+            self.retries.after_step(step.plan, step.retries)
             self._report = report_of(step)
         step.let_go()
 
-    def _without_caches(self) -> list[str]:
-        """See `without_caches`; until nothing is on its way."""
+    def _set_up_step(self) -> list[str]:
+        """What holds until nothing is on its way. Returns what `without_caches` does."""
         if self._switched_off is None:
-            self._switched_off = self._caches.enter_context(without_caches(self.module))
+            self._switched_off = self._around.enter_context(without_caches(self.module))
+            self._around.enter_context(self.devices[0].step_settings())
         return self._switched_off
 
     @held()
@@ -323,11 +356,13 @@ class Engine:
         if apart != (self.updates is not None):
             self._drain()
             before, scales = self.updates, self.formats.scales
-            self.updates = Updates(self.units, self.options.staleness, scales) if apart else None
+            around = self.devices[0].host_thread_settings
+            self.updates = Updates(self.units, self.options.staleness, scales, around) if apart else None
             if before is not None:
                 before.retire()
 
     @held()
+    @remedied()
     def settle(self) -> None:
         """Before anybody looks at weights or at the optimizer's state, or writes to them: nothing is on its way."""
         self._looked_at = True
@@ -340,6 +375,7 @@ class Engine:
             self.updates.settle()
 
     @held()
+    @remedied()
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
         self.crew.refuse_broken()
@@ -349,8 +385,9 @@ class Engine:
         self._adopt(newest=True)
         evaluation = Evaluation(self)
         try:
-            with intercepted(self._evaluating):
+            with intercepted(self._evaluating), self.devices[0].step_settings():
                 output = evaluation.run(function, args, kwargs)
+            self.host_buffers.settle()
             self._metrics.bring_to_host()
             return output
         except BaseException:
@@ -380,7 +417,10 @@ class Engine:
             self.settle()
             self._buffers.clear()
             forget_plan(self)
+            if self._reserves:
+                self.reserve_gradients()
         self._adopt(newest=False)
+        self._accumulators.watch(self._masters)
         for device in self.devices:
             device.reset_peak()
 
@@ -393,6 +433,7 @@ class Engine:
         for layer in self.layers:
             layer.adopt()
         updates = self.updates
+        self.undisturbed = updates is None or self._looked_at or not updates.begun
         if updates is None:
             self.formats.scales.fix(0)
             for unit in self.units:
@@ -407,12 +448,31 @@ class Engine:
     def _trainable_now(self) -> list[bool]:
         return [p.requires_grad for layer in self.layers for p in layer.masters]
 
+    @held()
+    def reserve_gradients(self) -> None:
+        """Before the first batch, which is measured: host memory for the gradients of a call of each layer."""
+        with allowed():  # it may be half of what training takes, and nothing runs yet
+            for layer in self.layers:
+                buffers = GradientBuffers(layer, self.devices[0], self.reduction)
+                self._buffers.setdefault((layer.index, 0), buffers).reserve()
+        self._reserves = self._reserved = True
+
+    def _give_back_reserved(self) -> None:
+        """Behind the first batch: what no call had gradients for. Should one have some later, it is made anew."""
+        self._reserved = False
+        for key in [key for key, buffers in self._buffers.items() if not buffers.used]:
+            del self._buffers[key]
+
     def buffers_of(self, call: TracedCall) -> GradientBuffers:
-        """The host memory for the gradients of a call; made when first needed."""
+        """The host memory for the gradients of a call; made when first needed, if it is not there."""
         key = (call.layer.index, call.use)
         if key not in self._buffers:
-            self._buffers[key] = GradientBuffers(call.layer, self.devices[0])
+            self._buffers[key] = GradientBuffers(call.layer, self.devices[0], self.reduction)
         return self._buffers[key]
+
+    def name_of(self, master: nn.Parameter) -> str:
+        """The qualified name of a parameter, for messages."""
+        return next((name for name, p in self.module.named_parameters() if p is master), "")
 
     def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:
         """The device that ``tensor`` lives on; None is the host. ``newest`` is where its microbatch ran last."""
@@ -430,6 +490,7 @@ class Engine:
         with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
             rest.callback(self.crew.close)
             rest.callback(self._metrics.end)
+            rest.callback(self._accumulators.end)
             if self.updates is not None:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)

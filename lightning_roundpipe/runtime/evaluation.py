@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.arguments import flatten_call
@@ -146,6 +146,14 @@ class Evaluation:
 
     # -- calls of layers ----------------------------------------------------------------------------------------------
 
+    def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
+        """What a layer on ``device`` finds in place of a parameter that is not its own."""
+        return master.to(device, self._engine.formats.of(master))
+
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Gradients that user code asks for here belong in ``.grad``."""
+        return False
+
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the intercepted layer does instead of running."""
         with torch._C.DisableTorchFunction(), allowed(False):
@@ -162,7 +170,8 @@ class Evaluation:
                     leaves[i] = self._boundaries.save(leaf, engine.locate(leaf, self._device))
             call = Call(
                 self._calls, layer, 0, spec, leaves, [False] * len(leaves), layer.trainable(),
-                Ambient.capture(engine.device_types), state, None, contextvars.copy_context(), originals,
+                Ambient.capture(engine.device_types, engine.thread_locals), state, None, contextvars.copy_context(),
+                originals, lender=self,
             )  # fmt: skip
             self._adapt(call)
             self._calls += 1

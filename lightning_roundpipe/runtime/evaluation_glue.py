@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 class EvaluationGlue(GlueMode):
     """Host tensors follow the device of what they meet; ``touched`` is called where a master's ``.data`` is read.
 
-    And ``decided`` where a tensor's truth value is asked for, with all of them so far.
+    ``aside``: as in `GlueMode`. ``decided`` is called where a tensor's truth value is asked for, with all so far.
     """
 
     def __init__(
-        self, engine: Engine, touched: Callable[[], None], decided: Callable[[list[bool]], None] = lambda _: None
+        self,
+        engine: Engine,
+        touched: Callable[[], None],
+        aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
+        decided: Callable[[list[bool]], None] = lambda decisions: None,
     ) -> None:
         formats = engine.formats
         super().__init__(
@@ -30,6 +34,8 @@ class EvaluationGlue(GlueMode):
             train=False,
             accelerator=engine.accelerator,
             devices=engine.devices,
+            aside=aside,
+            buffers=engine.host_buffers,
         )
         self._all, self._touched, self._decided = engine.unit_of, touched, decided
         self.decisions: list[bool] = []

@@ -161,6 +161,7 @@ class Parting:
         logged: list[Any] = []
         with log_as(module, _noting(module.log, logged)):
             output = whole()
+        self._engine.host_buffers.settle()
         evaluation.looked_at = None
         known.looks += 1
         left = any(
@@ -200,7 +201,7 @@ class Parting:
         engine, trace = self._engine, known.trace
         assert trace is not None
         evaluation.stop_foreseeing()
-        call = ModelCall(name, 0, Ambient.capture(engine.device_types))
+        call = ModelCall(name, 0, Ambient.capture(engine.device_types, engine.thread_locals))
         with torch._C.DisableTorchFunction(), allowed(False):
             try:
                 evaluation.surroundings.refuse(name)

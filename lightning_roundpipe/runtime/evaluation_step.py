@@ -105,7 +105,7 @@ class _Part(PartRun):
         super().__init__(step, *args)
         self._evaluation_step = step
         self.segments = _Pieces(step, self.index, learning=False)
-        self.mode = EvaluationGlue(step.engine, go_astray, self._decided)
+        self.mode = EvaluationGlue(step.engine, go_astray, self.segments.paused, self._decided)
 
     def forward(
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: Any, predecessor: Waiter | None
@@ -145,7 +145,7 @@ class _Pieces(Segments):
     """Glue without a random state of its own."""
 
     def enter(self, slot: int, spot: Spot | None, device: Device | None, what: str, *, astray: bool) -> None:
-        self._slot = slot
+        self._slot, self._spot = slot, spot
         self._take_lock()
         self._around.callback(self._give_lock)
         self._around.enter_context((device or self._step.engine.devices[0]).activate())

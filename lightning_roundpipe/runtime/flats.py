@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def segment_of(tensor: Tensor, offset: int, dtype: torch.dtype | None = None) ->
     return Segment(offset, tensor.numel() * dtype.itemsize, tensor.shape, tuple(stride), dtype)
 
 
-def _in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[list[Segment], int]:
+def in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[list[Segment], int]:
     """Segments one behind the other, and the bytes that they take."""
     segments, offset = [], 0
     for tensor, dtype in zip(tensors, dtypes, strict=True):
@@ -100,8 +101,8 @@ class Flat:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        self.segments, nbytes = _in_a_row(self.masters, [p.dtype for p in self.masters])
-        self._source_places, self.nbytes = _in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
+        self.segments, nbytes = in_a_row(self.masters, [p.dtype for p in self.masters])
+        self._source_places, self.nbytes = in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
         self._casts = self._source_places != self.segments
         self.places = self._source_places
         self._rounded: Tensor | None = None
@@ -149,7 +150,7 @@ class Flat:
         """
         self.places, self._rounded, self._rounded_views = self._source_places, None, []
         dtypes = [formats.get(i, place.dtype) for i, place in enumerate(self._source_places)]
-        self.places, self.nbytes = _in_a_row(self.masters, dtypes)
+        self.places, self.nbytes = in_a_row(self.masters, dtypes)
         if formats:
             self._rounded = self._device.host_buffer(self.nbytes)
             self._rounded_views = [place.view(self._rounded) for place in self.places]
@@ -179,6 +180,16 @@ class Flat:
                 source.copy_(view)
         self._round()
 
+    def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
+        """The same for the numbers ``start`` to ``end`` of one master, which is contiguous."""
+        index = next((index for index, mine in enumerate(self.masters) if mine is master), None)
+        if index is None:
+            return
+        chain = [self.views, *([self._source_views] if self.source is not self.buffer else [])]
+        chain += [self._rounded_views] if self._rounded is not None else []
+        for source, target in pairwise(chain):
+            target[index].view(-1)[start:end].copy_(source[index].view(-1)[start:end])
+
     @property
     def _reads_masters(self) -> bool:
         return self.in_place and self.source is self.buffer
@@ -187,10 +198,18 @@ class Flat:
         """What one master is computed with."""
         return self.views[index] if self._reads_masters else self._source_places[index].view(self.source)
 
-    def upload(self, stream: Stream, segment: Tensor) -> None:
-        """Enqueue the copy into ``segment`` (uint8, ``nbytes`` long)."""
+    def span_of(self, master: nn.Parameter, start: int, end: int) -> tuple[int, int] | None:
+        """The bytes in which the numbers ``start`` to ``end`` of a contiguous master travel; None if it is not here."""
+        for mine, place in zip(self.masters, self.places, strict=True):
+            if mine is master:
+                return place.offset + start * place.dtype.itemsize, place.offset + end * place.dtype.itemsize
+        return None
+
+    def upload(self, stream: Stream, segment: Tensor, start: int = 0, end: int | None = None) -> None:
+        """Enqueue the copy into ``segment`` (uint8, ``nbytes`` long), or of its bytes ``start`` to ``end``."""
         if not self._reads_masters:
-            stream.copy(segment, self.source if self._rounded is None else self._rounded)
+            source = self.source if self._rounded is None else self._rounded
+            stream.copy(segment[start:end], source[start:end])
             return
         for place, view in zip(self.places, self.views, strict=True):
             stream.copy(place.view(segment), view)

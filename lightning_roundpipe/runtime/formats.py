@@ -22,6 +22,7 @@ class Formats:
     Args:
         low: that everything is computed in (``bf16-true``, ``16-true``); None: in the masters' own.
         mixed: whether autocast casts masters where they are used, so that some may be sent cast.
+        sets_default: whether torch's default format is another one within a step.
         outside: torch's default format while no step runs. Within a step it is ``low``, if that is given, for the whole
             process.
         scales: what losses are multiplied by.
@@ -32,6 +33,7 @@ class Formats:
 
     low: torch.dtype | None = None
     mixed: bool = False
+    sets_default: bool = False
     outside: torch.dtype = field(default_factory=torch.get_default_dtype)
     scales: Scales = field(default_factory=Scales)
     default_matters: bool = False

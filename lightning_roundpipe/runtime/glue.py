@@ -1,12 +1,14 @@
 """What happens to the user's own code between layer calls: a mode that is active only there, one per microbatch.
 
-Every torch function that glue calls passes through `GlueMode`. It does three things:
+Every torch function that glue calls passes through `GlueMode`. It does four things:
 
 * A master that glue reads itself (a bare ``nn.Parameter``, ``F.linear(h, embed.weight)``) is replaced by this
   microbatch's stand-in, so that microbatches do not add into one ``.grad`` in the order in which threads happen to run,
   and that it is seen in the format that everything is computed in.
 * Host tensors (labels, masks, parameters) follow the device of what they meet. They go there through pinned memory, or
   the host would wait until the device has come that far.
+* A number of a device that the host has as well is read there (`known`). For any other one the host waits, and other
+  microbatches run their user code meanwhile.
 * Mean-reduced cross entropies are counted: their numbers of targets say how much each microbatch weighs in the loss of
   the whole batch. Sum-reduced losses are noted: if the loss is made of them, those of microbatches are added.
 """
@@ -25,15 +27,22 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.bringing import Bringer
+from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.formats import Formats
+from lightning_roundpipe.runtime.known import Known, waits
 from lightning_roundpipe.runtime.losses import COUNTED, WITH_REDUCTION, Counts, Sums, reduction_of
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_VALUES = {DATA, Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__}  # type: ignore[attr-defined]
+_TRANSPOSED = {Tensor.T.__get__: "T", Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]
+VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+"""Attributes of a tensor that are differentiable."""
+_VALUES = {DATA, *VIEWS}
 """Attributes of a tensor that share its memory."""
-_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+ACCESSORS = frozenset({"__get__", "__set__", "__delete__", "requires_grad_"})
+"""What is done to a tensor's attributes."""
 
 
 class Proxies:
@@ -44,30 +53,38 @@ class Proxies:
         """What is still to be multiplied to the gradients."""
         self._read = read
         self._known: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._passed: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        """What autograd brought to a master itself."""
         self._moved: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, master: nn.Parameter) -> Tensor:
         known = self._known.get(id(master))
         if known is None:
             with torch.inference_mode(False):
-                known = self._known[id(master)] = (
-                    master,
-                    self._read(master).detach().requires_grad_(master.requires_grad),
-                )
+                made = self._read(master).detach().requires_grad_(master.requires_grad)
+            known = self._known.setdefault(id(master), (master, made))  # a worker may have been faster
+            known[1].roundpipe_stand_in = True  # type: ignore[attr-defined]
         return known[1]
 
     def on(self, proxy: Tensor, device: torch.device) -> Tensor:
         """``proxy`` on ``device``, through a differentiable copy that is made once."""
         key = (id(proxy), device)
         if key not in self._moved:
-            self._moved[key] = proxy.to(device, non_blocking=True)
+            with torch.inference_mode(False), torch.enable_grad():  # whoever is first to need it may be without
+                self._moved.setdefault(key, proxy.to(device, non_blocking=True))
         return self._moved[key]
 
+    def passed(self, master: nn.Parameter, grad: Tensor) -> None:
+        """Autograd brought ``grad`` past the stand-in, to ``master`` itself."""
+        known = self._passed.get(id(master))
+        self._passed[id(master)] = master, grad if known is None else known[1] + grad
+
     def gradients(self, masters: Container[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Masters and their gradients; of all, or of those with the ids ``masters``."""
-        for key, (master, proxy) in self._known.items():
-            if proxy.grad is not None and (masters is None or key in masters):
-                grad = proxy.grad.to(master.dtype)
+        """Masters and their gradients; of all, or of those with the ids ``masters``. A master may come twice."""
+        found = [(master, proxy.grad) for master, proxy in self._known.values()]
+        for master, grad in (*found, *self._passed.values()):
+            if grad is not None and (masters is None or id(master) in masters):
+                grad = grad.to(master.dtype)
                 yield master, grad if self.factor == 1.0 else grad * self.factor
 
 
@@ -85,6 +102,7 @@ _MIX_DEVICES = frozenset({"to", "copy_", "set_", "_pack_padded_sequence", "tenso
 
 _OF_THE_SHAPE = frozenset({"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point"})
 """What is asked of a tensor without computing with it."""
+_NO_VALUES = _OF_THE_SHAPE | {"__get__"}
 
 
 class GlueMode(TorchFunctionMode):
@@ -98,6 +116,11 @@ class GlueMode(TorchFunctionMode):
         accelerator: the device type that host tensors move to; None where host and device are the same.
         kept: is told of what glue computes with that the batch before has left.
         devices: that host tensors move to.
+        aside: does what waits for a device, while others may run user code.
+        buffers: of layers; those that user code looks at get what calls have made of them.
+
+    Attributes:
+        returning: whether a backward runs: what its code computes is no loss.
     """
 
     def __init__(
@@ -110,55 +133,90 @@ class GlueMode(TorchFunctionMode):
         accelerator: str | None,
         kept: Keeps | None = None,
         devices: Sequence[Device] = (),
+        aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
+        buffers: HostBuffers | None = None,
     ) -> None:
         super().__init__()
         self.proxies = Proxies(read)
         self._read = read
         self.counts = Counts()
         self.sums = Sums()
+        self.returning = False
         self._masters = masters
         self._train = train
         self._accelerator = accelerator
         self._formats = formats or Formats()
         self._replaces = train or self._formats.low is not None
         self._kept = kept
-        self._bringer = Bringer(accelerator, devices)
+        self._aside = aside
+        self._buffers = HostBuffers() if buffers is None else buffers
+        self._known = Known(accelerator)
+        self._bringer = Bringer(accelerator, devices, self._known)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "__delete__", "requires_grad_"):
+        if self._buffers and (func in _VALUES or name not in _NO_VALUES):
+            self._settle_buffers((args, kwargs))
+        if name in ACCESSORS:
             if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
-                if func == _DTYPE:  # made anew each time
+                if func == DTYPE:  # made anew each time
                     return self._formats.of(args[0])
-                if func in _VALUES:
+                if func == DATA:
                     return func(self._read(args[0]), *args[1:])
-            return func(*args, **kwargs)
+                if func in VIEWS:
+                    return func(self.stand_in(args[0]), *args[1:])
+            result = func(*args, **kwargs)
+            if self._accelerator is not None and func in _TRANSPOSED:
+                self._known.follow(func, _TRANSPOSED[func], args, kwargs, result)
+            return result
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
         if self._train and name in ("register_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
-        if self._kept is not None and self._kept.inherited and name not in _OF_THE_SHAPE:
-            for value in args:
-                self._kept.notice(value)
+        if name not in _OF_THE_SHAPE:
+            self._notice(args)
         if self._replaces and not self._writes(name, args):
             args, kwargs = self._with_proxies(args, kwargs)
         if self._train:
-            if func in WITH_REDUCTION and torch.is_grad_enabled():
+            if func in WITH_REDUCTION and torch.is_grad_enabled() and not self.returning:
                 return self._loss(func, args, kwargs)
             if func is torch.autograd.grad:
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
                 refuse_layers_between(given["outputs"], given["inputs"])
         return self._call(func, name, args, kwargs)
 
+    def _settle_buffers(self, given: Any) -> None:
+        if any(isinstance(leaf, Tensor) and self._buffers.awaits(leaf) for leaf in tree_iter(given)):
+            self._aside(self._buffers.settle)
+
     def _call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._accelerator is not None:
             if (brought := self._bringer.answer(name, args, kwargs)) is not None:
                 return brought
+            if answer := self._known.answer(func, name, args):
+                return answer[0]
             args, kwargs = self._on_one_device(name, args, kwargs)
+            if waits(name, args, kwargs, self._accelerator):
+                return self._aside(lambda: func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            self._known.follow(func, name, args, kwargs, result)
+            return result
         return func(*args, **kwargs)
+
+    def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What an `torch.autograd.Function`, which is no torch function, is applied to instead of ``args``."""
+        self._notice(args)
+        if self._replaces:
+            args, _ = self._with_proxies(args, {})
+        return args if self._accelerator is None else self._on_one_device("apply", args, {})[0]
+
+    def _notice(self, args: tuple[Any, ...]) -> None:
+        if self._kept is not None and self._kept.inherited and not self.returning:
+            for value in args:
+                self._kept.notice(value)
 
     def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
         """``.data`` of a master that is seen in another format is the master's own, for who writes there means it."""
@@ -190,8 +248,8 @@ class GlueMode(TorchFunctionMode):
         """Looks at top-level arguments and at one level of lists: parameters stand nowhere else in torch functions."""
         if any(isinstance(a, (nn.Parameter, list, tuple)) for a in args):
             args = tuple(self._proxied(a) for a in args)
-        if any(isinstance(v, nn.Parameter) for v in kwargs.values()):
-            kwargs = {k: self.stand_in(v) for k, v in kwargs.items()}
+        if any(isinstance(v, (nn.Parameter, list, tuple)) for v in kwargs.values()):
+            kwargs = {k: self._proxied(v) for k, v in kwargs.items()}
         return args, kwargs
 
     def stand_ins(self, leaves: list[Any], given: Any) -> list[Any]:
@@ -251,7 +309,9 @@ class GlueMode(TorchFunctionMode):
                 return tensor
             if tensor.is_leaf and tensor.requires_grad and home.type != self._accelerator:
                 return self.proxies.on(tensor, where)
-            return self._bringer.bring(tensor, where)
+            aside = self._aside if where.type != self._accelerator else (lambda bring: bring())
+            moved: Tensor = aside(lambda: self._bringer.bring(tensor, where))
+            return moved
 
         out = kwargs.get("out")
         first = 1 if target is not None and out is None else 0
@@ -284,12 +344,18 @@ class GlueMode(TorchFunctionMode):
         if target.is_floating_point():
             classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
             return float(logits.numel() / classes)
-        target = self._bringer.on_host(target)
+        if self._accelerator is not None and (host := self._known.on_host(target)) is not None:
+            target = host
         kept = target != bound.get("ignore_index", -100)
         weight = bound.get("weight")
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
-        return float(count)
+        return float(count) if count.device.type == "cpu" else float(self._aside(lambda: float(count)))
+
+
+def is_stand_in(value: object) -> bool:
+    """Whether ``value`` is a tensor that stands for a master."""
+    return getattr(value, "roundpipe_stand_in", False)
 
 
 def _home(tensor: Tensor) -> torch.device:

@@ -96,6 +96,27 @@ class StepGradients:
         glue = self._glue({id(master) for master in unit.masters}) if self._proxies else []
         return self._taken(self._of[unit], glue)
 
+    def sums_by_master(self, unit: Unit) -> dict[int, list[HostGradients]] | None:
+        """What the gradients of a unit that is there are the sums of, by the ids of its masters, for `take_part`.
+
+        None if user code between layers has added to them: then they are to be taken as a whole.
+        """
+        if self._proxies and self._glue({id(master) for master in unit.masters}):
+            return None
+        found: dict[int, list[HostGradients]] = defaultdict(list)
+        for total in self._of[unit]:
+            for master in total.got():
+                found[id(master)].append(total)
+        return found
+
+    def take_part(self, sums: Sequence[HostGradients], key: int, start: int, end: int) -> Tensor:
+        """Of one master's gradient the numbers ``start`` to ``end``, scaled and added up where they lie. Once."""
+        assert self.scale is not None
+        first, *others = (total.take_part(key, start, end, self.scale) for total in sums)
+        for other in others:
+            first.add_(other)
+        return first
+
     def arrive(self) -> None:
         """Wait until all of them are on the host."""
         for total in self._sums:

@@ -80,7 +80,7 @@ def hand_back(
         _refuse_other_number(call, len(outputs), len(flags))
         entry.mutates = frozenset(forward.mutated)
         entry.sides = {key: len(side) for key, side in through.items()}
-        entry.buffers, entry.choices = forward.buffers, forward.choices
+        entry.buffers, entry.choices, entry.outcome = forward.buffers, forward.choices, forward.outcome
         aliases = boundary(entry, outputs, flags)
     rest = iter(aliases)
     returned = [next(rest) for _ in forward.output.tensors()]

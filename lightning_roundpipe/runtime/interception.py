@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.behalf import behalf, working
@@ -160,10 +160,25 @@ def models_in(root: nn.Module, layers: Iterable[nn.Module]) -> list[ModelInterce
 
 
 class Inside:
-    """The context of a worker that runs a layer: there are no layers inside layers, only calls to others of them."""
+    """The context of a worker that runs a layer: there are no layers inside layers, only calls to others of them.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the layer.
+        passed_by: of the microbatch, in a backward.
+    """
+
+    def __init__(self, name: str, passed_by: Callable[[nn.Parameter, Tensor], bool] | None = None) -> None:
         self.name = name
+        self._passed_by = passed_by
+
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Take a gradient that autograd is about to put into ``master`` itself; see `bypass`."""
+        if self._passed_by is None:
+            raise RoundPipeError(
+                f"layer {self.name!r} runs a backward in its forward that reaches a parameter of shape "
+                f"{tuple(master.shape)} which is not its own. Pass the parameter to the layer, or detach it."
+            )
+        return self._passed_by(master, grad)
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RoundPipeError(

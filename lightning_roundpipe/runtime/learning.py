@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.memory import ahead_within, boundary_bytes, device_bytes, partition_within
+from lightning_roundpipe.planning.memory import (
+    ahead_within,
+    boundary_bytes,
+    device_bytes,
+    lead_within,
+    partition_within,
+)
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
 from lightning_roundpipe.planning.pipeline import run_steps
@@ -45,7 +51,11 @@ def plan_from(engine: Engine, step: Step) -> None:
         )
     if send_rounded(engine):
         reserve_for_layers(engine)
-    engine.costs = with_times_of_bytes(trace.costs(), rates_of(engine)) if static else trace.costs()
+    engine.devices[0].settle_libraries(engine.devices, len(step.sizes))
+    for worker in engine.workers:
+        worker.warm_up()
+    costs = trace.costs(engine.reduction.dtype if engine.reduction is not None else None)
+    engine.costs = with_times_of_bytes(costs, rates_of(engine)) if static else costs
     limit = worker_bytes(engine.options, engine.devices)
     if (text := engine.options.plan_text) is not None:
         plan = Plan.parse(text)
@@ -60,7 +70,8 @@ def plan_from(engine: Engine, step: Step) -> None:
     if buffer := trace.torn_buffer(plan):
         _run_in_order(engine, buffer)
         return
-    _reserve_for(engine, plan, trace, _room(engine, plan, limit))
+    lead = lead_within(plan, engine.costs, len(engine.workers), limit, engine.devices[0].lead_bytes)
+    _reserve_for(engine, plan, trace, _room(engine, plan, limit, lead), lead)
     engine.plan = plan
 
 
@@ -102,10 +113,10 @@ def counter_of(engine: Engine) -> Counter | None:
     return Counter(rates_of(engine)) if engine.plans and engine.options.plan == "static" else None
 
 
-def _room(engine: Engine, plan: Plan, limit: int | None) -> int | None:
+def _room(engine: Engine, plan: Plan, limit: int | None, lead: int) -> int | None:
     """What is left for tensors that are brought to a worker before their turn."""
     assert engine.costs is not None
-    return None if limit is None else max(0, limit - device_bytes(plan, engine.costs, len(engine.workers)))
+    return None if limit is None else max(0, limit - device_bytes(plan, engine.costs, len(engine.workers)) - lead)
 
 
 def _run_in_order(engine: Engine, buffer: str) -> None:
@@ -116,7 +127,7 @@ def _run_in_order(engine: Engine, buffer: str) -> None:
     engine.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
 
 
-def _reserve_for(engine: Engine, plan: Plan, trace: Trace, room: int | None) -> None:
+def _reserve_for(engine: Engine, plan: Plan, trace: Trace, room: int | None, lead: int) -> None:
     weights = gradients = 0
     for stage in plan.stages():
         calls = trace.calls[stage.first : stage.last + 1]
@@ -125,15 +136,15 @@ def _reserve_for(engine: Engine, plan: Plan, trace: Trace, room: int | None) -> 
         if stage.phase != "forward":
             gradients = max(gradients, sum(HostGradients.bytes_of(c.layer) for c in calls if c.taped))
     for worker in engine.workers:
-        worker.reserve(weights, gradients, room)
+        worker.reserve(weights, gradients, room, lead)
     assert engine.costs is not None
     engine.devices[0].reserve_host(boundary_bytes(plan, engine.costs))
 
 
 def reserve_for_layers(engine: Engine) -> None:
     """Arenas for one layer at a time, which is what runs without a plan needs."""
-    weights = max(layer.nbytes for layer in engine.layers)
-    gradients = max(HostGradients.bytes_of(layer) for layer in engine.layers)
+    weights = max((layer.nbytes for layer in engine.layers), default=0)
+    gradients = max((HostGradients.bytes_of(layer) for layer in engine.layers), default=0)
     for worker in engine.workers:
         worker.reserve(weights, gradients)
 
@@ -145,6 +156,8 @@ def forget_plan(engine: Engine) -> None:
     engine.in_order = False
     engine.probed.clear()
     engine.walked.clear()
+    for layer in engine.layers:
+        layer.borrows = layer.reaches_out = None
     engine.belongings = Belongings(engine.module, engine.layers)
     engine.randomness = Randomness()
     begin_to_train(engine.layers, engine.units[0].masters, engine.formats, apart=bool(engine.options.staleness))

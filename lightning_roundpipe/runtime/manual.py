@@ -41,7 +41,7 @@ from lightning_roundpipe.runtime.run import MicrobatchRun
 from lightning_roundpipe.runtime.segments import Segments
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.step import Step
-from lightning_roundpipe.runtime.sums import GradientBuffers, GradientLayout, HostGradients
+from lightning_roundpipe.runtime.sums import GradientBuffers, HostGradients
 from lightning_roundpipe.runtime.surroundings import Surroundings
 from lightning_roundpipe.runtime.tape import Entry, driven_backward
 from lightning_roundpipe.runtime.trace import TracedCall
@@ -105,9 +105,10 @@ class ManualStep(Step):
             nth = sum(layer == call.layer.index for layer, _ in self._sums)
             place = (call.layer.index, nth, trainable)
             if place not in self._buffers:
-                layout = GradientLayout(call.layer, trainable)
-                self._make_room(layout.nbytes)
-                self._buffers[place] = GradientBuffers(call.layer, self.engine.devices[0], layout)
+                engine = self.engine
+                buffers = GradientBuffers(call.layer, engine.devices[0], engine.reduction, trainable)
+                self._make_room(buffers.layout.nbytes)
+                self._buffers[place] = buffers
             self._sums[key] = self._buffers[place].begin()
         known = self._sums[key]
         return known if known.layout.nbytes else None
@@ -224,6 +225,10 @@ class ManualRun(MicrobatchRun):
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Gradients belong in ``.grad`` here."""
+        return False
+
     def _differentiate(
         self,
         loss: Tensor,
@@ -244,7 +249,7 @@ class ManualRun(MicrobatchRun):
             if (scale := self.engine.formats.scales.manual) != 1.0:
                 seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)
                 gradient = torch.full_like(loss, seed) if gradient is None else gradient * seed
-            with self._noted(), driven_backward:
+            with self._noted(), driven_backward.of(loss):
                 torch.autograd.backward(loss, gradient, retain_graph=True)
             self._leave_glue()
             self._walk_losses(retain=bool(retain_graph))

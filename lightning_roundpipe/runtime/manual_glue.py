@@ -42,8 +42,9 @@ class ManualGlue(GlueMode):
         formats = engine.formats
         seen = engine.unit_of if formats.low is not None else ()
         super().__init__(
-            seen, lambda master: master, formats, train=True, accelerator=engine.accelerator, devices=engine.devices
-        )
+            seen, lambda master: master, formats, train=True, accelerator=engine.accelerator, devices=engine.devices,
+            buffers=engine.host_buffers,
+        )  # fmt: skip
         self._all = engine.unit_of
         self._differentiate = weakref.WeakMethod(differentiate)  # of the run, which holds this
         self._touched = weakref.WeakMethod(touched)

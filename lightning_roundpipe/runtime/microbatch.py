@@ -22,7 +22,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.samples import are_similar, are_texts, listed_samples
 
 
-def sizes_of(samples: int, count: int | None, size: int | None, workers: int) -> list[int]:
+def sizes_of(samples: int, count: int | None, size: int | None, workers: int, fewest: int = 1) -> list[int]:
     """How many samples each microbatch gets. An empty batch is one microbatch, as plain training would run it.
 
     Args:
@@ -30,12 +30,15 @@ def sizes_of(samples: int, count: int | None, size: int | None, workers: int) ->
         count: microbatches asked for; fewer if there are fewer samples.
         size: or samples per microbatch asked for.
         workers: sets the default count, 2 per worker.
+        fewest: samples that each microbatch has at least by default.
     """
     if not samples:
         return [0]
     if size is not None:
         return [min(size, samples - start) for start in range(0, samples, size)]
-    count = min(samples, count if count is not None else 2 * workers)
+    if count is None:
+        count = max(1, min(2 * workers, samples // fewest))
+    count = min(samples, count)
     return [samples // count + (i < samples % count) for i in range(count)]
 
 

@@ -149,7 +149,7 @@ class PartRun(MicrobatchRun):
         try:
             with calling(self):
                 try:
-                    self._phase, self.walking = "backward", True
+                    self._phase, self.walking, self.mode.returning = "backward", True, True
                     self.mode.proxies.factor = factor
                     home = self._end.input_home
                     self._hand_on(self._end, [g if g is None else self.bring(g, device, home) for g in grads], home)
@@ -166,7 +166,7 @@ class PartRun(MicrobatchRun):
         for end in self._call.arguments[self.index]:
             if end.hooks and end.wants_backward():
                 with self._glue_again(end.home):
-                    end.run_hooks(self.boundaries.transfer)
+                    end.run_hooks(self.boundaries.transfer, self.mode)
 
     def bring(self, tensor: Tensor, source: Device | None, target: Device | None) -> Tensor:
         """A tensor of its on ``target``; what is on the host, where others go to a device, stays there."""
@@ -187,7 +187,8 @@ class WholeRun(MicrobatchRun):
         engine = step.engine
         self.mode = GlueMode(
             engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
-            kept=self._left, devices=engine.devices,
+            kept=self._left, devices=engine.devices, aside=self.segments.paused,
+            buffers=engine.host_buffers,
         )  # fmt: skip
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +199,7 @@ class WholeRun(MicrobatchRun):
         """What an intercepted model does when training_step calls it; ``function`` is its forward."""
         with torch._C.DisableTorchFunction():
             engine, step = self.engine, self._model_step
-            call = ModelCall(name, len(self._calls), Ambient.capture(engine.device_types))
+            call = ModelCall(name, len(self._calls), Ambient.capture(engine.device_types, engine.thread_locals))
             self._refuse_call(call)
             self._left.notice_all((args, kwargs))
             call.input_home = self._device
@@ -257,7 +258,7 @@ class WholeRun(MicrobatchRun):
         if not call.wants_backward():
             return call.output_gradients([None] * len(call.rows))
         with self._glue_again(call.home):
-            call.run_hooks(self.boundaries.transfer)
+            call.run_hooks(self.boundaries.transfer, self.mode)
             grads, call.grads = call.grads, []
             return call.output_gradients([self._total(call, parts) for parts in grads])
 

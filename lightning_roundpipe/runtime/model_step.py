@@ -100,7 +100,7 @@ class ModelStep(Step):
         """How many samples each microbatch of a call gets."""
         options = self.engine.options
         count, size = options.num_microbatches, options.microbatch_size
-        return microbatch.sizes_of(samples, count, size, len(self.engine.workers))
+        return microbatch.sizes_of(samples, count, size, len(self.engine.workers), self.engine.fewest_samples)
 
     # -- calls of the model, in the whole batch's thread --------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.errors import DeviceOutOfMemory, sizeof
+from lightning_roundpipe.devices.errors import NEW_PROCESS, DeviceOutOfMemory, is_sticky, sizeof
 from lightning_roundpipe.runtime.control import Aborted
 from lightning_roundpipe.runtime.slots import Slot
 
@@ -56,6 +56,23 @@ def add_note(error: BaseException, place: Place) -> None:
             f"{_MARK}{_named(place.device)} held {held or 'nothing'}. Set a smaller microbatch_size (or more "
             "num_microbatches), or a smaller memory_budget, so that stages get smaller."
         )
+
+
+@contextlib.contextmanager
+def remedied() -> Iterator[None]:
+    """Add a note to an exception that passes and after which the process cannot go on."""
+    try:
+        yield
+    except BaseException as error:
+        if is_sticky(error):
+            add_remedy(error)
+        raise
+
+
+def add_remedy(error: BaseException) -> None:
+    """Say of ``error`` that only a new process helps."""
+    if (note := f"{_MARK}{NEW_PROCESS}") not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def add_waiting_note(error: BaseException, slots: Sequence[Slot]) -> None:

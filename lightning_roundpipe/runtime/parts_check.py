@@ -268,6 +268,7 @@ class PartsCheck:
                     if loss is not None:
                         run.weight = weighing.of(run)
                     run.output = detached(output)
+                    engine.host_buffers.settle()
                     runs.append(run)
             joined = join(shown, runs, sizes, weighing, mixes=True)
             shown.spread = len(runs) > 1 and are_spread([run.mode for run in runs], sizes)

@@ -203,7 +203,7 @@ class _RehearsalGlue(GlueMode):
     def __init__(self, engine: Engine, about_to_write: Callable[[nn.Parameter], None]) -> None:
         super().__init__(
             engine.unit_of, lambda p: engine.unit_of[id(p)].read(p), engine.formats, train=True,
-            accelerator=engine.accelerator, devices=engine.devices,
+            accelerator=engine.accelerator, devices=engine.devices, buffers=engine.host_buffers,
         )  # fmt: skip
         self._all, self._about_to_write = engine.unit_of, about_to_write
 

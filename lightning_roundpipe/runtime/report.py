@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.messages import gib, plural, seconds
-from lightning_roundpipe.planning.memory import planned_bytes
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.budget import library_bytes, worker_bytes
+from lightning_roundpipe.runtime.budget import peak_bytes
 from lightning_roundpipe.runtime.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
 
 if TYPE_CHECKING:
@@ -35,7 +34,8 @@ class Report(dict[str, Any]):
             "bubble": f"{self['bubble_pct']:.1f} % of the workers' time without computation, "
             f"{self['stall_pct']:.1f} % waiting for copies",
             "device": f"{gib(max(self['peak_device_bytes']))} at the peak"
-            + (f", {gib(planned)} planned" if planned is not None else ""),
+            + (f", {gib(planned)} planned" if planned is not None else "")
+            + (f", {plural(retries, 'allocation')} tried again" if (retries := sum(self["alloc_retries"])) else ""),
             "host": f"{gib(self['peak_host_bytes'])} at the peak of the process",
             "copies": f"{gib(up)} to the devices, {gib(down)} back",
         }
@@ -55,11 +55,10 @@ def report_of(step: Step) -> Callable[[], Report]:
     engine = step.engine
     recorder, plan, workers, costs = step.recorder, step.plan, len(engine.workers), engine.costs
     started, took = step.started, step.seconds
-    peaks = [d.peak_bytes() for d in engine.devices]
-    limit = worker_bytes(engine.options, engine.devices)
+    peaks, retries = [d.peak_bytes() for d in engine.devices], engine.retries.last
     planned = None
     if plan is not None and costs is not None:
-        planned = planned_bytes(plan, costs, workers, limit) + library_bytes(engine.devices)
+        planned = peak_bytes(plan, costs, engine.options, engine.devices)
     # Only rows are kept: the step itself holds every boundary tensor.
     slots = [
         {
@@ -91,6 +90,7 @@ def report_of(step: Step) -> Callable[[], Report]:
                 "weights_bytes_uploaded_total": total,
                 "peak_device_bytes": peaks,
                 "planned_device_bytes": planned,
+                "alloc_retries": retries,
                 "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "bubble_pct": bubble_percent(rows, workers),
                 "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
-from lightning_roundpipe.runtime.arguments import flatten_call, refuse_caches
+from lightning_roundpipe.runtime.arguments import flatten_call, is_cache, refuse_caches
 from lightning_roundpipe.runtime.belongings import Spot
 from lightning_roundpipe.runtime.boundary import Boundaries, HostCopy
 from lightning_roundpipe.runtime.call import Call, Forward
@@ -40,6 +40,7 @@ from lightning_roundpipe.runtime.logs import LogRecorder
 from lightning_roundpipe.runtime.microbatch import detached, loss_of, seed_of
 from lightning_roundpipe.runtime.notes import Place, noted
 from lightning_roundpipe.runtime.overlaps import Watched
+from lightning_roundpipe.runtime.recomputed import is_checked
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.segments import Segments
 from lightning_roundpipe.runtime.slots import Slot, Slots
@@ -72,7 +73,8 @@ class MicrobatchRun:
         self._step, self.engine, self._control = step, (engine := step.engine), step.control
         self.mode = GlueMode(
             engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
-            kept=self.kept, devices=engine.devices,
+            kept=self.kept, devices=engine.devices, aside=self.segments.paused,
+            buffers=engine.host_buffers,
         )  # fmt: skip
         self.logs = LogRecorder(engine.devices, self.mode.counts.behind)
         self.started = Waiter()
@@ -183,6 +185,8 @@ class MicrobatchRun:
             self._enter_glue()
             if self.learning:
                 learn(call, traced, forward, self.trace.crossing, taped=entry is not None)
+                if call.tentative and layer.reaches_out:
+                    traced.can_tape = traced.needs_grad_mode = True
             output, taped = hand_back(call, entry, traced, forward, args, kwargs, self._watched)
             if call.measure:
                 self._gauge = Gauge(self._device, ())
@@ -212,12 +216,14 @@ class MicrobatchRun:
         leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
         leaves = self.mode.stand_ins(leaves, (args, kwargs))
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        ambient = Ambient.capture(self.engine.device_types)
+        ambient = Ambient.capture(self.engine.device_types, self.engine.thread_locals)
         trainable = layer.trainable()
         if self.kept is not None and not self.learning:
             self.kept.belongings.refuse_new(layer, state, trainable)
-        can_tape = ambient.grad and (any(requires_grad) or any(trainable))
-        taped = can_tape if self.learning else can_tape and traced.taped
+        can_tape = ambient.grad and (any(requires_grad) or any(trainable) or bool(layer.reaches_out))
+        bare = ambient.grad and not can_tape
+        tentative = bare and self.learning and layer.reaches_out is None and not any(map(is_cache, leaves))
+        taped = can_tape or tentative if self.learning else can_tape and traced.taped
         if can_tape:
             refuse_caches(leaves, layer.name)
         if self.learning:
@@ -231,6 +237,7 @@ class MicrobatchRun:
             index, layer, self.index, spec, leaves, requires_grad, trainable, ambient, state,
             self._seed_of(layer), contextvars.copy_context(), list(leaves),
             learning=self.learning, may_mutate=None if self.learning else traced.mutates,
+            bare=bare, tentative=tentative, lender=self,
         )  # fmt: skip
         return call, self._new_entry(call, traced) if taped else None, traced
 
@@ -267,12 +274,15 @@ class MicrobatchRun:
         call.kept = entry is not None and (fused or held)
         call.recomputed = entry is not None and not fused
         call.measure = self.learning and self.engine.plans
+        call.checked = call.recomputed and is_checked(self._step.number)
         if call.recomputed and self.learning and not (held or self.engine.plans):
             call.precedent = self._foresight.precedent(call)
         alike = call.precedent.alike if call.precedent else False
         call.graph = entry is not None and (fused or traced.needs_grad_mode or (self.learning and not alike))
-        call.probe = entry is not None and (is_to_be_probed(self.engine, traced) or alike is None)
-        call.walk = entry is not None and self.learning and is_to_be_walked(self.engine, traced)
+        call.graph = call.graph or call.bare  # which costs nothing where nothing requires grad
+        sure = entry is not None and not call.tentative
+        call.probe = sure and (is_to_be_probed(self.engine, traced) or alike is None)
+        call.walk = (entry is not None and self.learning and is_to_be_walked(self.engine, traced)) or call.bare
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
         saved = call.saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
         if entry is not None and call.recomputed:
@@ -319,16 +329,30 @@ class MicrobatchRun:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _backward_of_loss(self, loss: Tensor) -> None:
-        """Backward from the loss through the glue behind the last layer [4]."""
-        self._phase = "backward"
+        """Backward from the loss through the glue behind the last layer [4], in which user code may run, too."""
+        self._phase, self.mode.returning = "backward", True
         self.differentiable = loss.requires_grad
         step = self._step
         scale = step.weighing.share(self) * step.engine.formats.scales.of(self, step.version)
         if not loss.requires_grad or not scale:
             return
         seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)
-        with self._noted(), torch._C.DisableTorchFunction(), driven_backward:
-            torch.autograd.backward(loss, torch.full_like(loss, seed), retain_graph=True)
+        with torch._C.DisableTorchFunction():
+            seeded = torch.full_like(loss, seed)
+        with self._noted(), driven_backward.of(loss):
+            torch.autograd.backward(loss, seeded, retain_graph=True)
+
+    def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
+        """The stand-in of ``master`` for a layer on ``device``, in its worker's thread."""
+        self.segments.refuse_late(master)
+        proxy = self.mode.proxies.of(master)
+        return proxy if proxy.device == device else self.mode.proxies.on(proxy, device)
+
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Take a gradient that autograd is about to put into ``master`` itself; see `bypass`."""
+        self.segments.used_unseen(master)
+        self.mode.proxies.passed(master, grad)
+        return True
 
     def _walk_tape(self) -> None:
         """Every call of the tape, deepest first [5]."""
@@ -348,7 +372,7 @@ class MicrobatchRun:
         refuse_hooked_module(entry)
         if entry.hooks:
             with self._glue_again(entry.home):
-                entry.run_hooks(self.boundaries.transfer)
+                entry.run_hooks(self.boundaries.transfer, self.mode)
         if not self._slots.holds(entry.call):
             entry.graph = None
         sent = self._courier.gradients(entry)
@@ -357,7 +381,9 @@ class MicrobatchRun:
         worker, runner, factor = engine.workers[slot.worker], engine.runners[slot.worker], self.mode.proxies.factor
         with noted(lambda: Place(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)):
             self._courier.following(slot, self.tape)
-            grads = worker.run(lambda: runner.backward(slot, entry, self.boundaries, factor, measured), self._control)
+            grads = worker.run(
+                lambda: runner.backward(slot, entry, self.boundaries, factor, self, measured), self._control
+            )
         self._courier.done(entry, sent)
         self._slot, self._last = slot, f"before layer {entry.layer.name!r}"
         if self.learning and entry.found != traced.flags:
@@ -397,4 +423,4 @@ class MicrobatchRun:
                 pushed.append(None if grad is None else self.boundaries.transfer(grad, device, entry.input_home))
         if entry.sink is not None and any(g is not None for g in pushed):
             with self._glue_again(entry.input_home):
-                entry.sink.push(pushed)
+                entry.sink.push(pushed, self.mode)

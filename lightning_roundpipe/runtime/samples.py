@@ -19,6 +19,11 @@ from torch import Tensor
 
 from lightning_roundpipe.messages import plural
 
+
+class NoSamples(ValueError):
+    """Nothing in the batch has a row or an item for each sample."""
+
+
 _REMEDY = "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1."
 
 
@@ -26,7 +31,8 @@ def batch_size(batch: Any) -> int:
     """The number of samples.
 
     Raises:
-        ValueError: it cannot be found, or not be told from other numbers.
+        NoSamples: it cannot be found.
+        ValueError: it cannot be told from other numbers.
     """
     if (listed := listed_samples(batch)) is not None:
         return listed
@@ -38,7 +44,7 @@ def batch_size(batch: Any) -> int:
         return rows[0]
     for items in (*_arrays(batch), *_plain_lists(batch)):
         return len(items)
-    raise ValueError(
+    raise NoSamples(
         f"the size of the batch cannot be found: {type(batch).__name__} holds no tensor with a batch dimension and no "
         f"list. {_REMEDY}"
     )

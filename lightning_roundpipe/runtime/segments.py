@@ -8,20 +8,24 @@ leave ── given back ── [3]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.belongings import Kept, Spot
+from lightning_roundpipe.runtime.bypass import user_of
+from lightning_roundpipe.runtime.control import Priority
 from lightning_roundpipe.runtime.rng import derive
 from lightning_roundpipe.runtime.units import Unit
 from lightning_roundpipe.runtime.versions import Versioned
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.step import Step
+
+T = TypeVar("T")
 
 
 class Segments:
@@ -47,7 +51,8 @@ class Segments:
         self._learning = learning
         self._count = 0
         self._slot = -1
-        self._locked = self._draws = False
+        self._spot: Spot | None = None
+        self._locked = self._draws = self._returning = False
         self._around = contextlib.ExitStack()
 
     def enter(self, slot: int, spot: Spot | None, device: Device | None, what: str, *, astray: bool) -> None:
@@ -63,7 +68,7 @@ class Segments:
         engine, step = self._step.engine, self._step
         for unit in engine.read_by_glue:
             unit.wait(step.version, step.control)  # [1]
-        self._slot = slot
+        self._slot, self._spot, self._returning = slot, spot, spot is None
         self._take_lock()  # [2]
         self._around.callback(self._give_lock)
         if self.kept is not None:
@@ -96,9 +101,49 @@ class Segments:
         """What glue reads, where it reads a master itself: the weights that the step computes with."""
         step = self._step
         unit = step.engine.unit_of[id(master)]
+        if self._too_late_for(unit):
+            raise RoundPipeError(
+                f"code that runs in backward reads parameter {step.engine.name_of(master)!r}, which no earlier batch "
+                "read between layers, while the optimizer may be changing it. Let it read it from the first batch on."
+            )
         self.read.add(unit)
         self.wait_for(unit, step.version)
         return unit.read(master)
+
+    def _too_late_for(self, unit: Unit) -> bool:
+        """Whether ``unit`` may be updated before the microbatch has ended, because no code was known to read it."""
+        return self._returning and self._step.overlaps and unit not in self._step.engine.read_by_glue
+
+    def refuse_late(self, master: nn.Parameter) -> None:
+        """A layer computes with ``master``, which is not its own, and whose update nobody has waited for."""
+        if not self._step.engine.unit_of[id(master)].has(self._step.version):
+            raise RoundPipeError(
+                f"a layer computes with parameter {self._step.engine.name_of(master)!r} of another module, which it "
+                "did not in the first batch, while the optimizer is changing it. Let it do so from the first batch on."
+            )
+
+    def used_unseen(self, master: nn.Parameter) -> None:
+        """An operation that no mode saw has computed with ``master`` itself, and its gradient is there.
+
+        Raises:
+            RoundPipeError: if that may have had other values than the step computes with, or if hooks of the user's
+                would be called more than once.
+        """
+        step, engine = self._step, self._step.engine
+        unit = engine.unit_of[id(master)]
+        why = ""
+        if unit.read(master) is not master:
+            why = "with staleness=1 or a *-true precision of 16 bits this step computes with a copy of it"
+        elif unit not in engine.read_by_glue and (not step.undisturbed or self._too_late_for(unit)):
+            why = "it did not in the first batch, so it may have read the parameter while the optimizer changed it"
+        elif master._backward_hooks:
+            why = "a hook on the parameter would be called with a part of its gradient"
+        if why:
+            raise RoundPipeError(
+                f"{user_of(master)} uses parameter {engine.name_of(master)!r} itself, by another way than a torch "
+                f"function: {why}. Give it parameter.clone() instead."
+            )
+        self.read.add(unit)
 
     def wait_for(self, what: Versioned, version: int) -> None:
         """Within a piece: wait until ``version`` is there."""
@@ -123,8 +168,38 @@ class Segments:
         finally:
             self._take_lock()
 
+    def paused(self, wait: Callable[[], T]) -> T:
+        """Within a piece: ``wait`` for a device, while other microbatches run user code as they do during a call.
+
+        Those that have come to the same piece stay behind: in ``self.total += loss.item()``, the total is read before
+        the wait and written after it. A piece that draws keeps the lock, as the others that draw would wait for it.
+        """
+        if self._spot is None or self._learning or self._draws or not self._locked:
+            return wait()
+        if self.kept is not None:
+            self.kept.leave(self._spot, learning=False)
+        lock, self._locked = self._step.user_lock, False
+        lock.pause(self._piece)
+        try:
+            result = wait()
+        finally:
+            lock.resume(self._priority, self._step.control, self._piece)
+            self._locked = True
+        if self.kept is not None:
+            self.kept.enter(self._spot, learning=False)
+        return result
+
+    @property
+    def _piece(self) -> Hashable:
+        """What stands for the code of the piece."""
+        return self._kind, self._spot
+
+    @property
+    def _priority(self) -> Priority:
+        return self._step.number, self._slot, self._index
+
     def _take_lock(self) -> None:
-        self._step.user_lock.acquire((self._step.number, self._slot, self._index), self._step.control)
+        self._step.user_lock.acquire(self._priority, self._step.control, self._piece)
         self._locked = True
 
     def _give_lock(self) -> None:

@@ -13,6 +13,8 @@ step behind it, but not the one before: that one ends first, so that its update 
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.ahead import Ahead
 from lightning_roundpipe.runtime.arrivals import Arrivals
-from lightning_roundpipe.runtime.context import Ambient
+from lightning_roundpipe.runtime.context import Ambient, adopt
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.events import Recorder
 from lightning_roundpipe.runtime.gradients import StepGradients
@@ -61,6 +63,7 @@ class Step:
         overlaps: whether its way back may go on when its outputs have been given out.
         started: when, on the clock of ``time.perf_counter()``; or the end of the step before, if that is later.
         seconds: that it took from then on, once it is over.
+        undisturbed: whether no optimizer wrote to masters when it began.
     """
 
     def __init__(
@@ -80,12 +83,13 @@ class Step:
         self.arrivals = Arrivals(engine.units)
         self.seed = seed
         self.sizes, self.cut = sizes, len(sizes) > 1
-        self.ambient = Ambient.capture(engine.device_types)
+        self.ambient = Ambient.capture(engine.device_types, engine.thread_locals)
         self.belongings: Belongings | None = engine.belongings if self.cut and not engine.in_order else None
         self.control: Control = Control(self._failed, before.control if before is not None else None)
         self.user_lock = engine.user_lock
         self.version = engine.updates.wanted if engine.updates is not None else 0
         """Of the weights that the step computes with."""
+        self.undisturbed = engine.undisturbed
         self.slots: list[Slot] = []
         self._sums: dict[tuple[int, int], HostGradients] = {}
         self.weighing = Weighing(sizes, weights)
@@ -95,6 +99,8 @@ class Step:
         self._all_closed = Waiter()
         self._tasks: list[Task[None]] = []
         self.started = time.perf_counter()
+        self.retries = engine.retries.so_far()
+        """Of allocations, before it."""
         self.runs: list[MicrobatchRun] = []
         self.gradients: StepGradients | None = None
         """What its loss hands out, once it is there."""
@@ -139,14 +145,16 @@ class Step:
 
     def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
         crew, given_up = self.engine.crew, False
+        contexts = [contextvars.copy_context() for _ in args]
         with shadowed_log(self.engine.module, self._current_log, several=self.cut):
             if self.belongings is not None:
                 self.belongings.begin()
             try:
-                for index, (run, given) in enumerate(zip(self.runs, args, strict=True)):
+                for index, (run, given, context) in enumerate(zip(self.runs, args, contexts, strict=True)):
                     before = self.runs[index - 1].started if index else None
                     thread = crew.thread(index if together else 0)
-                    self._tasks.append(thread.submit(lambda r=run, g=given, b=before: r.run(function, g, b)))  # type: ignore[misc]
+                    work = functools.partial(context.run, run.run, function, given, before)
+                    self._tasks.append(thread.submit(work))
                     if not together:
                         crew.wait(self._tasks[-1].waiter, self.control)
                         if self.control.failed:
@@ -158,6 +166,7 @@ class Step:
             except BaseException as error:  # a KeyboardInterrupt, most likely, or the watchdog
                 self._fail(error)
                 given_up = True
+            adopt(contexts[-1])
             if self.overlaps and not self.control.failed:
                 return  # the rest is waited for in `drain`
             self._rest(given_up)
@@ -380,6 +389,6 @@ class Step:
         proxies = [run.mode.proxies for run in self.everybody]
         read = set().union(*(run.segments.read for run in self.everybody))
         self.engine.read_by_glue |= read  # another set: microbatches of the next step walk through this one
-        self.arrivals.passed(read)
+        self.arrivals.passed(self.engine.read_by_glue)  # what is read on the way back was seen in an earlier batch
         by_unit = self.arrivals if self.engine.updates is not None else None
         return StepGradients(sums, proxies, factor / self.engine.formats.scales.outside(self.version), by_unit)

@@ -19,12 +19,13 @@ thread, and with it the step. So each call is a node of our own between two piec
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,9 +38,11 @@ from lightning_roundpipe.config import RoundPipeError
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Device
     from lightning_roundpipe.model.attributes import StateDiff
+    from lightning_roundpipe.runtime.buffers import Made
     from lightning_roundpipe.runtime.choices import Choices
     from lightning_roundpipe.runtime.context import Ambient
     from lightning_roundpipe.runtime.inlet import Inlet
+    from lightning_roundpipe.runtime.recomputed import Outcome
     from lightning_roundpipe.runtime.sides import Key
     from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -53,19 +56,26 @@ class _Driven:
 
     def __init__(self) -> None:
         self.depth = 0
+        self.root: Any = None
+        """The node that the last of them began with."""
         self._lock = threading.Lock()
 
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def of(self, root: Tensor) -> Iterator[None]:
+        """While it is entered, gradients may reach the tape from ``root``."""
         with self._lock:
             self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self.depth -= 1
+            self.root = root.grad_fn
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.depth -= 1
+                self.root = None
 
 
 driven_backward = _Driven()
-"""Context in which gradients may reach the tape. Enter it with the user-code lock held."""
+"""Says when gradients may reach the tape. Enter it with the user-code lock held."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,15 +133,25 @@ class Joint:
         else:
             parts.append((grad, device))
 
-    def run_hooks(self, transfer: Callable[[Tensor, Device | None, Device | None], Tensor]) -> None:
-        """Call user code's hooks with the whole gradients; ``transfer`` is that of the microbatch's boundaries."""
+    def run_hooks(
+        self,
+        transfer: Callable[[Tensor, Device | None, Device | None], Tensor],
+        mode: contextlib.AbstractContextManager[Any],
+    ) -> None:
+        """Call user code's hooks with the whole gradients.
+
+        Args:
+            transfer: that of the microbatch's boundaries.
+            mode: of user code.
+        """
         for index, hooks in self.hooks.items():
             parts = [transfer(grad, device, self.home) for grad, device in self.grads[index]]
             if not parts:
                 continue
             total = functools.reduce(torch.add, parts)
             for hook in list(hooks.values()):
-                changed = hook(total)
+                with mode:
+                    changed = hook(total)
                 total = total if changed is None else changed
             self.grads[index] = [(total, self.home)]
 
@@ -155,6 +175,7 @@ class Entry(Joint):
         sides: how many tensors left by which side door; they are the last outputs.
         found: per output, whether its recomputation found that it requires grad.
         choices: what its forward chose, to be chosen again.
+        outcome: what its recomputation is compared with, if it is.
     """
 
     call: int
@@ -168,7 +189,7 @@ class Entry(Joint):
     seed: int | None
     context: contextvars.Context
     mutates: frozenset[int] = frozenset()
-    buffers: dict[int, Tensor] = field(default_factory=dict)
+    buffers: dict[int, Made] = field(default_factory=dict)
     given: list[tuple[int, Tensor, int]] = field(default_factory=list)
     graph: tuple[Inlet, list[Tensor]] | None = None
     recomputed: tuple[Inlet, list[Tensor]] | None = None
@@ -177,6 +198,7 @@ class Entry(Joint):
     sides: dict[Key, int] = field(default_factory=dict)
     found: tuple[bool, ...] = ()
     choices: Choices | None = None
+    outcome: Outcome | None = None
 
     @property
     def what(self) -> str:
@@ -216,8 +238,9 @@ class _BoundaryFunction(torch.autograd.Function):
         if not driven_backward.depth:
             _refuse(entry)
         entry.arrivals += 1
-        for index, grad in enumerate(grads):
-            entry.add_grad(index, grad, entry.home)
+        with torch._C.DisableTorchFunction():
+            for index, grad in enumerate(grads):
+                entry.add_grad(index, grad, entry.home)
         return None, None, None, None
 
 
@@ -346,14 +369,15 @@ class Sink:
         with torch.enable_grad():
             self._root: Tensor = _SinkFunction.apply(self, *inputs)  # type: ignore[no-untyped-call]
 
-    def push(self, grads: Sequence[Tensor | None]) -> None:
+    def push(self, grads: Sequence[Tensor | None], mode: contextlib.AbstractContextManager[Any]) -> None:
         """Send ``grads`` (one per input) into the glue. The graph is retained: other calls may reach it too.
 
-        Each goes to where its input lies: a layer takes inputs from the host and from other devices as well.
+        Each goes to where its input lies: a layer takes inputs from the host and from other devices as well. ``mode``
+        is that of user code, some of which runs in backward (checkpoints, functions, hooks).
         """
         self.grads = [g if g is None else g.to(home) for g, home in zip(grads, self._homes, strict=True)]
         try:
-            with driven_backward:
+            with driven_backward.of(self._root), mode:
                 torch.autograd.backward(self._root, retain_graph=True)
         finally:
             self.grads = ()

@@ -15,6 +15,8 @@ from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import NoReturn
 
+import torch
+
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.crossing import Crossed, Crossing
@@ -222,25 +224,27 @@ class Trace:
                     return f"buffer {name!r} of {type(module).__name__} in layer {call.layer.name!r}"
         return None
 
-    def costs(self) -> Costs:
-        """What the calls cost, of the microbatches that were measured."""
-        return Costs(tuple(map(_cost_of, self.calls)))
+    def costs(self, reduce_dtype: torch.dtype | None = None) -> Costs:
+        """What the calls cost, of the microbatches that were measured; gradients travel in ``reduce_dtype``."""
+        return Costs(tuple(_cost_of(call, reduce_dtype) for call in self.calls))
 
 
-def _cost_of(call: TracedCall) -> CallCost:
+def _cost_of(call: TracedCall, reduce_dtype: torch.dtype | None) -> CallCost:
     crossed = call.crossed or Crossed()
+    gradients = GradientLayout(call.layer, dtype=reduce_dtype) if call.taped else None
     return CallCost(
         layer=call.layer.name,
         forward_s=call.forward_s,
         backward_s=call.backward_s,
         weight_bytes=call.layer.nbytes,
-        gradient_bytes=GradientLayout(call.layer).nbytes if call.taped else 0,
+        gradient_bytes=gradients.nbytes if gradients is not None else 0,
         boundary_bytes=call.boundary_bytes,
         activation_bytes=max(call.activation_bytes, call.kept_bytes),
         needs_backward=call.taped,
         kept_bytes=call.kept_bytes,
         forward_bytes=call.kept_bytes if call.needs_grad_mode else call.forward_bytes,
         returning_bytes=call.returning_bytes,
+        reduced_bytes=gradients.travel_nbytes if gradients is not None and gradients.narrowed else None,
         **dataclasses.asdict(crossed),
     )
 

@@ -6,7 +6,7 @@ layer's: the optimizer goes through the layers in forward order, and the next fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from lightning_roundpipe.runtime.versions import Versioned
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.weights import HostLayer
+
+Part = Callable[[nn.Parameter, int, int], None]
+"""Is given a master, and the first and last of its numbers that are there."""
 
 
 class Unit(Versioned):
@@ -49,6 +52,31 @@ class Unit(Versioned):
         self._apart = apart
         self._copies: dict[int, Tensor] = {}
         """Working copies of masters that belong to no layer, by id, once glue has read them."""
+        self._following: list[tuple[int, Part]] = []
+        """Told of each part of a version that is there before the others."""
+
+    # -- versions in parts --------------------------------------------------------------------------------------------
+
+    def when(self, version: int, then: Callable[[], None], part: Part | None = None) -> bool:
+        """See `Versioned.when`. ``part``: called in the same thread with parts of that version that are there sooner,
+        or with some of them."""
+        waits = super().when(version, then)
+        if waits and part is not None:
+            with self._lock:
+                self._following.append((version, part))
+        return waits
+
+    def publish_part(self, version: int, master: nn.Parameter, start: int, end: int) -> None:
+        """Let uploads read the numbers ``start`` to ``end`` of one master; what else reads waits for `publish`."""
+        with self._lock:
+            due = [part for wanted, part in self._following if wanted == version]
+        for part in due:
+            part(master, start, end)
+
+    def publish(self, version: int) -> None:
+        super().publish(version)
+        with self._lock:
+            self._following = [(wanted, part) for wanted, part in self._following if wanted > version]
 
     # -- working copies -----------------------------------------------------------------------------------------------
 
@@ -72,6 +100,14 @@ class Unit(Versioned):
         for master in self.masters if self._copies else ():
             if id(master) in self._copies and (master.requires_grad or not trained_only):
                 self._copies[id(master)].copy_(master.detach())
+
+    def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
+        """Bring the working copies of the numbers ``start`` to ``end`` of one contiguous master up to date."""
+        for layer in self.layers:
+            for flat in layer.flats:
+                flat.refresh_part(master, start, end)
+        if id(master) in self._copies:
+            self._copies[id(master)].view(-1)[start:end].copy_(master.detach().view(-1)[start:end])
 
 
 def units_of(

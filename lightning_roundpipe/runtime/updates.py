@@ -6,6 +6,7 @@
         norms, if they are clipped, and whether all are finite, if they are scaled: nothing is stepped before all are
         known, and all units or none ── [3]   then the first layer goes first
         stepped ── buffers free ── version published ── [4]
+        a large one without clipping by norm: part by part, each as soon as it has arrived ── [6]
     worker: uploads of the next step wait for the version of their own layer ── [5]
 
 A batch is either followed by an optimizer step or accumulated; which one is known when the step is submitted or the
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,6 +34,7 @@ from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
 from lightning_roundpipe.optim.scaling import unscale
 from lightning_roundpipe.optim.shadow import Hyperparameters, Shadow
+from lightning_roundpipe.runtime import sums
 from lightning_roundpipe.runtime.arrivals import Dropped
 from lightning_roundpipe.runtime.control import Control
 from lightning_roundpipe.runtime.gradients import StepGradients
@@ -94,6 +97,14 @@ class _Accumulated:
         self.add(gradients)
         return self.present()
 
+    def part_with_last(self, key: int, gradient: Tensor | None, start: int, end: int) -> Tensor:
+        """`with_last` for the numbers ``start`` to ``end`` of one gradient, of which there is one."""
+        if key not in self._present:
+            assert gradient is not None
+            return gradient
+        total = self._memory[key].view(-1)[start:end]
+        return total if gradient is None else total.add_(gradient)
+
     def present(self) -> dict[int, Tensor]:
         return {key: self._memory[key] for key in self._present}
 
@@ -113,6 +124,7 @@ class Updates:
         units: all of them, in forward order.
         staleness: 0: a step sees all updates before it. 1: all but the last one, which is applied meanwhile.
         scales: what losses are multiplied by.
+        around: entered by the thread for as long as it lives.
 
     Attributes:
         submitted: how many optimizer steps there were.
@@ -120,18 +132,25 @@ class Updates:
         whole: whether all that was submitted has been applied, or is still to be: no update failed or was left out.
     """
 
-    def __init__(self, units: Sequence[Unit], staleness: int = 0, scales: Scales | None = None) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        staleness: int = 0,
+        scales: Scales | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.units = list(units)
         self.staleness = staleness
-        self.submitted = max(unit.version for unit in self.units)  # there may have been another one before
+        self._first = self.submitted = max(unit.version for unit in self.units)  # there may have been another one
         self.torn = self._applying = False
         self.whole = True
         self._controls: list[Control] = []
-        self._thread = TaskThread("roundpipe-optimizer")
+        self._thread = TaskThread("roundpipe-optimizer", around)
         self._error: BaseException | None = None
         self._batch: StepGradients | None = None
         self._accumulated: dict[Unit, _Accumulated] = {unit: _Accumulated() for unit in units}
         self._sizes = {unit: sum(master.numel() for master in unit.masters) for unit in units}
+        self._nbytes = {unit: sum(master.nbytes for master in unit.masters) for unit in units}
         self._shadow: tuple[Optimizer, Shadow] | None = None
         self._scales = scales or Scales()
         self._scales.fix(self.wanted, self.submitted)
@@ -185,6 +204,11 @@ class Updates:
         for unit in self.units:
             mine = {id(master): gradients[id(master)] for master in unit.masters if id(master) in gradients}
             self._accumulated[unit].add(mine)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there was an optimizer step."""
+        return self.submitted > self._first
 
     @property
     def wanted(self) -> int:
@@ -340,7 +364,8 @@ class Updates:
         scaled = self._scales.scale is not None
         if not (clip or scaled):
             for units in arriving:
-                self._apply(step, {unit: self._gather(unit, step) for unit in units})
+                if not (len(units) == 1 and self._apply_parts(step, units[0])):
+                    self._apply(step, {unit: self._gather(unit, step) for unit in units})
             return
         gathered: dict[Unit, dict[int, Tensor]] = {}
         measured: dict[int, Tensor] = {}
@@ -369,9 +394,45 @@ class Updates:
             clamp(list(step.held(gradients).values()), step.clip)
         step.shadow.step(step.hyperparameters, gradients)
         for unit in gathered:
-            self._accumulated[unit].forget()
-            if step.batch is not None:
-                step.batch.let_go(unit)
             if not self.staleness:
                 unit.refresh(trained_only=True)
-                unit.publish(step.number)
+            self._finish(step, unit)
+
+    def _apply_parts(self, step: _Step, unit: Unit) -> bool:
+        """Step a large unit part by part, while the next ones arrive and those before are uploaded [6].
+
+        Returns:
+            False if it has to be stepped as a whole: it is small, nothing is on its way, user code has added to its
+            gradients, or the optimizer's kernel cannot be given parts. Then nothing has been done.
+        """
+        batch, values, accumulated = step.batch, step.hyperparameters, self._accumulated[unit]
+        if batch is None or self._nbytes[unit] < sums.STREAMED or (found := batch.sums_by_master(unit)) is None:
+            return False
+        keys = [key for key in dict.fromkeys((*found, *accumulated.present())) if key in values.group_of]
+        if not step.shadow.steps_parts(values, keys):
+            return False
+        self._applying = True
+        masters = {id(master): master for master in unit.masters}
+        for key in keys:
+            master = masters[key]
+            length = sums.PART // master.itemsize
+            for start in range(0, master.numel(), length):
+                end = min(start + length, master.numel())
+                last = batch.take_part(found[key], key, start, end) if key in found else None
+                gradient = accumulated.part_with_last(key, last, start, end)
+                if step.clip is not None:
+                    clamp([gradient], step.clip)
+                step.shadow.step_part(values, key, gradient, start, end)
+                if not self.staleness:
+                    unit.refresh_part(master, start, end)
+                    unit.publish_part(step.number, master, start, end)
+        self._finish(step, unit)
+        return True
+
+    def _finish(self, step: _Step, unit: Unit) -> None:
+        """It has been stepped, and its working copies are up to date."""
+        self._accumulated[unit].forget()
+        if step.batch is not None:
+            step.batch.let_go(unit)
+        if not self.staleness:
+            unit.publish(step.number)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lightning_roundpipe.devices import Device, Stream
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
+from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.flats import Flat, Segment, aligned
 from lightning_roundpipe.runtime.formats import Formats, widen
 from lightning_roundpipe.runtime.units import Unit
@@ -63,6 +64,8 @@ class HostLayer:
         self.name = name
         self.module = module
         self.state = ModuleState(name, module)
+        self.buffers = HostBuffers()
+        """All layers' in common, where there are several."""
         self.mutable_buffers: dict[int, tuple[nn.Module, str]] = {}
         """Which of the layer's buffers its forward changes, as far as it has been seen: module and name by position."""
         self.caches_parametrizations = False
@@ -70,6 +73,10 @@ class HostLayer:
         """Positions of masters whose copies the forward writes to without changing them, as far as it has been seen."""
         self.overwrites: dict[int, frozenset[int]] = {}
         """Inputs that the forward writes to in inference mode, as it was first seen, by how many it was given."""
+        self.borrows: list[nn.Parameter] | None = None
+        """Parameters of other modules that its code computes with; None: it has not run yet."""
+        self.reaches_out: bool | None = None
+        """Whether gradients leave it by another way than its arguments; None: it has not run in training yet."""
         self.chooses: bool | None = False
         """Whether its forward makes choices that its recomputation has to make again, as far as it has been seen. None:
         its recomputation makes others."""
@@ -198,14 +205,43 @@ class HostLayer:
     def trainable(self) -> list[bool]:
         return [p.requires_grad for p in self.masters]
 
-    def upload(self, stream: Stream, segment: Tensor) -> None:
-        """Enqueue the copy of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena."""
+    def upload(self, stream: Stream, segment: Tensor, sent: Sequence[tuple[int, int]] = ()) -> None:
+        """Enqueue the copy of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena.
+
+        Args:
+            stream: that copies.
+            segment: where to.
+            sent: first and last byte of what `upload_part` has sent, in order.
+        """
         base = 0
         for flat in self.flats:
-            flat.upload(stream, segment[base : base + flat.nbytes])
+            part = segment[base : base + flat.nbytes]
+            for start, end in _left(base, base + flat.nbytes, sent):
+                flat.upload(stream, part, start - base, end - base)
             base += flat.nbytes
         for master, place in zip(self.tied, self._tied_places, strict=True):
-            stream.copy(place.view(segment), self.read(master))
+            if _left(place.offset, place.offset + place.nbytes, sent):
+                stream.copy(place.view(segment), self.read(master))
+
+    def upload_part(
+        self, stream: Stream, segment: Tensor, master: nn.Parameter, start: int, end: int
+    ) -> tuple[int, int] | None:
+        """Enqueue the copy of the numbers ``start`` to ``end`` of one contiguous master, if the layer has it.
+
+        Returns:
+            First and last byte of them in ``segment``, with the gap behind the last one.
+        """
+        base, gap = 0, end == master.numel()
+        for flat in self.flats:
+            if (span := flat.span_of(master, start, end)) is not None:
+                flat.upload(stream, segment[base : base + flat.nbytes], *span)
+                return base + span[0], base + (aligned(span[1]) if gap else span[1])
+            base += flat.nbytes
+        for mine, place in zip(self.tied, self._tied_places, strict=True):
+            if mine is master:
+                stream.copy(place.view(segment).view(-1)[start:end], self.read(master).view(-1)[start:end])
+                return place.offset + start * place.dtype.itemsize, place.offset + end * place.dtype.itemsize
+        return None
 
     def read(self, master: nn.Parameter) -> Tensor:
         """What one of the masters is computed with; what travels may be rounded."""
@@ -227,9 +263,10 @@ def host_layers(
     owned: dict[int, tuple[Flat, int]] = {}
     portion = max(_LEAST_PORTION, sum(p.nbytes for m in modules.values() for p in m.parameters()) // _PORTIONS)
     layers: list[HostLayer] = []
-    left = 0
+    left, buffers = 0, HostBuffers()
     for name, module in modules.items():
         layers.append(HostLayer(len(layers), name, module, device, owned, formats, apart=apart, mapped=mapped))
+        layers[-1].buffers = buffers
         left += layers[-1].nbytes
         if left >= portion:
             give_back()
@@ -265,3 +302,13 @@ def _by_trainable(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], l
 
 def _moved(segment: Segment, base: int) -> Segment:
     return dataclasses.replace(segment, offset=base + segment.offset)
+
+
+def _left(start: int, end: int, sent: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of the bytes ``start`` to ``end`` is not in ``sent``."""
+    left = []
+    for first, last in sorted(sent):
+        if first > start and start < end:
+            left.append((start, min(first, end)))
+        start = max(start, last)
+    return [*left, (start, end)] if start < end else left

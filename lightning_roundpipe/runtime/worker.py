@@ -11,11 +11,12 @@ What may be asked for when is decided by turns (`slots`).
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
@@ -33,7 +34,49 @@ from lightning_roundpipe.runtime.weights import HostLayer
 T = TypeVar("T")
 
 IN_FLIGHT = 2
-"""Calls that the host may enqueue on a device before the first of them is done. More would pile up boundaries there."""
+"""Calls that the host may enqueue on a device before the first of them is done, whatever they hold."""
+
+
+class InFlight:
+    """Calls that the host has enqueued on a device, oldest first, and the tensors that each keeps until it is done.
+
+    Attributes:
+        nbytes: of their tensors' storages, each once.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._calls: deque[tuple[Event, list[Tensor]]] = deque()
+        self._holders = Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def oldest(self) -> Event:
+        """The end of the first call."""
+        return self._calls[0][0]
+
+    def add(self, end: Event, tensors: list[Tensor]) -> None:
+        """``tensors`` belong to what is enqueued up to ``end``."""
+        self._calls.append((end, tensors))
+        for storage in _storages(tensors):
+            self._holders[storage._cdata] += 1
+            if self._holders[storage._cdata] == 1:
+                self.nbytes += storage.nbytes()
+
+    def land(self) -> None:
+        """The first call is done."""
+        _, tensors = self._calls.popleft()
+        for storage in _storages(tensors):
+            self._holders[storage._cdata] -= 1
+            if not self._holders[storage._cdata]:
+                del self._holders[storage._cdata]
+                self.nbytes -= storage.nbytes()
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
 
 
 class Arena:
@@ -93,11 +136,18 @@ class Worker:
         self._replicas: dict[int, tuple[Replica, Buffers]] = {}
         self._device_gradients: dict[int, DeviceGradients] = {}
         self._segments: dict[int, Tensor] = {}
-        self._in_flight: deque[tuple[Event, Any]] = deque()
+        self.lead = 0
+        """Bytes of calls that may be in flight."""
+        self._in_flight = InFlight()
         self.thread = TaskThread(f"roundpipe-worker{self.index}", device.activate)
-        self._warming: Task[None] | None = self.thread.submit(device.warm_up)
+        self._warming: Task[None] | None = None
+        self.warm_up()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Let the device warm up before anything else is run."""
+        self._warming = self.thread.submit(self.device.warm_up)
 
     def run(self, function: Callable[[], T], control: Control) -> T:
         """Run ``function`` on the worker's thread and wait for its result; its exceptions are raised here."""
@@ -146,15 +196,16 @@ class Worker:
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def reserve(self, weights: int, gradients: int, room: int | None = 0) -> None:
+    def reserve(self, weights: int, gradients: int, room: int | None = 0, lead: int = 0) -> None:
         """Make the arenas as large as the largest stage needs (bytes). Drained.
 
         Args:
             weights: of that stage.
             gradients: of that stage.
             room: what the budget leaves beside all that the plan needs; None: no limit.
+            lead: what it leaves for calls in flight beside that.
         """
-        self.room.limit = room
+        self.room.limit, self.lead = room, lead
         needed = [(arena, weights) for arena in self.weights]
         needed += [(arena, gradients) for arena in self.gradients if gradients]
         growing = [(arena, nbytes) for arena, nbytes in needed if not arena.has(nbytes)]
@@ -178,34 +229,34 @@ class Worker:
         if arena.free is not None:
             stream.wait(arena.free)
         for layer, segment in zip(slot.layers, arena.cut(layer.nbytes for layer in slot.layers), strict=True):
-            waiter = Waiter()
-            later = functools.partial(self._upload_later, slot, layer, segment, waiter)
-            if layer.unit.when(slot.version, later):
-                slot.awaited[layer.index] = waiter
+            later = _LaterUpload(self, slot, layer, segment)
+            if layer.unit.when(slot.version, later.finish, later.part):
+                slot.awaited[layer.index] = later.waiter
             else:
-                self._upload(slot, layer, segment)
+                self.upload(slot, layer, segment)
 
-    def _upload(self, slot: Slot, layer: HostLayer, segment: Tensor) -> None:
+    def upload(
+        self, slot: Slot, layer: HostLayer, segment: Tensor, begun: Event | None = None,
+        sent: Sequence[tuple[int, int]] = (),
+    ) -> None:  # fmt: skip
+        """Enqueue the upload of a layer's weights, or of what is left of it.
+
+        Args:
+            slot: that they are for.
+            layer: whose.
+            segment: of the slot's arena.
+            begun: when that began, if some were sent already.
+            sent: which; see `HostLayer.upload`.
+        """
         stream = self.device.weights_up
-        start = stream.record(timed=True)
-        layer.upload(stream, segment)
+        start = begun or stream.record(timed=True)
+        layer.upload(stream, segment, sent)
         end = stream.record(timed=True)
         slot.uploaded[layer.index] = end
         where = Where(slot.index, slot.phase, -1, layer.name)
         slot.recorder.add("upload_weights", self.index, start, end, -1, layer.nbytes, where)
         if slot.arrivals is not None:
             slot.arrivals.uploading(layer.unit, end)
-
-    def _upload_later(self, slot: Slot, layer: HostLayer, segment: Tensor, waiter: Waiter) -> None:
-        """On the optimizer's thread."""
-        try:
-            with slot.uploading:
-                if not slot.cancelled and not slot.control.failed:
-                    with self.device.activate():
-                        self._upload(slot, layer, segment)
-        except BaseException as error:
-            slot.control.fail(error)
-        waiter.wake()
 
     def cancel(self, slot: Slot) -> None:
         """Take back `prepare`: the slot will not come. The next upload is in the same stream, so behind this one's."""
@@ -248,7 +299,7 @@ class Worker:
             stream.wait(arena.free)
         for (call, host), segment in zip(sums.items(), arena.cut(s.layout.nbytes for s in sums.values()), strict=True):
             gradients = self._device_gradients[call] = DeviceGradients(host, segment)
-            if any(host.present):
+            if any(gradients.present):
                 if host.arrived is not None:
                     stream.wait(host.arrived)
                 start = stream.record(timed=True)
@@ -264,7 +315,7 @@ class Worker:
             self.device.compute.wait(self._upload_of(slot, layer))
         done = self.device.compute.record()
         if self._device_gradients:
-            self._send_gradients(slot, done)
+            self._send_gradients(slot)
         assert slot.arena is not None
         arena = self.weights[slot.arena]
         arena.free = done
@@ -274,9 +325,11 @@ class Worker:
         self._segments = {}
         slot.close()
 
-    def _send_gradients(self, slot: Slot, done: Event) -> None:
+    def _send_gradients(self, slot: Slot) -> None:
         stream = self.device.gradients_down
-        stream.wait(done)
+        for gradients in self._device_gradients.values():
+            gradients.narrow()
+        stream.wait(self.device.compute.record())
         for call, gradients in self._device_gradients.items():
             if not any(gradients.present):
                 continue
@@ -285,7 +338,7 @@ class Worker:
             gradients.download(stream)
             end = stream.record(timed=True)
             where = Where(slot.index, slot.phase, call, gradients.host.layer.name)
-            nbytes = gradients.host.layout.nbytes
+            nbytes = gradients.host.layout.travel_nbytes
             slot.recorder.add("download_gradients", self.index, start, end, -1, nbytes, where)
         arena = self.gradients[self._gradient_turn]
         if arena.buffer is not None:
@@ -307,7 +360,7 @@ class Worker:
         known = self._replicas.get(layer.index)
         if known is None:
             replica = Replica(layer.module, self.device.torch_device, layer.state, layer.rounded)
-            known = self._replicas[layer.index] = (replica, Buffers(layer, replica))
+            known = self._replicas[layer.index] = replica, Buffers(layer, replica, self.device)
         return known
 
     def _whole(self, slot: Slot, layer: HostLayer, position: int) -> Tensor:
@@ -354,14 +407,19 @@ class Worker:
         return any(arena.contains(tensor) for arena in (*self.weights, *self.gradients))
 
     def retire(self, *tensors: Any) -> None:
-        """Keep ``tensors`` until the compute enqueued so far is done, and do not let the host run too far ahead."""
-        self._in_flight.append((self.device.compute.record(), tensors))
-        while self._in_flight and self._in_flight[0][0].done():
-            self._in_flight.popleft()
-        while len(self._in_flight) > IN_FLIGHT:
+        """Keep ``tensors`` until the compute enqueued so far is done, and do not let the host run too far ahead.
+
+        Each call that is enqueued adds boundary tensors to what the device holds. So there are `IN_FLIGHT` calls, or as
+        many more as the plan has left memory for.
+        """
+        flying = self._in_flight
+        flying.add(self.device.compute.record(), _flat(tensors))
+        while flying and flying.oldest.done():
+            flying.land()
+        while len(flying) > IN_FLIGHT and flying.nbytes > self.lead:
             # Before its tensors go, and not after.
-            self._in_flight[0][0].wait()
-            self._in_flight.popleft()
+            flying.oldest.wait()
+            flying.land()
 
     def release(self) -> None:
         """Give the arenas back: other sizes are needed. Drained."""
@@ -376,10 +434,80 @@ class Worker:
         self._replicas.clear()
         self._device_gradients.clear()
         self._segments.clear()
-        self._in_flight.clear()
+        self._in_flight = InFlight()
 
     def abandon(self) -> None:
         """After a failure, when the device is at rest: what was enqueued on the arenas will not happen any more."""
         self.forget()
         for arena in (*self.weights, *self.gradients):
             arena.free = None
+
+
+def _flat(nested: Iterable[Any]) -> list[Tensor]:
+    """The tensors in lists, and in lists in lists."""
+    found: list[Tensor] = []
+    for item in nested:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found += _flat(item)
+    return found
+
+
+class _LaterUpload:
+    """The upload of a layer that is still being updated. The optimizer's thread enqueues it, with parts of the weights
+    as soon as they are there, if they are updated in parts.
+
+    Args:
+        worker: that the weights go to.
+        slot: that they are for.
+        layer: whose.
+        segment: of the slot's arena.
+    """
+
+    def __init__(self, worker: Worker, slot: Slot, layer: HostLayer, segment: Tensor) -> None:
+        self._worker, self._slot, self._layer, self._segment = worker, slot, layer, segment
+        self._begun: Event | None = None
+        self._sent: list[tuple[int, int]] = []
+        self.waiter = Waiter()
+        """Woken when all of it is enqueued."""
+
+    def part(self, master: nn.Parameter, start: int, end: int) -> None:
+        """The numbers ``start`` to ``end`` of ``master`` are there."""
+
+        def enqueue() -> None:
+            stream = self._worker.device.weights_up
+            begun = self._begun or stream.record(timed=True)
+            if (span := self._layer.upload_part(stream, self._segment, master, start, end)) is not None:
+                self._begun = begun
+                self._sent.append(span)
+
+        self._enqueue(enqueue)
+
+    def finish(self) -> None:
+        """All weights are there."""
+        self._enqueue(
+            lambda: self._worker.upload(self._slot, self._layer, self._segment, self._begun, _merged(self._sent))
+        )
+        self.waiter.wake()
+
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        slot = self._slot
+        try:
+            with slot.uploading:
+                if not slot.cancelled and not slot.control.failed:
+                    with self._worker.device.activate():
+                        work()
+        except BaseException as error:
+            slot.control.fail(error)
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans, which do not overlap, in order, those that follow each other as one."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], end
+        else:
+            merged.append((start, end))
+    return merged

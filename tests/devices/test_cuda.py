@@ -4,6 +4,7 @@
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ import torch
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Device, DeviceOutOfMemory, StreamAborted, make_devices
+from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -47,6 +49,24 @@ def test_up_compute_down(pair: list[Device]) -> None:
             device.gradients_down.synchronize()
             assert torch.equal(down.view(torch.float32), up.view(torch.float32) * 2)
     assert device.resident_by_purpose()["weights"] == 4 * MIB
+    device.free(arena)
+
+
+def test_a_copy_in_a_thousand_chunks_is_the_whole(pair: list[Device]) -> None:
+    """Each waits for the one before it on another stream, and no thread gives them to the driver."""
+    device, nbytes = pair[0], 64 * MIB
+    up, down, arena = device.host_buffer(nbytes), device.host_buffer(nbytes), device.allocate(nbytes, "weights")
+    before = threading.active_count()
+    up.view(torch.int32).random_()
+    for stream in (device.weights_up, device.gradients_down):
+        assert isinstance(stream, ChunkedCopyStream)
+        stream.bytes_per_second = 0.0
+    device.weights_up.copy(arena, up)
+    device.gradients_down.wait(device.weights_up.record())
+    device.gradients_down.copy(down, arena)
+    device.gradients_down.synchronize()
+    assert torch.equal(up, down)
+    assert threading.active_count() == before
     device.free(arena)
 
 

@@ -5,7 +5,6 @@ That the calls are the right ones only a GPU can tell; ``test_cuda.py`` asks one
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeEvent, FakeStream, play_cuda
-from patience import PATIENCE_S, join, until
 
 from lightning_roundpipe.devices import DeviceOutOfMemory, StreamAborted, cuda, cuda_libraries, cuda_streams
 from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.devices.cuda_feed import FIRST_GUESS, FedEvent, FedStream
-from lightning_roundpipe.devices.wire import LONGEST_WAIT_S
+from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.runtime.worker import IN_FLIGHT, Worker
 
 NEAR_S = 10.0
@@ -36,9 +33,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
 
 
 def fake_of(stream: Stream) -> FakeStream:
-    if isinstance(stream, FedStream):
-        stream.synchronize()  # what it was asked for is with the GPU now
-        stream = stream.fed
+    if isinstance(stream, ChunkedCopyStream):
+        stream = stream._last
     assert isinstance(stream, cuda_streams.CudaStream)
     fake: Any = stream.stream
     assert isinstance(fake, FakeStream)
@@ -86,51 +82,6 @@ def test_what_may_live_on_is_made_of_computes_memory(device: CudaDevice) -> None
     assert [event.stream for event in fake_of(device.activations_up).waited] == [fake_of(device.compute)]
 
 
-class Gated(FakeEvent):
-    """Reached when the test says so; a chunk at a time."""
-
-    reached = threading.Semaphore(0)
-
-    def synchronize(self) -> None:
-        assert self.reached.acquire(timeout=PATIENCE_S)
-
-
-def test_the_gpu_has_two_chunks_at_most(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So activations wait for these two, and for no more, however many were asked for before."""
-    copied: list[tuple[str, int]] = []
-    real = cuda_streams.CudaStream.copy
-
-    def copy(self: cuda_streams.CudaStream, dst: torch.Tensor, src: torch.Tensor) -> None:
-        copied.append((self.name.rpartition("-")[2], src.numel()))
-        real(self, dst, src)
-
-    monkeypatch.setattr(cuda_streams.CudaStream, "copy", copy)
-    monkeypatch.setattr(torch.cuda, "Event", Gated)
-    most = int(FIRST_GUESS * LONGEST_WAIT_S / 2)
-    host, arena = device.host_buffer(4 * most + 7).fill_(3), device.allocate(4 * most + 7, "weights")
-    stream, small = device.weights_up, torch.zeros(8)
-    stream.copy(arena, host)
-    event = stream.record()
-    assert isinstance(event, FedEvent)
-    until(lambda: len(copied) == 2)
-    waiting = threading.Thread(target=device.compute.wait, args=[event])
-    waiting.start()
-    time.sleep(0.05)
-    device.activations_up.copy(small, torch.ones(8))
-    assert not event.done()
-    assert waiting.is_alive(), "there is no event yet that compute could wait for"
-    for _ in range(3):
-        Gated.reached.release()
-    join([waiting])
-    chunk = ("weights_up", most)
-    assert copied == [chunk, chunk, ("activations_up", 8), chunk, chunk, ("weights_up", 7)]
-    assert event.recorded is not None
-    assert fake_of(device.compute).waited[-1] is event.recorded.event
-    assert arena.eq(3).all()
-    monkeypatch.setattr(Gated, "synchronize", lambda self: None)
-    event.wait()
-
-
 def test_a_worker_keeps_what_is_in_flight_until_it_has_waited(
     device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +102,7 @@ def test_a_worker_keeps_what_is_in_flight_until_it_has_waited(
         worker.retire(tensor)
         del tensor
         for _ in range(IN_FLIGHT):
-            worker.retire()
+            worker.retire(torch.zeros(100))
         assert there == [True]
         assert torch.UntypedStorage._expired(storage)
     finally:
@@ -243,12 +194,11 @@ def test_abort_reset_and_close(device: CudaDevice) -> None:
             call()
     with pytest.raises(StreamAborted), device.permit():
         pass
-    fed = device.weights_up
-    assert isinstance(fed, FedStream)
-    up: Any = fed.fed.stream
-    up.busy = True
+    lanes = [lane.stream for stream in (device.weights_up, device.gradients_down) for lane in stream.lanes]
+    for lane in lanes:
+        lane.busy = True
     device.reset()
-    assert not up.busy, "reset must wait for what the GPU still does"
+    assert not any(lane.busy for lane in lanes), "reset must wait for what the GPU still does"
     event.wait()
     device.close()
     device.close()
@@ -274,12 +224,14 @@ MIB = 2**20
         ("", 9, 32 * MIB),
         (":4096:8", 8, 32 * MIB),
         (":16:8:4096:1", 9, 4.125 * MIB),
-        ("?", 12, 8.125 * MIB),
+        ("?", 8, 8.125 * MIB),
+        ("", 12, 32 * MIB),
     ],
 )
 def test_what_cublas_keeps(config: str, major: int, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the worker's thread and for autograd's, as torch chooses it."""
+    """For the worker's thread, for autograd's and for those of microbatches that multiply, as torch chooses it."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     properties = SimpleNamespace(major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert cuda_libraries.library_bytes(torch.device("cuda", 0)) == 2 * expected
+    assert cuda_libraries.library_bytes(torch.device("cuda", 0), 0) == 2 * expected
+    assert cuda_libraries.library_bytes(torch.device("cuda", 0), 3) == 5 * expected

@@ -18,6 +18,7 @@ from harness import ours, run
 
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream
+from lightning_roundpipe.runtime import sums, updates
 
 PLAN = "forward 0 1-3; fused 4-5; backward 2-3 0-1; round 2"
 PLANS = {"llama": (6, PLAN), "vit": (6, PLAN), "gpt2": (7, PLAN.replace("4-5", "4-6"))}
@@ -88,6 +89,27 @@ def test_a_model_with_everything(name: str) -> None:
     assert_no_races(found)
 
 
+def test_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of which a thread asks the driver, behind those that have been asked for."""
+    with races(shared=True) as found, monkeypatch.context() as patch:  # which is undone before the other's
+        patch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+        stress.train(CASES["overlapping"])
+    assert_no_races(found)
+
+
+@pytest.mark.parametrize("options", [{"reduce_dtype": "bfloat16"}, {}], ids=["narrowed", "in parts"])
+def test_gradients_that_are_narrowed_or_in_parts(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrowing makes and reads memory of the compute stream; parts of weights go up from the optimizer's thread."""
+    monkeypatch.setattr(sums, "LEAST", 4)
+    if not options:
+        monkeypatch.setattr(sums, "STREAMED", 1)
+        monkeypatch.setattr(sums, "PART", 64)
+        monkeypatch.setattr(updates, "PIECE", 0)
+    with races(shared=True) as found:
+        stress.train(CASES["overlapping"], **options)
+    assert_no_races(found)
+
+
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_with_evaluation(staleness: int) -> None:
     """Whole, and in parts, between steps."""
@@ -142,13 +164,15 @@ WAITS = [
     ("activations_up", "activations_down"),  # for what comes from another worker
     ("activations_down", "compute"),  # for outputs and gradients
     ("gradients_down", "compute"),  # for the gradients of a slot
+    ("weights_up", "weights_up"),  # for the chunk before, on the other one of two streams
+    ("gradients_down", "gradients_down"),  # likewise
 ]
 """A stream, and what it waits for: each of these waits is needed by something."""
 
 
 @pytest.mark.parametrize(
     ("waits", "of"),
-    [pytest.param(*pair, marks=() if i in (2, 6, 8) else pytest.mark.slow) for i, pair in enumerate(WAITS)],
+    [pytest.param(*pair, marks=() if i in (2, 6, 8, 10) else pytest.mark.slow) for i, pair in enumerate(WAITS)],
 )
 def test_a_missing_wait_shows(waits: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with races() as found:

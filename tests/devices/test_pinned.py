@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import random
 import warnings
 from collections.abc import Iterator
@@ -90,6 +91,22 @@ def test_falls_back_with_one_warning(cudart: FakeCudart) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pinned.host_buffer(100, "auto").shape == (100,)
+
+
+@pytest.mark.parametrize(
+    ("system", "remedy"),
+    [("6.8.0-generic", "docker run --memory"), ("5.15.90.1-microsoft-standard-WSL2", ".wslconfig")],
+)
+def test_the_warning_says_what_helps(
+    system: str, remedy: str, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What CUDA pins is not counted as locked memory, whose limit is the usual suspect."""
+    monkeypatch.setattr(platform, "release", lambda: system)
+    cudart.error = 2
+    with pytest.warns(UserWarning, match=r"^roundpipe: .*GiB of host memory are free") as caught:
+        pinned.host_buffer(100, "auto")
+    assert remedy in str(caught[0].message)
+    assert "ulimit" not in str(caught[0].message)
 
 
 def test_on_means_on_and_off_means_off(cudart: FakeCudart) -> None:

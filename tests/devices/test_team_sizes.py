@@ -17,6 +17,7 @@ import zoo
 from harness import ours, run
 
 from lightning_roundpipe.devices import teams
+from lightning_roundpipe.runtime.updates import Updates
 
 linux = pytest.mark.skipif(teams._openmp() is None, reason="torch's OpenMP is not GNU's, which tells a thread's team")
 
@@ -139,6 +140,67 @@ def test_who_leaves_first_does_not_end_it_for_others(monkeypatch: pytest.MonkeyP
     assert torch.get_num_threads() == 1
     other.__exit__(None, None, None)
     assert torch.get_num_threads() == 2
+
+
+needs_openmp = pytest.mark.skipif(teams._torch_cpu() is None, reason="torch's OpenMP is looked for on Linux")
+
+
+@needs_openmp
+@pytest.mark.parametrize(
+    ("cores", "others", "told", "size"), [(8, 1, 8, 7), (8, 3, 8, 5), (8, 3, 2, 2), (2, 8, 2, 1), (1, 1, 1, 1)]
+)
+def test_a_thread_leaves_cores_to_others(
+    cores: int, others: int, told: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teams, "cores", lambda: cores)
+    torch.set_num_threads(told)
+    seen: list[int] = []
+
+    def leaves() -> None:
+        with pytest.raises(ZeroDivisionError), teams.leaving(others):
+            seen.append(torch.get_num_threads())
+            teams.disband()
+            seen.append(torch.get_num_threads())
+            raise ZeroDivisionError
+        seen.append(torch.get_num_threads())
+
+    for function in (leaves, lambda: seen.append(torch.get_num_threads())):
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+    assert seen == [size, size, told, told], "within, without a team, afterwards, and in a new thread"
+    assert torch.get_num_threads() == told
+
+
+SIZES: dict[str, set[int]] = {}
+
+
+class Sized(zoo.PlainClassifier):
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+        SIZES.setdefault("glue", set()).add(torch.get_num_threads())
+        return super().training_step(batch, batch_idx)
+
+
+@needs_openmp
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_optimizer_leaves_a_core_to_each_gpu(
+    workers: int, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not it is used. On emulated devices, see above."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(teams, "cores", lambda: 5)
+    torch.set_num_threads(4)
+    SIZES.clear()
+    real = Updates._apply
+
+    def apply(self: Updates, *args: Any) -> None:
+        SIZES.setdefault(threading.current_thread().name, set()).add(torch.get_num_threads())
+        real(self, *args)
+
+    monkeypatch.setattr(Updates, "_apply", apply)
+    run(ours(num_microbatches=2), Sized(zoo.MLP()), zoo.make_batches("mlp"), devices=workers, watch=False)
+    assert SIZES.items() == {"glue": {4}, "roundpipe-optimizer": {3}}.items()
+    assert torch.get_num_threads() == 4
 
 
 class Fails(zoo.PlainClassifier):

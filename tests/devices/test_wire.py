@@ -101,12 +101,3 @@ def test_chunks_are_the_whole(nbytes: int) -> None:
 def test_what_is_not_contiguous_goes_whole() -> None:
     dst, src = torch.zeros(7, 3).t(), torch.randn(3, 7)
     assert [t.shape for pair in wire.chunks(dst, src, 8) for t in pair] == [(3, 7), (3, 7)]
-
-
-def test_a_rate_is_the_best_that_was_seen() -> None:
-    rate = wire.Rate(100.0)
-    rate.observe(50, 1.0)
-    assert rate.bytes_per_second == 100
-    rate.observe(400, 2.0)
-    rate.observe(1, 0.0)
-    assert rate.bytes_per_second == 200

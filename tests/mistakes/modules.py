@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import lightning.pytorch as pl
+import peft
 import torch
 import torch.nn.functional as F
 import zoo
@@ -162,6 +163,38 @@ class _Remembers(zoo.PlainClassifier):
         return F.cross_entropy(logits, batch["y"]), logits
 
 
+@torch.jit.script
+def _added(x: Tensor, bias: Tensor) -> Tensor:
+    return x + bias
+
+
+class _Scripted(zoo.PlainClassifier):
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        logits = _added(self.model(batch["x"]), self.model.head.bias)
+        return F.cross_entropy(logits, batch["y"]), logits
+
+
+class _Steered(zoo.PlainClassifier):
+    """A hook inside a frozen layer adds a trained vector; from the second batch on."""
+
+    def __init__(self) -> None:
+        super().__init__(mlp())
+        self.requires_grad_(False)
+        self.vector = nn.Parameter(torch.ones(zoo.WIDTH))
+        self.model.head.requires_grad_(True)
+
+    def setup(self, stage: str) -> None:
+        inner = self.model.blocks[1].down
+        inner.register_forward_hook(lambda m, inputs, out: out + self.vector if self.global_step else None)
+
+
+def _prefix_tuning(user: User) -> None:
+    module = zoo.make_module("llama")
+    config = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    module.model = peft.get_peft_model(module.model, config)
+    user.fit(module, zoo.make_batches("llama", 1))
+
+
 SECTION = "The module, its optimizer and its loss"
 MODULES = [
     Mistake(
@@ -249,6 +282,30 @@ MODULES = [
             _optimizing(lambda module: copy.deepcopy(module.model).parameters()),
             lambda user: user.fit(trainer={"callbacks": [_AddsParameters()]}),
         ),
+    ),
+    Mistake(
+        SECTION,
+        "an operation that is no torch function (TorchScript, a C++ extension, another thread) takes a parameter, with "
+        "`staleness=1`, with a `*-true` precision of 16 bits, or in a later batch for the first time",
+        "… uses parameter '…' itself, by another way than a torch function",
+        "Give it parameter.clone() instead",
+        (lambda user: user.fit(_Scripted(mlp()), trainer={"precision": "bf16-true"}),),
+    ),
+    Mistake(
+        SECTION,
+        "a frozen layer computes with a trained parameter of another module (a steering vector), in a later batch for "
+        "the first time",
+        "layer '…', of which nothing is trained, computes with a trained tensor that it has from a hook",
+        "use it from the first batch on",
+        (lambda user: user.fit(_Steered()),),
+        finished=1,
+    ),
+    Mistake(
+        SECTION,
+        "prefix tuning, whose vectors lie in a key-value cache",
+        "layer '…' is called with a DynamicCache in training",
+        "take prompt tuning, P-tuning or adapters instead",
+        (_prefix_tuning,),
     ),
     Mistake(
         SECTION,
@@ -386,7 +443,7 @@ SECTION = "The batch"
 BATCHES = [
     Mistake(
         SECTION,
-        "nothing in the batch says how many samples it has",
+        "several microbatches are asked for, and nothing in the batch says how many samples it has",
         "the size of the batch cannot be found",
         "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1",
         tuple(_batches(batch) for batch in ({"scale": torch.tensor(0.5)}, "text", 3, {})),

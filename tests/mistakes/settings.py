@@ -18,6 +18,12 @@ class LooksAtGradients(zoo.PlainClassifier):
         float(self.model.head.weight.grad.norm())
 
 
+def _with_a_scripted_head() -> zoo.PlainClassifier:
+    module = zoo.make_module("mlp")
+    module.model.head = torch.jit.script(module.model.head)
+    return module
+
+
 SECTION = "Microbatches"
 MICROBATCHES = [
     Mistake(
@@ -79,6 +85,13 @@ PLANS = [
         "layers='…' matches no module of …",
         "Give a module class, a class name or a qualified module name",
         (options(layers=["NoSuchLayer"]), options(layers=["ResidualBlock", "model.blocks.17"])),
+    ),
+    Mistake(
+        SECTION,
+        "`layers` names a module compiled by TorchScript",
+        "layers='…' names a module compiled by TorchScript",
+        "give the LightningModule the module itself",
+        (lambda user: user.fit(_with_a_scripted_head(), layers=["model.head"]),),
     ),
     Mistake(
         SECTION,
@@ -418,6 +431,20 @@ OTHERS = [
     ),
     Mistake(
         SECTION,
+        "`reduce_dtype` is no format for gradients",
+        "reduce_dtype=… is no format that gradients can travel in",
+        "set 'bfloat16' for half the bytes",
+        tuple(options(reduce_dtype=given) for given in ("bf16", "float64", 16, True, torch.int8)),
+    ),
+    Mistake(
+        SECTION,
+        "`reduce_dtype='float16'`, and no loss scale",
+        "reduce_dtype='float16' with precision=…",
+        "Set reduce_dtype='bfloat16'",
+        (lambda user: user.fit(zoo.make_module("mlp"), zoo.make_batches("mlp", 1), reduce_dtype="float16"),),
+    ),
+    Mistake(
+        SECTION,
         "`pin_memory` is none of its values",
         "pin_memory=… must be",
         "'auto', 'on' or 'off'",
@@ -496,14 +523,14 @@ TRAINER = [
         SECTION,
         "a precision that is not supported",
         "precision='…' is not supported by the roundpipe strategy",
-        "use 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
-        (trainer(precision="64-true"),),
+        "use 32-true, 64-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
+        (lambda user: RoundPipePrecision("transformer-engine"),),
     ),
     Mistake(
         SECTION,
         "a precision plugin",
         "plugins=[…(...)] brings a precision plugin",
-        "take it out and set precision= to 32-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
+        "take it out and set precision= to 32-true, 64-true, bf16-mixed, bf16-true, 16-mixed or 16-true",
         (trainer(plugins=[type("Mine", (DoublePrecision,), {})()]),),
     ),
     Mistake(

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_roundpipe.model.lean_loss import LeanHead, chunk_rows, lean_logits, make_lean
+from lightning_roundpipe.model import lean_loss
+from lightning_roundpipe.model.lean_loss import LeanHead, _Chunks, chunk_rows, lean_logits, make_lean
 
 CLASSES, FEATURES = 50, 6
 
@@ -333,3 +334,58 @@ def test_chunks() -> None:
     assert chunk_rows(49_000, 4096, 128_256, trained=False) == 1565
     assert chunk_rows(8, 64, 100_000, trained=False) == 8
     assert chunk_rows(1, 1, 10, trained=True) == 1
+
+
+class Operations(TorchDispatchMode):
+    """Names of all operations but views, and the bytes of what each has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            known = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+            new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and id(leaf) not in known]
+            self.made.append((str(func), sum(leaf.nbytes for leaf in new)))
+        return out
+
+
+def test_products_add_to_the_sums_without_memory_of_their_own() -> None:
+    """As a GPU's kernels do: those of tensors without data stand for them."""
+    features, classes, rows = 2048, 50_000, 256
+    hidden = torch.empty(2 * rows, features, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(classes, features, dtype=torch.bfloat16, device="meta")
+    chunks = _Chunks(hidden, weight, None, [True, True, False])
+    slope = torch.empty(rows, classes, dtype=torch.bfloat16, device="meta")
+    chunks._add(0, hidden[:rows], slope)  # after which is known what the device is able to
+    with Operations() as seen:
+        chunks._add(rows, hidden[rows:], slope)
+    assert seen.made == [("aten.mm.out", 0), ("aten.addmm.dtype_out", 0)]
+
+
+@pytest.mark.parametrize("abilities", [(False, True), (False, False)])
+def test_other_products_give_the_same_sums(monkeypatch: pytest.MonkeyPatch, abilities: tuple[bool, bool]) -> None:
+    """Where torch has no product that adds to an fp32 sum it is made in pieces, and on the CPU of fp32 factors."""
+
+    def mm(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return left.to(out_dtype) @ right.to(out_dtype)
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(12, FEATURES).bfloat16(), torch.randn(CLASSES, FEATURES).bfloat16()
+    slopes = torch.randn(12, CLASSES).bfloat16()
+    monkeypatch.setattr(lean_loss, "_multiplies", lambda device: abilities)
+    monkeypatch.setattr(lean_loss, "PIECE", 7 * FEATURES)
+    chunks = _Chunks(hidden, weight, None, [True, True, False])
+    with monkeypatch.context() as patch:
+        if abilities[1]:
+            real = torch.mm
+            patch.setattr(torch, "mm", lambda *args, **kwargs: (mm if "out_dtype" in kwargs else real)(*args, **kwargs))
+        for start in (0, 5):
+            end = 5 if start == 0 else 12
+            chunks._add(start, hidden[start:end], slopes[start:end])
+    by_hidden, by_weight, _ = chunks.gradients
+    assert by_hidden is not None and by_weight is not None and by_weight.dtype is torch.float32
+    torch.testing.assert_close(by_weight, slopes.float().t() @ hidden.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(by_hidden, slopes @ weight, rtol=1e-2, atol=1e-2)

@@ -256,3 +256,26 @@ def test_without_grad_mode_or_with_it_nothing_is_recorded() -> None:
             grads = [g.requires_grad_(step == 1) for g in gradients(step, masters)]
             assert steps.step(grads) == (0 if step == 2 else len(masters))
     assert all(m.is_leaf and m.requires_grad and m.grad_fn is None for m in masters)
+
+
+@pytest.mark.parametrize(("cls", "options"), DIRECT)
+def test_parts_of_a_parameter_change_no_bit(cls: type[Optimizer], options: dict[str, Any]) -> None:
+    """If they begin at multiples of a cache line; and the counter of steps counts once."""
+    ours, plain = parameters(), parameters()
+    first, second = cls(ours, lr=0.1, **options), cls(plain, lr=0.1, **{"fused": True} | options)
+    shadow = Shadow(first, ours)
+    for step in range(STEPS):
+        grads = gradients(step, ours)
+        plain_step(second, plain, grads)
+        values = Hyperparameters.of(first)
+        with shadow.prepared(values):
+            assert shadow.steps_parts(values, map(id, ours)) == (step > 0), "there is no state to cut yet"
+            for master, grad in zip(ours, grads, strict=True):
+                if not step:
+                    shadow.step(values, {id(master): grad})
+                    continue
+                for start in range(0, grad.numel(), 32):
+                    end = min(start + 32, grad.numel())
+                    shadow.step_part(values, id(master), grad.view(-1)[start:end], start, end)
+    for mine, other in zip(ours, plain, strict=True):
+        assert same_bits(mine.detach(), other.detach()) and same_bits(first.state[mine], second.state[other])

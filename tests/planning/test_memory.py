@@ -8,9 +8,11 @@ from planning.making import call, even
 from lightning_roundpipe.planning import CallCost, Costs, Plan, greedy_partition
 from lightning_roundpipe.planning.memory import (
     Parameters,
+    ahead_bytes,
     device_bytes,
     device_items,
     host_items,
+    lead_within,
     partition_within,
     planned_bytes,
     waiting_bytes,
@@ -129,6 +131,18 @@ def test_what_waits_and_what_is_brought() -> None:
     assert planned_bytes(plan, costs, 2, None) == arenas + 10 + 3 * 12 + 4 + 4 + 12
     alone = Plan.parse("forward none; fused 0-3; backward none; round 4")
     assert planned_bytes(alone, costs, 1, None) == 2 * 400 + 2 * 160 + 40
+
+
+def test_calls_in_flight_get_what_nothing_else_needs() -> None:
+    calls = tuple(call(str(i), input_bytes=4, waiting=i, returning=10 + i, forward_bytes=1) for i in range(4))
+    plan, costs = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 4"), Costs(calls)
+    need, ahead = device_bytes(plan, costs, 2), ahead_bytes(plan, costs, 2)
+    assert ahead > 0
+    for budget, lead in ((None, 50), (need, 0), (need + ahead, 0), (need + ahead + 20, 20), (need + ahead + 90, 50)):
+        assert lead_within(plan, costs, 2, budget, 50) == lead
+        without = planned_bytes(plan, costs, 2, budget)
+        assert planned_bytes(plan, costs, 2, budget, 50) == without + lead
+        assert budget is None or without + lead <= budget
 
 
 def test_the_host_holds_each_number_once() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from planning.making import call, even, timed
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning import batch as batched
 from lightning_roundpipe.planning.anneal import Clock
+from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.idle import find_idle
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, Run, run_steps
@@ -273,6 +276,42 @@ def test_of_the_layers_that_are_there_the_first_is_updated_first() -> None:
     assert updating.step({"layers.0": 60.0, "head": 55.0})[0] == ("head", 55, 75)
 
 
+@pytest.mark.parametrize(
+    ("changes", "piece", "updated", "readable"),
+    [
+        ({}, None, (20, 30), 30),
+        ({}, 2, (12, 22), 14),  # the first piece is there at 12, the last one at 20, and takes 2
+        ({"reduced_bytes": 5}, 2, (20, 30), 22),  # what is added up on the host is there all at once
+        ({}, 10, (20, 30), 30),
+    ],
+)
+def test_pieces_follow_each_other(
+    changes: dict[str, Any], piece: float | None, updated: tuple[float, float], readable: float
+) -> None:
+    """10 bytes of gradients, which came from 10 to 20, are updated at 1 a second; so are 10 of weights uploaded."""
+    costs = Costs((CallCost("a", 1.0, 1.0, 10, 10, 0, 0, needs_backward=True, **changes),))
+    updating = Updating(Updates(1.0, piece_bytes=piece), costs, Links(1.0, 1.0))
+    rows = updating.step({"a": 20.0})
+    assert rows == [("a", *updated)] and updating.published(rows) == {"a": readable}
+    clipped = Updating(Updates(1.0, clipping=True, piece_bytes=piece), costs, Links(1.0, 1.0))
+    rows = clipped.step({"a": 20.0})
+    assert rows == [("a", 20, 30)] and clipped.published(rows) == {"a": 30}
+
+
+@pytest.mark.parametrize("reduced", [None, 5])
+def test_gradients_travel_in_fewer_bytes_and_not_back(reduced: int | None) -> None:
+    """Two rounds of 10 bytes of gradients: the second starts from the sum of the first, or the host adds them up."""
+    costs = Costs((CallCost("a", 1.0, 1.0, 2, 10, 0, 0, needs_backward=True, reduced_bytes=reduced),))
+    plan = Plan.parse("forward none; fused 0; backward none; round 1")
+    run = run_steps(plan, costs, 1, 2, Rules(links=Links(1.0, 1.0)))
+    seconds = {
+        kind: [e.end_s - e.start_s for e in run.events if e.kind == kind]
+        for kind in ("upload_weights", "download_gradients")
+    }
+    assert seconds["upload_weights"] == [2, 2 if reduced else 12]
+    assert seconds["download_gradients"] == [reduced or 10] * 2
+
+
 def test_blocking_updates_run_alone() -> None:
     plan = Plan.parse("forward 0; fused 1; backward 0; round 1; recompute ahead")
     run = run_steps(plan, sized(2), 2, 1, Rules(updates=Updates(1.0, blocking=True)), 2)
@@ -341,3 +380,5 @@ def test_numbers_that_make_no_sense(name: str) -> None:
         Links(0.0, 1.0)
     with pytest.raises(ValueError, match="bytes_per_s=-1"):
         Updates(-1.0)
+    with pytest.raises(ValueError, match="piece_bytes=0"):
+        Updates(1.0, piece_bytes=0)

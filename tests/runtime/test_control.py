@@ -197,6 +197,61 @@ def test_a_failure_wakes_those_who_wait_for_the_lock() -> None:
     lock.release()
 
 
+def test_who_pauses_lets_others_run_but_not_the_same_piece() -> None:
+    lock, control = UserLock(), Control()
+    order: list[str] = []
+
+    def take(name: str, piece: str) -> Callable[[], None]:
+        def run() -> None:
+            lock.acquire((1, int(name[-1])), control, piece)
+            order.append(name)
+            lock.release()
+
+        return run
+
+    lock.acquire((1, 0), control, "a")
+    threads = start(take("same 1", "a"), take("other 2", "b"))
+    until(lambda: len(lock._queue) == 2)
+    lock.pause("a")
+    until(lambda: order == ["other 2"])
+    threads += start(take("same 3", "a"), take("other 4", "b"))
+    until(lambda: order == ["other 2", "other 4"] and len(lock._queue) == 2)
+    lock.resume((1, 0), control, "a")
+    order.append("resumed")
+    lock.release()
+    join(threads)
+    assert order == ["other 2", "other 4", "resumed", "same 1", "same 3"]
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_who_fails_in_a_pause_holds_nobody_up(idle: bool) -> None:
+    """A step behind it waits for the same piece."""
+    failing, other, lock = Control(), Control(), UserLock()
+    done: list[bool] = []
+
+    def take() -> None:
+        lock.acquire((2, 0), other, "a")
+        done.append(True)
+        lock.release()
+
+    lock.acquire((1, 0), failing, "a")
+    lock.pause("a")
+    threads = start(take)
+    until(lambda: len(lock._queue) == 1)
+    if not idle:
+        lock.acquire((2, 1), other, "b")
+    failing.fail(ValueError())
+    if not idle:
+        with pytest.raises(Aborted):
+            lock.resume((1, 0), failing, "a")
+        lock.release()
+    else:
+        lock.resume((1, 0), failing, "a")  # which is free
+        lock.release()
+    join(threads)
+    assert done == [True]
+
+
 def test_steps_that_share_the_lock_fail_alone() -> None:
     """Who leaves is not given the lock, or gives it on; who is of another step waits on."""
     failing, other = Control(), Control()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime import bringing, glue
+from lightning_roundpipe.runtime import bringing, glue, known
 from lightning_roundpipe.runtime.glue import GlueMode
 from lightning_roundpipe.runtime.losses import check_counts
 
@@ -246,7 +246,7 @@ def _written(labels: torch.Tensor) -> torch.Tensor:
 
 OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "written to": _written,
-    "a part, as often": lambda labels: labels[:, :1].expand(2, 2),
+    "computed with fractions": lambda labels: (labels * 1.0).long(),
     "a part, overlapping": lambda labels: labels.as_strided((2, 2), (1, 1)),
 }
 
@@ -260,16 +260,78 @@ def test_labels_that_are_others_now_are_counted_as_they_are(way: str) -> None:
         F.cross_entropy(torch.zeros(2, 5, 2, device="meta", requires_grad=True), labels)
 
 
-@pytest.mark.parametrize("way", [lambda t: t.T, lambda t: t.unsqueeze(1).squeeze(), lambda t: t.T.unflatten(0, (1, 2))])
-def test_labels_in_another_order_are_counted_on_the_host(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+SAME: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float]] = {
+    "transposed": (lambda t: t.T, 3.0),
+    "reshaped": (lambda t: t.unsqueeze(1).squeeze(), 3.0),
+    "transposed and reshaped": (lambda t: t.T.unflatten(0, (1, 2)), 3.0),
+    "a part, as often": (lambda t: t[:, :1].expand(2, 2), 4.0),
+    "shifted": (lambda t: F.pad(t, (0, 1), value=-100)[:, 1:].contiguous(), 1.0),
+    "masked": (lambda t: t.masked_fill(t == 2, -100), 2.0),
+}
+
+
+@pytest.mark.parametrize("way", SAME)
+def test_labels_that_follow_from_the_hosts_are_counted_there(way: str) -> None:
+    change, count = SAME[way]
     glue = mode(accelerator="meta", devices=[Nowhere()])
     with glue:
-        labels = way(LABELS.to("meta"))
-        loss = F.cross_entropy(
-            torch.zeros(len(labels), 5, *labels.shape[1:], device="meta", requires_grad=True), labels
-        )
+        labels = change(LABELS.to("meta"))
+        logits = torch.zeros(len(labels), 5, *labels.shape[1:], device="meta", requires_grad=True)
+        loss = F.cross_entropy(logits, labels)
     glue.judge(loss, 4)
-    assert glue.counts.of == [3.0]
+    assert glue.counts.of == [count]
+
+
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+THREE = torch.zeros(3, device="meta")
+TOLD: dict[str, tuple[Callable[[], object], object]] = {
+    "a mask": (lambda: bool((MASK.to("meta")[:, :2] == 1).all()), True),
+    "a mask, cast on the way": (lambda: bool(MASK.to("meta", torch.bool).sum() == MASK.numel()), False),
+    "positions": (lambda: (torch.arange(4, device="meta") + 2).unsqueeze(0).diff(dim=-1).tolist(), [[1, 1, 1]]),
+    "positions on the way": (lambda: torch.arange(4).to(THREE.device).cumsum(0).max().item(), 6),
+    "ones with fractions": (lambda: bool(torch.ones(2, 2, device="meta").bool().all()), True),
+    "written to before it travels": (lambda: MASK.clone().fill_(3).to("meta")[0].tolist(), [3, 3, 3]),
+    "made of numbers": (lambda: int(torch.tensor([4, 5], device="meta")[1]), 5),
+    "an index": (lambda: [7, 8, 9][torch.tensor(1, device="meta")], 8),
+    "of two": (lambda: float(torch.minimum(MASK.to("meta"), torch.zeros(1, dtype=torch.long)).sum()), 0.0),
+}
+
+
+@pytest.mark.parametrize("way", TOLD)
+def test_numbers_that_the_host_has_are_read_there(way: str) -> None:
+    """On a device from which nothing can be read."""
+    ask, expected = TOLD[way]
+    with mode(accelerator="meta", devices=[Nowhere()]):
+        assert ask() == expected
+
+
+def _changed_on_the_host() -> torch.Tensor:
+    host = MASK.clone()
+    there = host.to("meta")
+    host[0, 0] = 9
+    return there
+
+
+UNTOLD: dict[str, Callable[[], torch.Tensor]] = {
+    "computed on the device": lambda: THREE > 0,
+    "computed with what is": lambda: MASK.to("meta") * (THREE > 0),
+    "written to": lambda: MASK.to("meta").add_(1),
+    "written to by a view": lambda: (there := MASK.to("meta"), there[0].zero_(), there)[-1],
+    "written to on the host": _changed_on_the_host,
+    "a sum with fractions": lambda: torch.ones(3, device="meta").sum(),
+    "fractions that became whole": lambda: (torch.rand(3).to("meta") * 1e30).long(),
+    "drawn": lambda: torch.randint(9, (3,), device="meta"),
+    "too many": lambda: torch.zeros(known.MOST + 1, dtype=torch.long, device="meta"),
+}
+
+
+@pytest.mark.parametrize("way", UNTOLD)
+def test_other_numbers_are_asked_for(way: str) -> None:
+    with (
+        mode(accelerator="meta", devices=[Nowhere()]),
+        pytest.raises((RuntimeError, NotImplementedError), match="meta"),
+    ):
+        UNTOLD[way]().tolist()
 
 
 @pytest.mark.parametrize("asked", [torch.float64, "cpu", torch.zeros(1)])

@@ -20,10 +20,11 @@ import harness
 import lightning.pytorch as pl
 import pytest
 import stress
+import torch
 from harness import ours
 from ordering import Ordering
 from stress import CALLS, LAYERS, Case, StressModule
-from torch import Tensor
+from torch import Tensor, nn
 from without import take_out, waits
 
 from lightning_roundpipe.devices import Device, emulated
@@ -95,7 +96,7 @@ WAITS = [
     Wait("runtime.worker:Worker._open_gradients", "stream.wait(arena.free)", "order"),
     Wait("runtime.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
     Wait("runtime.worker:Worker._open_gradients", "self.device.compute.wait(end)", "numbers", WIDE, "weights_up"),
-    Wait("runtime.worker:Worker._send_gradients", "stream.wait(done)", "order"),
+    Wait("runtime.worker:Worker._send_gradients", "stream.wait(self.device.compute.record())", "order"),
     Wait("runtime.sums:HostGradients.wait", "arrived.wait()", "numbers", CUT, "gradients_down"),
     Wait("runtime.sums:HostGradients.take", "self.wait()", "numbers", CUT, "gradients_down"),
     # Boundaries: from a worker to the host, from the host to a worker; and glue or a layer that writes to what is on
@@ -139,6 +140,13 @@ ELSEWHERE = {
     ("runtime.crew:Crew.rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
     ("runtime.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
     ("runtime.sums:HostGradients.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
+    # test_reduction.py: test_each_wait_is_needed
+    ("runtime.sums:_Added.after", "landed.wait()"),
+    ("runtime.sums:_Added.wait", "while not self._over.wait(LOOK):"),  # is what HostGradients.wait waits with
+    ("runtime.sums:HostGradients.make_room", "self.wait()"),
+    # test_parts.py: test_a_part_is_not_taken_before_it_is_there
+    ("runtime.sums:HostGradients.wait_for_part", "arrived.wait()"),
+    ("runtime.sums:HostGradients.wait_for_part", "self.wait()"),
     # Versioned.wait, above; the first one in front of the lock, the second one for what was not read before.
     ("runtime.segments:Segments.enter", "unit.wait(step.version, step.control)  # [1]"),
     ("runtime.segments:Segments.read_master", "self.wait_for(unit, step.version)"),
@@ -146,6 +154,12 @@ ELSEWHERE = {
     ("runtime.scales:Scales.of", "run.segments.wait_for(self, version)"),  # test_precision_scaling.py
     ("runtime.step:Step._end_whole", "sums.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     ("runtime.gradients:StepGradients.arrive", "total.wait()"),  # test_a_step_that_fails_leaves_whole_updates
+    ("runtime.buffers:Buffers._uploaded", "self._device.compute.wait(made.ready)"),  # test_running_statistics
+    ("runtime.buffers:HostBuffers._settle", "made.ready.wait()"),  # test_running_statistics
+    ("runtime.engine:Engine.train_batch", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
+    ("runtime.engine:Engine.train_manually", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
+    ("runtime.engine:Engine.evaluate", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
+    ("runtime.evaluation_parts:Parting._look", "self._engine.host_buffers.settle()"),  # test_evaluation_parts.py
     ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates
     ("runtime.updates:Updates.retire", "self.settle()"),  # test_stochastic_weight_averaging
     (
@@ -165,7 +179,7 @@ ELSEWHERE = {
     ("runtime.logs:_Download.__init__", "stream.wait(device.compute.record())"),
     ("runtime.logs:_Download.wait", "self._end.wait()"),
     ("runtime.logs:_arrived", "return value.wait() if isinstance(value, _Download) else value"),
-    ("runtime.worker:Worker.retire", "self._in_flight[0][0].wait()"),  # test_the_host_does_not_run_far_ahead
+    ("runtime.worker:Worker.retire", "flying.oldest.wait()"),  # test_the_host_does_not_run_far_ahead
 }
 """Tested below, in a way of its own, or where it says."""
 
@@ -359,10 +373,123 @@ def test_a_sum_that_nobody_took(missing: bool) -> None:
     assert bool(ordering.faults) is missing, ordering.faults
 
 
-def test_the_host_does_not_run_far_ahead(device: Device) -> None:
+class Normed(pl.LightningModule):
+    """Layers with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch).square().mean()
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.train()
+        self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NormedAndRead(Normed):
+    """User code reads a statistic that a later microbatch may have moved already."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0 * self.layers[0][1].running_mean.sum()  # type: ignore[index,union-attr,operator,no-any-return]
+
+
+MADE = {
+    ("Buffers._uploaded", "self._device.compute.wait(made.ready)"): Normed,
+    ("HostBuffers._settle", "made.ready.wait()"): NormedAndRead,
+}
+
+
+@pytest.mark.parametrize("missing", [None, *MADE])
+@pytest.mark.parametrize("kind", [Normed, NormedAndRead])
+def test_running_statistics(missing: tuple[str, str] | None, kind: type[Normed]) -> None:
+    """They go from call to call, and from worker to worker."""
+    if missing is not None and MADE[missing] is not kind:
+        pytest.skip("shows in the other one")
+    plan = "forward 0; fused 1-2; backward 0; round 2"
+    strategy = ours(num_microbatches=4, layers=["Sequential"], plan=plan)
+    with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
+        if missing is not None:
+            take_out(patch, f"runtime.buffers:{missing[0]}", missing[1])
+        harness.run(strategy, kind(), list(torch.randn(4, 8, 8)), devices=4, watch=False)
+    assert bool(ordering.faults) is (missing is not None), ordering.faults
+
+
+class ByHand(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Normed, ByHand])
+def test_statistics_are_there_after_a_step(kind: type[Normed]) -> None:
+    """And after a step of validation, that trains them on."""
+    seen: list[list[Tensor]] = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            seen[-1].append(module.layers[0][1].running_mean.clone())
+
+        def on_validation_batch_end(self, *args: Any) -> None:
+            self.on_train_batch_end(*args)
+
+    batches = list(torch.randn(3, 8, 8))
+    for strategy in ("auto", ours(num_microbatches=1, layers=["Sequential"])):
+        torch.manual_seed(0)
+        seen.append([])
+        module, options = kind(), {"num_sanity_val_steps": 0, "val_batches": batches[:2]}
+        harness.run(strategy, module, batches, callbacks=[Looks()], watch=False, **options)
+    assert len(seen[0]) == 5
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+@pytest.mark.parametrize(
+    ("lead", "waited"),
+    [
+        (0, [0, 1, 2]),  # two calls in any case
+        (200, [0, 1, 2]),
+        (300, [0, 1]),
+        (499, [0]),
+        (500, []),
+    ],
+)
+def test_the_host_does_not_run_far_ahead(lead: int, waited: list[int], device: Device) -> None:
     """Nothing else would hold it back on a GPU, and boundary tensors would pile up there. This orders nothing."""
-    worker = Worker(device)
-    waited: list[int] = []
+    found, most = calls_of(device, lead, [[torch.zeros(100, dtype=torch.uint8)] for _ in range(5)])
+    assert found == waited
+    assert most <= max(200, lead)
+
+
+def test_what_several_calls_hold_counts_once(device: Device) -> None:
+    """A mask, of which others may be views. What has no storage counts nothing."""
+    mask = torch.zeros(250, dtype=torch.uint8)
+    calls: list[Any] = [[mask[n:], None, ([torch.zeros(10, dtype=torch.uint8)], 3)] for n in range(5)]
+    assert calls_of(device, 300, calls) == ([], 300)
+    assert calls_of(device, 299, calls)[0] == [0]
+    sparse = torch.eye(300).to_sparse()
+    assert calls_of(device, 300, [[sparse]] * 5) == ([], 0)
+
+
+def calls_of(device: Device, lead: int, calls: list[Any]) -> tuple[list[int], int]:
+    """Which of ``calls`` that never end are waited for, and the most bytes that were in flight afterwards."""
+    worker, waited, most = Worker(device), list[int](), 0
+    worker.reserve(0, 0, lead=lead)
 
     class Far:
         def __init__(self, number: int) -> None:
@@ -375,12 +502,13 @@ def test_the_host_does_not_run_far_ahead(device: Device) -> None:
             waited.append(self.number)
 
     with pytest.MonkeyPatch.context() as patch:
-        numbers = iter(range(10))
+        numbers = iter(range(len(calls)))
         patch.setattr(device.compute, "record", lambda: Far(next(numbers)))
-        for _ in range(5):
-            worker.retire()
+        for call in calls:
+            worker.retire(*call)
+            most = max(most, worker._in_flight.nbytes)
     worker.close()
-    assert waited == [0, 1, 2]
+    return waited, most
 
 
 @pytest.mark.parametrize("asked", ["run", "post"])

@@ -12,7 +12,7 @@
 * What would make the host wait for a GPU is noted with its stack: numbers that are read, results whose shape depends on
   numbers, and copies that are not between the device and pinned memory without blocking.
 
-Everything is done at once, in the thread that asks for it.
+Everything is done at once, in the thread that asks for it, unless `late` is entered.
 """
 
 from __future__ import annotations
@@ -91,8 +91,10 @@ def library() -> ctypes.CDLL:
 # ----------------------------------------------------------------------------------------------------------- the module
 
 
-MADE_CURRENT: set[int] = set()
-"""Devices that threads have made their current one, be it by going back to it: on a GPU, CUDA takes memory for that."""
+LATE: list[Any] = []
+"""The one that queues what is enqueued, if there is one; see `late`."""
+MADE_CURRENT: dict[str, set[int]] = {}
+"""Devices that each thread has made current, be it by going back to it: on a GPU, CUDA takes memory for that."""
 
 
 class Module:
@@ -121,7 +123,7 @@ class Module:
     @staticmethod
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else _index(torch.device(device))
-        MADE_CURRENT.add(index)
+        MADE_CURRENT.setdefault(threading.current_thread().name, set()).add(index)
         library().played_set_device(index)
 
     @staticmethod
@@ -292,6 +294,11 @@ def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
         _wait(name)
     elif _counts(name, args):
         _wait(f"{name} by a mask")
+    if LATE:
+        result = LATE[0].compute(op, name, args, kwargs, index)
+        if result is not NotImplemented:
+            return result
+        LATE[0].drain(index)
     given = {key: _lowered(value) for key, value in kwargs.items()}
     if any(a.name == "generator" for a in op._schema.arguments):
         given["generator"] = kwargs.get("generator") or generators()[index]
@@ -322,8 +329,12 @@ def _counts(name: str, args: Any) -> bool:
 
 def _give(tensor: Tensor, host: Tensor) -> None:
     """Other memory, of another size, for a tensor of ours: that of ``host``."""
-    memory = on_device(host, tensor.device.index).untyped_storage()
+    memory = _put(host, tensor.device.index).untyped_storage()
     _SET.redispatch(_KEYS, tensor, memory, 0, host.size(), host.stride())
+
+
+def _put(host: Tensor, index: int) -> Tensor:
+    return LATE[0].placed(host, index) if LATE else on_device(host, index)
 
 
 def _lowered(value: Any) -> Any:
@@ -347,9 +358,9 @@ def _raised(op: Any, result: Any, args: Any, kwargs: Any, index: int) -> Any:
         if returned.alias_info is not None and returned.alias_info.is_write:
             raised.append(_written(schema, returned.alias_info.before_set, args, kwargs))
         elif isinstance(value, Tensor):
-            raised.append(on_device(value, index))
+            raised.append(_put(value, index))
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-            raised.append([on_device(v, index) for v in value])
+            raised.append([_put(v, index) for v in value])
         else:
             raised.append(value)
     return raised[0] if len(returns) == 1 else tuple(raised)
@@ -402,9 +413,13 @@ def _mixed(op: Any, one: torch.device, other: torch.device) -> RuntimeError:
 def _copy(to: Tensor, of: Tensor, non_blocking: bool = False) -> Tensor:
     """``to.copy_(of)``. On a GPU only copies on it, and those from and to pinned memory, are not waited for."""
     hosts = [t for t in (to, of) if t.device.type != NAME]
-    if any(not (non_blocking and t.is_pinned()) for t in hosts):
+    waits = any(not (non_blocking and t.is_pinned()) for t in hosts)
+    if waits:
         _wait("copy to the host" if hosts[0] is to else "copy of pageable memory" if non_blocking else "blocking copy")
-    torch.ops.aten.copy_.default(_lowered(to), _lowered(of))
+    if LATE:
+        LATE[0].copy(to, of, waits)
+    else:
+        torch.ops.aten.copy_.default(_lowered(to), _lowered(of))
     return to
 
 
@@ -424,6 +439,8 @@ def _resize(tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
     host = torch.empty(0, dtype=tensor.dtype).resize_(size)
     if host.numel() * host.element_size() <= tensor.untyped_storage().nbytes():
         return torch.ops.aten.resize_.default.redispatch(_KEYS, tensor, size)
+    if LATE:
+        LATE[0].drain(tensor.device.index)
     known = on_host(tensor).reshape(-1)
     host.view(-1)[: known.numel()] = known
     _give(tensor, host)
@@ -457,7 +474,9 @@ def _histc(x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
     """Of whole numbers too, unlike the CPU's."""
     if min == max:
         _wait("histc")
-    return on_device(torch.histc(on_host(x).float(), bins, min, max).to(x.dtype), x.device.index)
+    if LATE:
+        LATE[0].drain(x.device.index)
+    return _put(torch.histc(on_host(x).float(), bins, min, max).to(x.dtype), x.device.index)
 
 
 def _lstm_cell(of_input: Tensor, of_hidden: Tensor, before: Tensor, bias: Any = None, other: Any = None) -> Any:

@@ -7,14 +7,17 @@ import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 
 from lightning_roundpipe import strategy
+from lightning_roundpipe.devices import cuda, cuda_streams
 from lightning_roundpipe.devices.cuda import share_out
 from second_device import backend
 from second_device.backend import Module
+from second_device.late import Mark
 
 ROOM = 8 << 30
 """Bytes that each device says it has."""
@@ -22,17 +25,27 @@ _numbers = itertools.count(1)
 
 
 class Event:
-    """Reached as soon as it is recorded."""
+    """Reached as soon as it is recorded, or when its stream has come that far (`late`)."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.timed = enable_timing
-        self.at: float | None = None
+        self.mark: Mark | None = None
+
+    @property
+    def at(self) -> float | None:
+        return None if self.mark is None else self.mark.at
 
     def record(self, stream: Stream) -> None:
-        self.at = time.perf_counter()
+        if backend.LATE:
+            self.mark = backend.LATE[0].streams.mark(stream.key)
+        else:
+            self.mark = Mark()
+            self.mark.at = time.perf_counter()
 
     def synchronize(self) -> None:
-        assert self.at is not None, "waited for an event that was never recorded"
+        assert self.mark is not None, "waited for an event that was never recorded"
+        if backend.LATE:
+            backend.LATE[0].streams.wait(self.mark)
 
     def query(self) -> bool:
         return self.at is not None
@@ -48,11 +61,18 @@ class Stream:
     def __init__(self, torch_device: torch.device) -> None:
         self.device, self.number = torch_device, next(_numbers)
 
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.device.index, self.number
+
     def wait_event(self, event: Event) -> None:
-        assert event.at is not None, "waited for an event that was never recorded"
+        assert event.mark is not None, "waited for an event that was never recorded"
+        if backend.LATE:
+            backend.LATE[0].streams.add(self.key, (event.mark,))
 
     def synchronize(self) -> None:
-        pass
+        if backend.LATE:
+            backend.LATE[0].streams.wait(backend.LATE[0].streams.mark(self.key))
 
 
 @contextlib.contextmanager
@@ -97,10 +117,19 @@ def play(patch: pytest.MonkeyPatch) -> None:
         "memory_allocated": lambda device: 0,
         "max_memory_allocated": lambda device: 0,
         "reset_peak_memory_stats": lambda device: None,
+        "memory_stats_as_nested_dict": lambda device: {},
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
-    patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in backend.MADE_CURRENT, raising=False)
+    patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    patch.setattr(cuda, "_open", WeakSet())
+    patch.setattr(cuda_streams, "_streams", {})
+    patch.setattr(
+        torch._C,
+        "_cuda_hasPrimaryContext",
+        lambda index: index in set().union(*backend.MADE_CURRENT.values()),
+        raising=False,
+    )
     patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1:4")  # KiB: the models that are trained are small
     patch.setattr(torch.cuda.nvtx, "range_push", lambda name: None)
     patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)

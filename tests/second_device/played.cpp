@@ -8,6 +8,9 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <set>
+#include <tuple>
+#include <vector>
 
 namespace {
 
@@ -16,6 +19,17 @@ constexpr int DEVICES = 4;
 
 thread_local c10::DeviceIndex current_device = 0;
 thread_local int64_t current_stream[DEVICES] = {};
+
+// What follows what is enqueued, where that is done later; see late.py. Events are numbers.
+struct Later {
+  int64_t (*record)(int device, int64_t stream);
+  void (*block)(int64_t event, int device, int64_t stream);
+  int (*passed)(int64_t event);
+  void (*wait)(int64_t event);
+};
+Later later = {};
+
+void use(void* start, const c10::Stream& stream);
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return TYPE; }
@@ -45,14 +59,29 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
-  // What is enqueued is done at once, in the thread that enqueues it, so there is nothing to wait for.
-  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+  // Unless there is a `later`, what is enqueued is done at once, so there is nothing to wait for.
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    if (later.record) *event = reinterpret_cast<void*>(later.record(stream.device_index(), stream.id()));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (later.block && event) later.block(reinterpret_cast<int64_t>(event), stream.device_index(), stream.id());
+  }
+  bool queryEvent(void* event) const override {
+    return !later.passed || !event || later.passed(reinterpret_cast<int64_t>(event));
+  }
   void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
+  bool queryStream(const c10::Stream& stream) const override {
+    return !later.record || later.passed(later.record(stream.device_index(), stream.id()));
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (later.record) later.wait(later.record(stream.device_index(), stream.id()));
+  }
+  void synchronizeEvent(void* event) const override {
+    if (later.wait && event) later.wait(reinterpret_cast<int64_t>(event));
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    use(memory.get(), stream);
+  }
   void synchronizeDevice(c10::DeviceIndex) const override {}
 };
 
@@ -79,6 +108,36 @@ bool is_pinned(const void* at) {
 
 void free_memory(void* start) { std::free(start); }
 
+// Where work is done later, memory that was given back is what its stream is given next, as CUDA's allocator does it:
+// whoever else still uses it finds other numbers there. None of it goes back to the C library.
+using Place = std::tuple<int, int64_t, size_t>;
+std::mutex pool_lock;
+std::map<Place, std::vector<void*>> given_back;
+std::map<void*, Place> taken_from;
+std::set<void*> used_elsewhere;
+
+// Autograd says that another stream uses the memory, too. Such memory is not given to anyone again.
+void use(void* start, const c10::Stream& stream) {
+  std::lock_guard<std::mutex> held(pool_lock);
+  auto known = taken_from.find(start);
+  if (known != taken_from.end() && std::get<1>(known->second) != stream.id()) used_elsewhere.insert(start);
+}
+
+void* take(size_t bytes) {
+  Place place{current_device, current_stream[current_device], (bytes + 512) / 512 * 512};
+  std::lock_guard<std::mutex> held(pool_lock);
+  auto& blocks = given_back[place];
+  void* start = blocks.empty() ? std::aligned_alloc(512, std::get<2>(place)) : blocks.back();
+  if (!blocks.empty()) blocks.pop_back();
+  taken_from[start] = place;
+  return start;
+}
+
+void give_back(void* start) {
+  std::lock_guard<std::mutex> held(pool_lock);
+  if (!used_elsewhere.count(start)) given_back[taken_from[start]].push_back(start);
+}
+
 void free_pinned(void* start) {
   unpin(start);
   std::free(start);
@@ -87,6 +146,10 @@ void free_pinned(void* start) {
 struct Memory final : c10::Allocator {
   explicit Memory(bool on_host) : on_host(on_host) {}
   c10::DataPtr allocate(size_t bytes) override {
+    if (!on_host && later.record) {
+      void* start = take(bytes);
+      return {start, start, &give_back, {TYPE, current_device}};
+    }
     void* start = std::aligned_alloc(64, (bytes + 64) / 64 * 64);
     if (!on_host) return {start, start, &free_memory, {TYPE, current_device}};
     pin(start, bytes);
@@ -125,6 +188,7 @@ void played_register() {
   c10::SetAllocator(TYPE, &device_memory);
   at::RegisterPrivateUse1HooksInterface(&hooks);
 }
+void played_later(Later functions) { later = functions; }
 void played_pin(void* start, size_t bytes) { pin(start, bytes); }
 void played_unpin(void* start) { unpin(start); }
 int played_devices() { return DEVICES; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
@@ -18,6 +19,9 @@ from second_device.play import trainers_on_devices
 pytestmark = pytest.mark.slow
 WARM = 4
 """Batches after which nothing is new."""
+AFTER = 6
+"""Batches in which then nothing may happen."""
+LONGEST = 60
 
 
 class Counts(pl.Callback):
@@ -26,17 +30,21 @@ class Counts(pl.Callback):
     roundpipe_looks_away = True
 
     def __init__(self) -> None:
-        self.registrations = 0
-        self.current: set[int] = set()
+        self.first = self.registrations = 0
+        self.current: dict[str, set[int]] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.first = backend.CUDART.registrations
         if batch_idx == WARM:
             self.registrations = backend.CUDART.registrations
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == WARM + 3:
+        if batch_idx == 0:
+            self.first = backend.CUDART.registrations - self.first
+        if batch_idx == WARM + AFTER - 1:
             self.registrations = backend.CUDART.registrations - self.registrations
-            self.current = set(backend.MADE_CURRENT)
+            self.current = {name: set(found) for name, found in backend.MADE_CURRENT.items()}
 
 
 def _counted(batches: list[Any], workers: int) -> Counts:
@@ -54,18 +62,28 @@ def _batches(lengths: list[int]) -> list[Any]:
 
 def test_batches_of_one_length_pin_nothing_more(devices: list[Any]) -> None:
     before = backend.CUDART.registrations
-    assert _counted(_batches([60] * (WARM + 4)), 2).registrations == 0
+    counted = _counted(_batches([LONGEST] * (WARM + AFTER)), 2)
+    assert counted.registrations == 0
     assert backend.CUDART.registrations > before, "nothing was pinned at all"
 
 
-def test_batches_of_other_lengths_pin_nothing_more(devices: list[Any]) -> None:
-    assert _counted(_batches([60, 37, 52, 44, 57, 33, 48, 41]), 2).registrations == 0
+def test_batches_of_random_lengths_pin_nothing_more(devices: list[Any]) -> None:
+    lengths = random.Random(3)
+    others = [lengths.randint(2, LONGEST) for _ in range(WARM + AFTER - 1)]
+    assert _counted(_batches([LONGEST, *others]), 2).registrations == 0
+
+
+def test_the_first_batch_pins_a_slab_and_no_gradients(devices: list[Any]) -> None:
+    """It is measured, and a registration may keep all GPUs from being given work."""
+    assert _counted(_batches([LONGEST] * (WARM + AFTER)), 2).first <= 1
 
 
 def test_devices_that_are_not_used_do_not_become_current(monkeypatch: pytest.MonkeyPatch) -> None:
     backend.MADE_CURRENT.clear()  # as in a process that has used no device
     monkeypatch.setattr(cuda_streams, "_thread", threading.local())
     made = trainers_on_devices(monkeypatch, first=1)
-    counts = _counted(_batches([60] * (WARM + 4)), 1)
+    counts = _counted(_batches([LONGEST] * (WARM + AFTER)), 1)
     assert [str(device.torch_device) for device in made] == ["played:1"]
-    assert counts.current <= {1}
+    assert {index for found in counts.current.values() for index in found} == {1}
+    threads = {"MainThread", "roundpipe-worker0", "roundpipe-microbatch0", "roundpipe-microbatch1"}
+    assert threads <= counts.current.keys()

@@ -1,0 +1,163 @@
+"""The plain values that a layer's code can read beside its arguments, parameters, buffers and the default generators.
+
+A recomputation differs from its forward where one of them has changed in between. Two looks at them say which.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import types
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.model.attributes import Container, own_attributes
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DEPTH = 3
+_ITEMS = 64
+"""Items of a container that are looked at."""
+_BYTES = 1 << 20
+"""Larger arrays are not read."""
+_VALUES = 5000
+"""A walk ends after so many: what it finds is for a message."""
+
+
+class _State:
+    """Something that has a state rather than a value. Two of them are equal if their states are."""
+
+    def __init__(self, kind: str, state: Any) -> None:
+        self.kind = kind
+        self._state = state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _State) and self._state == other._state
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+
+def reachable_values(modules: Iterable[nn.Module]) -> dict[str, Any]:
+    """Values by how a reader would call them, such as ``Block.config.scale``.
+
+    Attributes of the modules themselves are left out, as a call takes them along. Reads ``__dict__`` only: no property
+    runs. Another thread may change what is read meanwhile.
+    """
+    found: dict[str, Any] = {}
+    walked: set[int] = set()
+    code: set[int] = set()
+    for module in modules:
+        name = type(module).__name__
+        forward = getattr(type(module), "forward", None)
+        objects = {k: v for k, v in own_attributes(module).items() if not isinstance(v, (*_PLAIN, Tensor, *Container))}
+        looks = [_walk(name, objects, _DEPTH + 1, walked), _class_values(type(module))]
+        if isinstance(forward, types.FunctionType) and id(forward.__code__) not in code:
+            code.add(id(forward.__code__))
+            looks.append(_around(forward, walked))
+        try:
+            found.update(itertools.islice(itertools.chain(*looks), _VALUES - len(found)))
+        except RuntimeError:  # a container has changed its size under the walk
+            continue
+    return found
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What differs between two looks, as clauses of a sentence."""
+    said = []
+    for name, old in before.items():
+        new = after.get(name, old)
+        if old is new or _equal(old, new):
+            continue
+        if isinstance(new, _State):
+            said.append(f"{new.kind} {name} has another state")
+        else:
+            said.append(f"{name} changed from {_short(old)} to {_short(new)}")
+    return said
+
+
+def _walk(name: str, value: Any, depth: int, walked: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _PLAIN):
+        yield name, value
+    elif isinstance(value, _GENERATORS):
+        yield name, _State("generator", _state_of(value))
+    elif isinstance(value, np.ndarray):
+        if value.nbytes <= _BYTES and value.dtype != object:
+            yield name, _State("array", (value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())))
+    elif isinstance(value, Tensor):
+        if not isinstance(value, nn.Parameter) and not value.is_inference():
+            yield name, _State("tensor", (id(value), value._version))
+    elif isinstance(value, itertools.count):
+        yield name, _State("counter", repr(value))
+    elif depth and id(value) not in walked and not isinstance(value, (nn.Module, type, types.ModuleType)):
+        walked.add(id(value))
+        if isinstance(value, Mapping):
+            for key, item in itertools.islice(list(value.items()), _ITEMS):
+                part = f"{name}.{key}" if isinstance(key, str) and depth > _DEPTH else f"{name}[{key!r}]"
+                yield from _walk(part, item, depth - 1, walked)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            for index, item in enumerate(itertools.islice(list(value), _ITEMS)):
+                yield from _walk(f"{name}[{index}]", item, depth - 1, walked)
+        elif isinstance(held := getattr(value, "__dict__", None), dict):
+            for key, item in itertools.islice(list(held.items()), _ITEMS):
+                yield from _walk(f"{name}.{key}", item, depth - 1, walked)
+
+
+def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
+    for parent in kind.__mro__:
+        if parent is nn.Module:
+            return
+        for key, value in vars(parent).items():
+            if isinstance(value, _PLAIN) and not key.startswith("__"):
+                yield f"class attribute {parent.__name__}.{key}", value
+
+
+def _around(function: types.FunctionType, walked: set[int]) -> Iterator[tuple[str, Any]]:
+    """Globals that the function names, and what its closure holds."""
+    names = function.__code__.co_names
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            if value.__name__.partition(".")[0] not in ("torch", "numpy", "math"):
+                held = vars(value)
+                for inner in names:
+                    if inner in held and isinstance(held[inner], _PLAIN):
+                        yield f"{value.__name__}.{inner}", held[inner]
+        elif name in function.__globals__ and not callable(value):
+            yield from _walk(f"global {name}", value, _DEPTH - 1, walked)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # empty
+            continue
+        yield from _walk(f"enclosing variable {name}", value, _DEPTH - 1, walked)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return zlib.crc32(generator.get_state().numpy().tobytes())
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    return repr(generator.get_state() if isinstance(generator, np.random.RandomState) else generator.getstate())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, _State):
+        return f"another {value.kind}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def listed(said: Sequence[str], most: int = 3) -> str:
+    """The first of them, and how many more there are."""
+    more = len(said) - most
+    return "; ".join(said[:most]) + (f"; and {more} more" if more > 0 else "")

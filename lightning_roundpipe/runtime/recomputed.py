@@ -1,0 +1,146 @@
+"""Whether a recomputation gives what the forward gave, in steps that check it.
+
+A layer may read what the engine does not know of: a generator of its own, a counter in an object, a flag that a context
+manager around the model sets. Its recomputation is then another function, and its gradients are those of that one. In
+the first steps, and then in one of `EVERY`, the outputs of each call that is recomputed are summed up in a few numbers,
+on the device, both times. They agree up to rounding, or the step fails before its gradients are used:
+
+    sums along rows and along columns, weighted by place ── two numbers, which a permutation changes
+    the norm ── what differences are measured by
+
+Reading the numbers makes the worker wait for its device, which is why not every step is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.reachable import changes, listed
+
+FIRST, EVERY = 2, 100
+"""Steps that are checked: so many at first, and then one of so many."""
+_ROUNDING = {torch.float64: 1024.0, torch.float32: 64.0}
+"""Multiples of the format's resolution that rounding may change, relative to the norm; `_COARSE` for others.
+
+Sums in another order differ in some of the last bits, which partly cancel; another mask or noise differs by far more.
+"""
+_COARSE = 4.0
+_MOST_INTEGERS = 1 << 22
+"""Of larger tensors of integers only the number of zeros is compared."""
+
+
+def is_checked(step: int) -> bool:
+    """Whether the recomputations of the step with that number are checked."""
+    return step < FIRST or (step + 1) % EVERY == 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call gave, in numbers, and what its code could read.
+
+    Attributes:
+        shapes: of its tensors, with their formats.
+        sums: per tensor, two weighted sums and the norm.
+        values: see `reachable_values`.
+    """
+
+    shapes: tuple[Any, ...]
+    sums: list[list[float]]
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], values: dict[str, Any]) -> Outcome:
+        """Waits for the device. ``values``: as they were before the call."""
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            rows = [_sums(t.detach()) for t in tensors]
+            sums = torch.stack(rows).tolist() if rows else []
+        return cls(tuple((t.shape, t.dtype) for t in tensors), sums, values)
+
+    def difference(self, other: Outcome, low: torch.dtype | None) -> str | None:
+        """How the first output that differs does; None if none does. ``low``: the format that layers compute in."""
+        if self.shapes != other.shapes:
+            return "the outputs have other shapes or formats"
+        for index, ((_, dtype), mine, its) in enumerate(zip(self.shapes, self.sums, other.sums, strict=True)):
+            norm = max(mine[2], its[2])
+            allowed = _resolution(dtype, low) * norm
+            far = max(0.0 if a == b or (a != a and b != b) else abs(a - b) for a, b in zip(mine, its, strict=True))
+            if far and not far <= allowed:
+                size = f", by {far / norm:.1g} of its norm" if 0 < norm < float("inf") and far == far else ""
+                return f"output {index} differs{size}"
+        return None
+
+
+def refuse_difference(
+    forward: Outcome, recomputed: Outcome, again: Callable[[], Outcome], low: torch.dtype | None, layer: str
+) -> None:
+    """Raise if the recomputation gave something else than the forward.
+
+    Args:
+        forward: what the call gave.
+        recomputed: what it gives now.
+        again: runs it once more, to find out whether it depends on what has run before or on how often it has run.
+        low: the format that layers compute in, if it is a lower one.
+        layer: its name.
+
+    Raises:
+        RoundPipeError: with what has changed in between, as far as that can be seen.
+    """
+    difference = forward.difference(recomputed, low)
+    if difference is None:
+        return
+    said = changes(forward.values, recomputed.values)
+    if said:
+        why = f"Meanwhile, {listed(said)}."
+    elif recomputed.difference(again(), low) is not None:
+        why = "A second recomputation differs from the first: the layer draws from a generator of its own, or counts."
+    else:
+        why = "A second recomputation agrees with the first: the layer reads something that changed in between."
+    raise RoundPipeError(
+        f"layer {layer!r} computes something else when it is recomputed for its backward ({difference}), so its "
+        f"gradients would be wrong. {why} A layer's outputs may depend on its arguments, parameters, buffers and "
+        "attributes and on torch's default generators: give it what else it needs as an argument of its forward."
+    )
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Two sums that depend on the places of values, and the norm, as float64."""
+    zeros = torch.zeros(3, dtype=torch.float64, device=tensor.device)
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return zeros
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point():
+        if tensor.numel() > _MOST_INTEGERS:
+            zeros[0] = torch.count_nonzero(tensor)
+            return zeros
+        tensor, exact = tensor.double(), True
+    else:
+        exact = False
+    if tensor.element_size() == 1:
+        tensor = tensor.float()
+    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    shape = tensor.shape or (1,)
+    tensor = tensor.reshape(1) if not tensor.dim() else tensor
+    rows = tensor.sum(-1, dtype=wide).reshape(-1).double()
+    columns = tensor.sum(tuple(range(len(shape) - 1)), dtype=wide).double() if len(shape) > 1 else tensor.double()
+    norm = zeros[2] if exact else torch.linalg.vector_norm(tensor, dtype=wide).double()
+    return torch.stack([(rows * _weights(rows)).sum(), (columns * _weights(columns)).sum(), norm])
+
+
+def _weights(like: Tensor) -> Tensor:
+    """Of places: none is 0, and neighbours differ."""
+    return torch.arange(1, like.numel() + 1, dtype=torch.float64, device=like.device).cos()
+
+
+def _resolution(dtype: torch.dtype, low: torch.dtype | None) -> float:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    if low is not None and dtype is torch.float32:
+        dtype = low
+    return _ROUNDING.get(dtype.to_real(), _COARSE) * torch.finfo(dtype).eps

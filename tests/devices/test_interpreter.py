@@ -1,0 +1,206 @@
+"""The interpreter's switch interval: short while a step runs on GPUs, and what it was whenever none does."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import ours, run
+from patience import PATIENCE_S, join, start
+
+from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.devices.interpreter import SWITCH_INTERVAL_S, quick_switches
+
+SHORT = pytest.approx(SWITCH_INTERVAL_S)
+USUAL = 0.005
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(USUAL)
+    yield
+    sys.setswitchinterval(before)
+
+
+def now() -> float:
+    return sys.getswitchinterval()
+
+
+class TestQuickSwitches:
+    def test_hold_within_and_not_afterwards(self) -> None:
+        assert SWITCH_INTERVAL_S < USUAL
+        with quick_switches():
+            assert now() == SHORT
+            with quick_switches():
+                assert now() == SHORT
+            assert now() == SHORT
+        assert now() == USUAL
+
+    def test_end_with_an_error(self) -> None:
+        with pytest.raises(ZeroDivisionError), quick_switches():
+            raise ZeroDivisionError
+        assert now() == USUAL
+
+    @pytest.mark.parametrize("given", [SWITCH_INTERVAL_S / 4, SWITCH_INTERVAL_S])
+    def test_leave_a_smaller_interval(self, given: float) -> None:
+        sys.setswitchinterval(given)
+        before = now()
+        for _ in range(3):
+            with quick_switches():
+                assert now() == before
+            assert now() == before
+
+    @pytest.mark.parametrize("given", [2e-4, 5e-4, 0.0031, 1.0])
+    def test_put_back_what_was_there_to_the_bit(self, given: float) -> None:
+        sys.setswitchinterval(given)
+        before = now()
+        for _ in range(3):
+            with quick_switches():
+                assert now() == SHORT
+            assert now() == before
+
+    @pytest.mark.parametrize("chosen", [SWITCH_INTERVAL_S / 2, 2 * USUAL])
+    def test_leave_what_is_set_within(self, chosen: float) -> None:
+        with quick_switches(), quick_switches():
+            sys.setswitchinterval(chosen)
+        assert now() == pytest.approx(chosen)
+
+    def test_end_with_the_last_of_several_threads(self) -> None:
+        inside, first_is_out = threading.Barrier(3), threading.Event()
+        seen: list[float] = []
+
+        def first() -> None:
+            with quick_switches():
+                inside.wait(PATIENCE_S)
+            first_is_out.set()
+
+        def last() -> None:
+            with quick_switches():
+                inside.wait(PATIENCE_S)
+                first_is_out.wait(PATIENCE_S)
+                seen.append(now())
+
+        threads = start(first, last)
+        inside.wait(PATIENCE_S)
+        join(threads)
+        assert seen == [SHORT]
+        assert now() == USUAL
+
+
+WITHIN: list[float] = []
+"""The interval in steps, on the threads that run them."""
+
+
+class Looks(pl.Callback):
+    """The interval between steps."""
+
+    roundpipe_looks_away = True
+
+    def __init__(self) -> None:
+        self.between: list[float] = []
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.between.append(now())
+
+    on_validation_start = on_validation_end = on_train_epoch_end = on_train_epoch_start
+
+
+class Module(zoo.PlainClassifier):
+    fails_at = -1
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+        WITHIN.append(now())
+        if batch_idx == self.fails_at:
+            raise ZeroDivisionError
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+        WITHIN.append(now())
+        return super().validation_step(batch, batch_idx)
+
+
+class Fails(Module):
+    fails_at = 2
+
+
+class Manual(Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
+        WITHIN.append(now())
+        loss, _ = self.loss_and_logits(batch)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def fit(kind: type[Module], **options: Any) -> Looks:
+    looks, batches = Looks(), zoo.make_batches("mlp", 4)
+    WITHIN.clear()
+    strategy = ours(**{"num_microbatches": 2, **options})
+    module = kind(zoo.MLP())
+    run(strategy, module, batches, devices=2, callbacks=[looks], val_batches=batches[:2], watch=False)
+    return looks
+
+
+@pytest.fixture
+def short() -> float:
+    """As the interpreter rounds it."""
+    with quick_switches():
+        return now()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Module, {}),
+        (Module, {"staleness": 1}),
+        (Module, {"microbatch_scope": "model", "layers": ["Linear", "ResidualBlock"]}),
+        (Manual, {"num_microbatches": 1}),
+    ],
+)
+def test_it_is_short_in_steps_and_nowhere_else(
+    kind: type[Module], options: dict[str, Any], gpus: list[CudaDevice], short: float
+) -> None:
+    looks = fit(kind, **options)
+    assert len(WITHIN) >= 6
+    assert set(WITHIN) == {short}
+    assert looks.between and set(looks.between) == {USUAL}
+    assert now() == USUAL
+
+
+def test_a_step_that_fails_puts_it_back(gpus: list[CudaDevice], short: float) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fit(Fails)
+    assert set(WITHIN) == {short}
+    assert now() == USUAL
+
+
+class Outer(Module):
+    """Trains another model while the way back of its own step may still run."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            fit(Module)
+
+
+def test_a_trainer_within_another(gpus: list[CudaDevice], short: float) -> None:
+    fit(Outer)
+    assert len(WITHIN) >= 6
+    assert set(WITHIN) == {short}
+    assert now() == USUAL
+
+
+def test_emulated_devices_change_nothing() -> None:
+    looks = fit(Module)
+    assert set(WITHIN) | set(looks.between) == {USUAL}

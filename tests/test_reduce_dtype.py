@@ -1,0 +1,207 @@
+"""``reduce_dtype``: gradients travel rounded, and everything else is plain training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import lightning.pytorch as pl
+import pytest
+import stress
+import torch
+import torch.nn.functional as F
+from harness import ours, run
+from ordering import Ordering
+from stress import CALLS, Case
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from lightning_roundpipe import RoundPipePrecision
+
+MICROBATCHES = 4
+BF16 = torch.bfloat16
+
+
+class Small(pl.LightningModule):
+    """Four layers, in fp64: else the last bits of a sum decide now and then to where it is rounded."""
+
+    def __init__(self, trained: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4))).double()
+        self.layers[: 4 - trained].requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.layers(batch), batch.roll(1, -1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01, eps=1e-3)
+
+
+def _data(batches: int = 4) -> list[Tensor]:
+    return list(torch.randn(batches, 8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+
+
+def _by_hand(
+    round_microbatches: int, accumulate: int = 1, clip: float | None = None, dtype: torch.dtype = BF16
+) -> list[Tensor]:
+    """Weights after plain training in which each round's gradients are rounded before they are added to the others'."""
+    module = Small()
+    optimizer = module.configure_optimizers()
+    for number, batch in enumerate(_data()):
+        parts = batch.chunk(MICROBATCHES)
+        together = round_microbatches if number else 1  # the first batch, from which the plan is made, has no rounds
+        for start in range(0, MICROBATCHES, together):
+            losses = [module.training_step(part, 0) for part in parts[start : start + together]]
+            gradients = torch.autograd.grad(sum(losses), list(module.parameters()))
+            for p, gradient in zip(module.parameters(), gradients, strict=True):
+                share = gradient.to(dtype).double() / MICROBATCHES / accumulate
+                p.grad = share if p.grad is None else p.grad + share
+        if (number + 1) % accumulate == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in module.parameters()]
+
+
+def _ours(
+    round_microbatches: int = 4, *, module: Any = None, devices: int = 2, trainer: Any = None, **options: Any
+) -> harness.Result:
+    plan = harness.per_call(4, round_microbatches)
+    strategy = ours(
+        **{"num_microbatches": MICROBATCHES, "plan": plan, "layers": [f"layers.{i}" for i in range(4)]} | options
+    )
+    return run(strategy, module or Small(), _data(), devices=devices, **(trainer or {}))
+
+
+def _weights(result: harness.Result) -> list[Tensor]:
+    assert result.module is not None
+    return [p.detach() for p in result.module.parameters()]
+
+
+def _downloaded(result: harness.Result) -> int:
+    assert result.report is not None
+    return sum(event["nbytes"] for event in result.report["events"] if event["kind"] == "download_gradients")
+
+
+def _same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("round_microbatches", [1, 2, 4])
+def test_it_is_plain_training_with_rounded_gradients(round_microbatches: int, blocking: bool) -> None:
+    ours = _weights(_ours(round_microbatches, reduce_dtype="bfloat16", trainer={"blocking": blocking}))
+    assert _same(ours, _by_hand(round_microbatches))
+    assert not _same(ours, _by_hand(round_microbatches, dtype=torch.float64)), "nothing was rounded"
+
+
+def test_accumulated_batches_are_added_up_unrounded() -> None:
+    ours = _weights(_ours(2, reduce_dtype=torch.bfloat16, trainer={"accumulate_grad_batches": 2}))
+    assert _same(ours, _by_hand(2, accumulate=2))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_norms_are_those_of_the_sums(blocking: bool) -> None:
+    clipped = {"gradient_clip_val": 0.05, "blocking": blocking}
+    ours = _weights(_ours(2, reduce_dtype="bfloat16", trainer=clipped))
+    assert _same(ours, _by_hand(2, clip=0.05)) and not _same(ours, _by_hand(2))
+
+
+def test_default_is_what_there_was() -> None:
+    assert _same(_weights(_ours()), _by_hand(4, dtype=torch.float64))
+
+
+class Manual(Small):
+    """Two losses a step, each with a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for part in batch.chunk(2):
+            loss = super().training_step(part, batch_idx) / 2
+            self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
+def test_manual_optimization_rounds_what_each_backward_gives() -> None:
+    result = _ours(module=Manual(), num_microbatches=None, plan="measured", reduce_dtype="bfloat16")
+    module = Small()
+    optimizer = module.configure_optimizers()
+    for batch in _data():
+        for part in batch.chunk(2):
+            gradients = torch.autograd.grad(module.training_step(part, 0) / 2, list(module.parameters()))
+            for p, gradient in zip(module.parameters(), gradients, strict=True):
+                rounded = gradient.bfloat16().double()
+                p.grad = rounded if p.grad is None else p.grad + rounded
+        optimizer.step()
+        optimizer.zero_grad()
+    assert _same(_weights(result), [p.detach() for p in module.parameters()])
+
+
+@pytest.mark.parametrize("round_microbatches", [2, 4])
+def test_bytes_are_those_of_the_format_and_sums_do_not_travel_back(round_microbatches: int) -> None:
+    rounds = MICROBATCHES // round_microbatches
+    wide, narrow = (_ours(round_microbatches, reduce_dtype=dtype) for dtype in (None, "bfloat16"))
+    numbers = 4 * (12 * 12 + 16)  # biases of 12, each to a multiple of 256 bytes
+    assert _downloaded(wide) == rounds * 4 * (12 * 12 * 8 + 128 + 256)
+    assert _downloaded(narrow) == rounds * 4 * (512 + 256) < rounds * numbers * 8
+    for result, again in ((wide, rounds > 1), (narrow, False)):
+        assert result.report is not None
+        assert any(event["kind"] == "upload_gradients" for event in result.report["events"]) is again
+        costs = result.report["costs"]["calls"]
+        assert [call["reduced_bytes"] for call in costs] == [768 if result is narrow else None] * 4
+
+
+def test_what_is_frozen_has_no_gradients_to_send() -> None:
+    result = _ours(module=Small(trained=1), reduce_dtype="bfloat16")
+    assert _downloaded(result) == 512 + 256
+    assert _same(_weights(result)[:6], _weights(_ours(module=Small(trained=1)))[:6])
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("plan", [harness.per_call(CALLS, 2), harness.single(CALLS, 1), harness.per_call(CALLS, 4)])
+def test_delays_and_poison_change_no_bit(plan: str, blocking: bool) -> None:
+    """Rounds land one after another in the same memory, and so do batches."""
+    case = Case(plan, 3, 4, (6, 6, 6, 6), accumulate=2, blocking=blocking)
+    kind = stress.train(Case(plan, 1, 4, case.sizes, accumulate=2, blocking=blocking, emulation={}), reduce_dtype=BF16)
+    with Ordering() as ordering:
+        hard = stress.train(case, reduce_dtype=BF16)
+    # No round starts from the sum of those before, which is what the turns of other runs are asked for.
+    assert not [text for text in stress.wrong(hard, kind.result) if "began the sum" not in text] + ordering.faults
+    assert stress.wrong(hard, stress.reference(case)), "nothing was rounded"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scaled_gradients_that_overflow_skip_the_step(dtype: str) -> None:
+    """In fp16 what overflows on its way does so, too; bf16 has room for whatever the factor is."""
+
+    class Wide(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.float()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch.float(), batch_idx)
+
+    plugin = RoundPipePrecision("16-mixed", GradScaler("cpu", init_scale=2.0**40, growth_interval=1000))
+    # Autocast computes in fp16, where such a factor is infinite; without it only the way to the host is narrow.
+    with torch.autocast("cpu", enabled=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autocast, "__init__", _disabled(torch.autocast.__init__))
+        result = _ours(module=Wide(), reduce_dtype=dtype, precision_plugin=plugin)
+    scale = plugin.scaler.get_scale()
+    assert (scale < 2.0**40) == (dtype == "float16")
+    assert all(p.isfinite().all() for p in _weights(result))
+
+
+def _disabled(real: Any) -> Any:
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        real(self, device_type, enabled=False)
+
+    return init

@@ -1,0 +1,143 @@
+"""Context variables and thread-local values that are set around a model hold in its layers, on any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import traps
+import zoo
+from harness import assert_same, ours, run
+from torch import Tensor, nn
+
+SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
+LOCAL = threading.local()
+
+
+class OwnLocal(threading.local):
+    scale = 1.0
+
+    def __deepcopy__(self, memo: Any) -> OwnLocal:
+        return self
+
+
+class Block(traps.Block):
+    own: ClassVar[OwnLocal] = OwnLocal()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = Block.own
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = SCALE.get() * getattr(LOCAL, "scale", 1.0) * self.here.scale
+        return super().forward(x) * scale
+
+
+@contextlib.contextmanager
+def variable(value: float) -> Iterator[None]:
+    token = SCALE.set(value)
+    try:
+        yield
+    finally:
+        SCALE.reset(token)
+
+
+@contextlib.contextmanager
+def of_thread(value: float) -> Iterator[None]:
+    LOCAL.scale = value
+    try:
+        yield
+    finally:
+        del LOCAL.scale
+
+
+@contextlib.contextmanager
+def of_subclass(value: float) -> Iterator[None]:
+    Block.own.scale = value
+    try:
+        yield
+    finally:
+        Block.own.scale = 1.0
+
+
+WAYS: dict[str, Callable[[float], Any]] = {"variable": variable, "thread": of_thread, "subclass": of_subclass}
+
+
+class Around(zoo.PlainClassifier):
+    """Another value in each batch, set before the step, within it around the model, or for good."""
+
+    way: ClassVar[str]
+    place: ClassVar[str]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.place == "before":
+            self.entered = contextlib.ExitStack()
+            self.entered.enter_context(WAYS[self.way](0.5 + 0.25 * batch_idx))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.place == "before":
+            self.entered.close()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.place == "within":
+            with WAYS[self.way](0.5 + 0.25 * batch_idx):
+                return super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def build(way: str, place: str) -> Around:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return type("Around", (Around,), {"way": way, "place": place})(traps.Net(Block))
+
+
+@pytest.mark.parametrize(("microbatches", "devices"), [(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("place", ["before", "within", "outside"])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_holds_in_layers(way: str, place: str, microbatches: int, devices: int) -> None:
+    around = WAYS[way](1.5) if place == "outside" else contextlib.nullcontext()
+    with around:
+        plain = run("auto", build(way, place), zoo.make_batches("mlp"))
+        strategy = ours(num_microbatches=microbatches, layers=["Linear", "Block"])
+        assert_same(plain, run(strategy, build(way, place), zoo.make_batches("mlp"), devices=devices))
+
+
+class Counting(zoo.PlainClassifier):
+    """Goes on from what the step before has set."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        SCALE.set(SCALE.get() * 1.25)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_training_step_sets_stays_set(devices: int) -> None:
+    def build() -> Counting:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            return Counting(traps.Net(Block))
+
+    def trained(strategy: Any, devices: int) -> Any:
+        token = SCALE.set(1.0)
+        try:
+            result = run(strategy, build(), zoo.make_batches("mlp"), devices=devices)
+            return result, SCALE.get()
+        finally:
+            SCALE.reset(token)
+
+    plain, left = trained("auto", 1)
+    other, left_too = trained(ours(num_microbatches=1, layers=["Linear", "Block"]), devices)
+    assert_same(plain, other)
+    assert left == left_too > 1.5
+
+
+def test_only_values_of_the_users_code_are_looked_at() -> None:
+    from lightning_roundpipe.runtime.context import thread_locals_of
+
+    assert set(map(id, thread_locals_of(build("thread", "within")))) == {id(LOCAL), id(Block.own)}
+    assert thread_locals_of(nn.Sequential(nn.Linear(2, 2))) == ()

@@ -1,0 +1,213 @@
+"""Ways in which Lightning's own users use a Trainer: what works with a plain strategy works with this one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import assert_same, loader, ours, run, trainer_of
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_roundpipe import RoundPipeStrategy
+
+# -- copies of a Trainer -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-true"])
+def test_a_trainer_can_be_pickled_and_copied(precision: Any) -> None:
+    trainer = trainer_of(ours(num_microbatches=2), precision=precision)
+    for again in (pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)):
+        assert isinstance(again.strategy, RoundPipeStrategy)
+        assert again.strategy.options == trainer.strategy.options  # type: ignore[attr-defined]
+        again.fit(zoo.make_module("mlp"), loader(zoo.make_batches("mlp")))
+        assert again.global_step == len(zoo.make_batches("mlp"))
+
+
+def test_a_strategy_can_be_pickled_while_it_runs() -> None:
+    copies: list[RoundPipeStrategy] = []
+
+    class Copying(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            strategy: Any = trainer.strategy
+            state = strategy.__getstate__()
+            assert state["_engine"] is None and strategy._engine is not None
+            copies.append(copy.copy(strategy))
+
+    run(ours(num_microbatches=2), zoo.make_module("mlp"), zoo.make_batches("mlp", count=1), callbacks=[Copying()])
+    assert copies[0].report() == {}
+
+
+# -- clusters ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slurm_plugin_in_one_process() -> None:
+    """On a laptop, and in a job that is not started by srun, its variables are not set."""
+    for plugin in (SLURMEnvironment(), SLURMEnvironment(auto_requeue=False)):
+        trainer = trainer_of(ours(num_microbatches=2), plugins=[plugin])
+        trainer.fit(zoo.make_module("mlp"), loader(zoo.make_batches("mlp")))
+        assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
+
+
+def test_several_slurm_tasks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "NTASKS": "2",
+        "NTASKS_PER_NODE": "2",
+        "PROCID": "0",
+        "LOCALID": "0",
+        "NODEID": "0",
+        "JOB_NAME": "fit",
+    }.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(Exception, match="runs in one process on one machine, and 2 were asked for"):
+        trainer_of(ours(), plugins=[SLURMEnvironment(auto_requeue=False)]).fit(zoo.make_module("mlp"), [])
+
+
+# -- double precision --------------------------------------------------------------------------------------------------
+
+
+class GoesByDefault(nn.Module):
+    """Makes a tensor in torch's default format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(zoo.WIDTH, zoo.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * torch.full((1,), 1 / 3)
+
+
+class Double(zoo.PlainClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert loss.dtype is torch.float64 and torch.get_default_dtype() is torch.float64
+        return loss
+
+
+def double() -> Double:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        blocks = [GoesByDefault() for _ in range(3)]
+        return Double(nn.Sequential(nn.Linear(8, zoo.WIDTH), *blocks, nn.Linear(zoo.WIDTH, 5)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("microbatches", "devices"), [(1, 1), (2, 2), (4, 1)])
+def test_double_precision(microbatches: int, devices: int, accumulate: int) -> None:
+    plain, other = (
+        run(
+            strategy,
+            double(),
+            zoo.make_batches("mlp", count=4),
+            devices=count,
+            precision="64-true",
+            accumulate_grad_batches=accumulate,
+        )
+        for strategy, count in (
+            ("auto", 1),
+            (ours(num_microbatches=microbatches, layers=["Linear", "GoesByDefault"]), devices),
+        )
+    )
+    assert all(t.dtype is torch.float64 for t in other.state.values())
+    assert_same(plain, other)
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+class Normalizes(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.sizes.append(len(batch))
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5, 8])
+def test_microbatches_have_two_samples_by_default_where_a_layer_keeps_batch_statistics(samples: int) -> None:
+    module = Normalizes()
+    trainer_of(ours(), devices=4).fit(module, DataLoader(torch.randn(samples, 6), batch_size=samples))
+    assert min(module.sizes) >= 2 and sum(module.sizes) == samples
+
+
+class TakesFromIterator(zoo.PlainClassifier):
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        loss, _ = self.loss_and_logits(batch)
+        return loss
+
+
+class MakesItsOwn(zoo.PlainClassifier):
+    """Its batches are numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        made = torch.Generator().manual_seed(int(batch))
+        x = torch.randn(4, 8, generator=made)
+        return self.model(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", [TakesFromIterator, MakesItsOwn])
+def test_batches_without_samples_are_one_microbatch_by_default(kind: type[zoo.PlainClassifier]) -> None:
+    def build() -> zoo.PlainClassifier:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            return kind(nn.Sequential(nn.Linear(8, zoo.WIDTH), nn.Tanh(), nn.Linear(zoo.WIDTH, 5)))
+
+    batches: Any = loader(zoo.make_batches("mlp", count=3)) if kind is TakesFromIterator else [1, 2, 3]
+    modules = [build(), build()]
+    for strategy, module in zip(("auto", ours()), modules, strict=True):
+        trainer_of(strategy).fit(module, batches)
+    for one, other in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match="the size of the batch cannot be found"):
+        trainer_of(ours(num_microbatches=2)).fit(build(), batches)
+
+
+# -- no layers ---------------------------------------------------------------------------------------------------------
+
+
+class Bare(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(3.0))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("total", (batch * self.scale).sum())
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch * self.scale
+
+
+class Empty(Bare):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+        self.scale = 2.0  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Bare, Empty])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_module_without_layers_is_evaluated(kind: type[Bare], devices: int) -> None:
+    data = DataLoader(torch.ones(4, 3), batch_size=2)
+    plain, other = trainer_of("auto"), trainer_of(ours(), devices=devices)
+    for found, expected in zip(other.predict(kind(), data) or (), plain.predict(kind(), data) or (), strict=True):
+        assert torch.equal(found, expected)  # type: ignore[arg-type]
+    assert other.validate(kind(), data, verbose=False) == plain.validate(kind(), data, verbose=False)
+    assert other.test(kind(), data, verbose=False) == plain.test(kind(), data, verbose=False)
