@@ -248,7 +248,7 @@ class PartsCheck:
         buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []
         for module in self._batch_norms() if steady else ():
             module.training = False  # until it is put back
-        own = Attributes(self._layers_modules())
+        own, learned = Attributes(self._layers_modules()), [(x, x.borrows, x.reaches_out) for x in engine.layers]
         try:
             with (
                 intercepted([*interceptors, *models]),
@@ -277,6 +277,8 @@ class PartsCheck:
             shown.metrics = dict(self._values(before))
             shown.left = self._left.changes() | self._written.changes()
         finally:
+            for layer, borrows, reaches_out in learned:
+                layer.borrows, layer.reaches_out = borrows, reaches_out
             self._left.put_back()
             self._written.put_back()
         return shown

@@ -145,7 +145,9 @@ class _Runner(Runner):
     """Layers as they are written, which draw what the rehearsal's samples are given."""
 
     def __init__(self, engine: Engine, worker: Any, draws: SameDraws) -> None:
-        super().__init__(worker, lambda: engine.randomness, engine.formats, lambda: False, Forwards())
+        super().__init__(
+            worker, lambda: engine.randomness, engine.formats, lambda: False, Forwards(), masters=engine.unit_of
+        )
         self._draws = draws
 
     @contextlib.contextmanager
