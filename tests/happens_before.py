@@ -40,6 +40,7 @@ from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream
 from lightning_roundpipe.runtime.engine import Engine
+from lightning_roundpipe.runtime.glue import Proxies
 from lightning_roundpipe.runtime.threads import TaskThread
 
 SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
@@ -246,6 +247,7 @@ def _follow_cuda(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FakeStream, "wait_event", wait_event)
     patch.setattr(FakeStream, "synchronize", synchronize_stream)
     patch.setattr(fake_cuda, "on_stream", lambda stream: following(ordering, stream.name))
+    _follow_gradients_of_stand_ins(ordering, patch)
     for name in ("host_buffer", "host_like"):
         _follow_host_memory(name, ordering, patch)
 
@@ -260,6 +262,19 @@ def _follow_host_memory(name: str, ordering: HappensBefore, patch: pytest.Monkey
         return memory
 
     patch.setattr(CudaDevice, name, made)
+
+
+def _follow_gradients_of_stand_ins(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
+    """Autograd copies them to the host, where the masters lie, and waits for that; here they stay what they are."""
+    real = Proxies.gradients
+
+    def gradients(self: Proxies, masters: Any = None) -> Any:
+        if any(proxy.grad is not None for _, proxy in self._known.values()):
+            for stream in [name for name in ordering._clocks if name.endswith("-compute")]:
+                ordering.join(HOST, ordering.point(stream))
+        return real(self, masters)
+
+    patch.setattr(Proxies, "gradients", gradients)
 
 
 def _follow_threads(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:

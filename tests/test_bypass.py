@@ -20,6 +20,7 @@ import zoo
 from harness import Result, assert_same, assert_tensors_same, halves, ours, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import ReformerConfig, ReformerModelWithLMHead
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime import bypass, glue
@@ -403,6 +404,22 @@ def test_a_backward_that_goes_through_layers_by(way: str, grid: Grid) -> None:
 @every_grid
 def test_a_backward_of_a_tensor_in_a_backward(grid: Grid) -> None:
     check_equal(reversible("its modules", Tensor.backward), grid)
+
+
+def test_reformer() -> None:
+    """Hugging Face's, whose layers are called without grad and go back by themselves."""
+    sizes = {"hidden_size": 32, "feed_forward_size": 32, "num_attention_heads": 2, "attention_head_size": 16}
+    lengths = {"max_position_embeddings": 64, "local_attn_chunk_length": 4, "axial_pos_embds": False}
+    dropout = {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}
+    kinds = {"attn_layers": ["local", "local"], "is_decoder": True, "vocab_size": 96}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = zoo.modules.CausalLM(ReformerModelWithLMHead(ReformerConfig(**sizes, **lengths, **dropout, **kinds)))
+        tokens = [torch.randint(0, 96, (4, 16)) for _ in range(3)]
+    given = [{"input_ids": ids, "labels": ids} for ids in tokens]
+    plain = run("auto", module, given)
+    for microbatches, devices in ((1, 1), (2, 2)):
+        assert_same(plain, run(ours(num_microbatches=microbatches), module, given, devices=devices))
 
 
 @every_grid

@@ -195,6 +195,13 @@ def _prefix_tuning(user: User) -> None:
     user.fit(module, zoo.make_batches("llama", 1))
 
 
+def _draws_by_itself(user: User) -> None:
+    module, draws = zoo.make_module("mlp"), torch.Generator()
+    block = next(m for m in module.modules() if type(m).__name__ == "ResidualBlock")
+    block.register_forward_hook(lambda layer, args, output: output * torch.rand((), generator=draws))
+    user.fit(module)
+
+
 SECTION = "The module, its optimizer and its loss"
 MODULES = [
     Mistake(
@@ -216,6 +223,14 @@ MODULES = [
         "weights of layer '…' were written to (by an optimizer's step, most likely) between its call and the backward",
         "Run backward before the step, or call the model again after it",
         (lambda user: user.fit(Manual(mlp(), written_between=True)),),
+    ),
+    Mistake(
+        SECTION,
+        "a layer that computes something else when its forward runs again: it draws from a generator of its own, "
+        "counts its calls, or reads a global or an object that changes meanwhile",
+        "layer '…' computes something else when it is recomputed for its backward",
+        "give it what else it needs as an argument of its forward",
+        (_draws_by_itself,),
     ),
     Mistake(
         SECTION,

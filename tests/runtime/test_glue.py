@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime import bringing, glue, known
+from lightning_roundpipe.runtime.bypass import functions_given_stand_ins
 from lightning_roundpipe.runtime.glue import GlueMode
 from lightning_roundpipe.runtime.losses import check_counts
 
@@ -101,6 +102,22 @@ class TestHostTensorsFollow:
         assert out.device.type == "meta" and out.requires_grad
         assert len(glue.proxies._moved) == 1
 
+    def test_masters_that_are_first_needed_without_grad(self) -> None:
+        """As in the forward of a reentrant checkpoint; the same copy serves its backward."""
+        weight = nn.Parameter(torch.ones(3))
+        there = torch.ones(2, 3, device="meta")
+        with mode(weight, accelerator="meta"):
+            with torch.no_grad():
+                assert not (there * weight).requires_grad
+            assert (there * weight).requires_grad
+
+    def test_what_an_autograd_function_is_applied_to(self) -> None:
+        weight, there = nn.Parameter(torch.ones(3)), torch.ones(2, 3, device="meta")
+        with functions_given_stand_ins(), mode(weight, accelerator="meta") as glue:
+            out = Product.apply(there, weight)
+        assert out.device.type == "meta" and out.requires_grad and glue.proxies._moved
+        assert Product.given is not weight and Product.given.device.type == "meta"
+
     def test_and_tensors_of_other_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They go to the GPU that the microbatch is on, as they would have been there without the strategy."""
         skip, newest, scale = (torch.ones(2, 3, device="meta") for _ in range(3))
@@ -126,6 +143,15 @@ class TestHostTensorsFollow:
         with mode(accelerator="meta"), contextlib.suppress(RuntimeError):
             host.add_(torch.ones(3, device="meta"))
         assert host.device.type == "cpu"
+
+
+class Product(torch.autograd.Function):
+    given: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        Product.given = weight
+        return x * weight
 
 
 class Nowhere(SimpleNamespace):
