@@ -115,7 +115,7 @@ class Rehearsal(Evaluation):
 
     def _adapt(self, call: Call) -> None:
         call.requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in call.originals]
-        call.graph = call.ambient.grad and (any(call.requires_grad) or any(call.trainable))
+        call.graph = call.ambient.grad  # which costs nothing where nothing requires grad
 
     def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traced, entry = TracedCall(call.layer, 0), None
