@@ -198,7 +198,8 @@ def _prefix_tuning(user: User) -> None:
 def _draws_by_itself(user: User) -> None:
     module, draws = zoo.make_module("mlp"), torch.Generator()
     block = next(m for m in module.modules() if type(m).__name__ == "ResidualBlock")
-    block.register_forward_hook(lambda layer, args, output: output * torch.rand((), generator=draws))
+    inner = next(block.children())
+    inner.register_forward_hook(lambda layer, args, output: output * torch.rand((), generator=draws))
     user.fit(module)
 
 
