@@ -152,7 +152,7 @@ class Way:
             yield
 
 
-SHORT, LEAD = interpreter.SWITCH_INTERVAL_S, 64 * 2**20
+SHORT, LEAD = interpreter.SWITCH_INTERVAL_S, cuda.LEAD_BYTES
 WAYS = (
     Way("as it was", 5e-3, True, 0),
     Way("+ switches every 0.1 ms", SHORT, True, 0),
