@@ -302,6 +302,8 @@ def _write_numbers(
             continue
         paths.append(_centred(str(block.microbatch), size))
         places.append(((block.start_ms + block.end_ms) / 2, chart.rows[block.worker] + 0.5))
+    if not paths:  # matplotlib before 3.11 cannot draw none
+        return
     numbers = PathCollection(paths, offsets=places, offset_transform=axes.transData, facecolors="black", linewidths=0)
     numbers.set_transform(Affine2D().scale(1 / 72) + figure.dpi_scale_trans)  # from points
     numbers.set_zorder(4)

@@ -286,7 +286,7 @@ def _quiet() -> None:
     import_module("lightning.pytorch")  # its loggers get their handlers when it is imported
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, logging.StreamHandler):
+            if type(handler) is logging.StreamHandler:  # others write to a file, or to whoever collects
                 handler.setStream(_CurrentStderr())
 
 

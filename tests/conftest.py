@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -67,6 +68,25 @@ def same_environment() -> Iterator[None]:
     torch.set_num_threads(threads)
     os.environ.clear()
     os.environ.update(variables)
+
+
+@pytest.fixture(autouse=True)
+def same_loggers() -> Iterator[None]:
+    """Puts back what commands and benchmarks change about the process's loggers: others' messages would be lost."""
+    import lightning.pytorch  # noqa: F401  # its loggers get their handlers when it is imported
+
+    names = [None, *(name for name in logging.root.manager.loggerDict if name.startswith("lightning"))]
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(log.level, log.disabled, log.propagate, log.filters[:], log.handlers[:]) for log in loggers]
+    streams = [(h, h.stream) for log in loggers for h in log.handlers if type(h) is logging.StreamHandler]
+    yield
+    for log, (level, disabled, propagate, filters, handlers) in zip(loggers, before, strict=True):
+        log.setLevel(level)
+        log.disabled, log.propagate, log.filters[:] = disabled, propagate, filters
+        if log is not logging.root:  # whose handlers are pytest's own
+            log.handlers[:] = handlers
+    for handler, stream in streams:
+        handler.stream = stream
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,8 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Recomputed]:
     made: list[Recomputed] = []
     real = Runner.recompute_ahead
 
-    def recompute(runner: Runner, slot: Any, entry: Entry, boundaries: Any) -> None:
-        real(runner, slot, entry, boundaries)
+    def recompute(runner: Runner, slot: Any, entry: Entry, *args: Any) -> None:
+        real(runner, slot, entry, *args)
         made.append((slot.version, entry.layer.name, entry.microbatch))
 
     monkeypatch.setattr(Runner, "recompute_ahead", recompute)

@@ -120,6 +120,6 @@ def test_each_row_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (5e-3, by_thread, 0),
         (before[0], by_thread, 0),
         (before[0], ChunkedCopyStream, 0),
-        before,
+        (before[0], ChunkedCopyStream, bench_latency.LEAD),
     ]
     assert (interpreter.SWITCH_INTERVAL_S, cuda.ChunkedCopyStream, cuda.LEAD_BYTES) == before

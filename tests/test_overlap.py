@@ -340,14 +340,14 @@ class Watched:
         self.broken: list[str] = []
         self.seen = 0
         self._lock = threading.Lock()
-        upload, apply = Worker._upload, Updates._apply
+        upload, apply = Worker.upload, Updates._apply
 
-        def uploading(worker: Worker, slot: Any, layer: HostLayer, segment: Tensor) -> None:
+        def uploading(worker: Worker, slot: Any, layer: HostLayer, *args: Any) -> None:
             masters = layer.unit.version
             if masters != slot.version and layer.unit.masters:
                 self.note(f"[5] layer {layer.index} was uploaded in version {masters}, not {slot.version}")
             before = self.content(layer)
-            upload(worker, slot, layer, segment)
+            upload(worker, slot, layer, *args)
             slot.uploaded[layer.index].wait()
             with self._lock:
                 self.seen += 1
@@ -368,7 +368,7 @@ class Watched:
                 self.note(f"[4] gradients of update {step.number} were written while they were used")
             apply(updates, step, gathered)
 
-        patch.setattr(Worker, "_upload", uploading)
+        patch.setattr(Worker, "upload", uploading)
         patch.setattr(Updates, "_apply", applying)
 
     @staticmethod

@@ -50,10 +50,11 @@ def variable(value: float) -> Iterator[None]:
 @contextlib.contextmanager
 def of_thread(value: float) -> Iterator[None]:
     LOCAL.scale = value
+    LOCAL.kept = torch.full((2,), value)  # which does not compare to one truth value
     try:
         yield
     finally:
-        del LOCAL.scale
+        del LOCAL.scale, LOCAL.kept
 
 
 @contextlib.contextmanager

@@ -30,9 +30,11 @@ _open: WeakSet[CudaDevice] = WeakSet()
 """Those of all strategies of the process."""
 
 
-LEAD_BYTES = 64 * 2**20
-"""Of calls that a GPU has not reached: boundary tensors of 12 ms of an RTX 4090 with layers of width 2,048, and of more
-with wider ones. A thread that launches waits for the interpreter for some milliseconds at times."""
+LEAD_BYTES = 64 << 20
+"""Of calls that a GPU has not reached, beyond the two that may be there in any case.
+
+Boundary tensors of 12 ms of an RTX 4090 with layers of width 2,048.
+"""
 
 
 class CudaDevice(Device):

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 _REMEDY = "Call the model outside of lean_logits() (in the packaged module: task.lean_loss=false)"
@@ -297,10 +298,12 @@ def _accepts(multiply: Multiply, device: torch.device, *operands: torch.dtype) -
 def _multiplies(device: torch.device) -> tuple[bool, bool]:
     """What of fp32 sums of bf16 products ``device`` has kernels for: a product that is added to one, and one alone.
 
-    The CPU has neither. Some versions of torch refuse an fp32 sum to the first.
+    The CPU has neither. Some versions of torch refuse an fp32 sum to the first. Modes see nothing of it: those that
+    count what a model costs would count it once in a process.
     """
     narrow = torch.bfloat16
-    return _accepts(torch.addmm, device, torch.float32, narrow, narrow), _accepts(torch.mm, device, narrow, narrow)
+    with _disable_current_modes():
+        return _accepts(torch.addmm, device, torch.float32, narrow, narrow), _accepts(torch.mm, device, narrow, narrow)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -5,7 +5,7 @@
 * A layer's code that has a parameter of another module, by a hook, a closure or an object: `Borrowing` gives it the
   microbatch's stand-in, as glue would.
 * `torch.autograd.Function.apply`, which is given stand-ins here, as long as there are workers.
-* TorchScript, extensions in C++, transforms, other threads, and what nobody knows of. Autograd then brings the gradient
+* TorchScript, extensions in C++, transforms, other threads and the like. Autograd then brings the gradient
   to the master's own accumulator, with a hook on it that sees who differentiates:
 
       a microbatch, or a layer on a worker ── the microbatch takes it, and the master gets nothing ── [1]

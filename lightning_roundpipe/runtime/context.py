@@ -71,7 +71,7 @@ class _Local:
     def enter(self) -> None:
         """It holds the same in this thread."""
         there = vars(self.value)
-        if there != self.held:
+        if not same(there, self.held):  # tensors have no one truth value
             there.clear()
             there.update(self.held)
 

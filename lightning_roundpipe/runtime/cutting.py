@@ -64,7 +64,7 @@ def sizes_for(engine: Engine, batch: Any) -> list[int]:
     try:
         samples = batch_size(batch)
     except NoSamples:
-        if count is None and size is None:  # nobody has asked for parts
+        if count is None and size is None:  # parts were not asked for
             return [1]
         raise
     return microbatch.sizes_of(samples, count, size, len(engine.workers), engine.fewest_samples)

@@ -52,7 +52,7 @@ from lightning_roundpipe.runtime.sums import GradientBuffers, Reduction
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.units import Unit, units_of
 from lightning_roundpipe.runtime.updates import Updates
-from lightning_roundpipe.runtime.weights import host_layers
+from lightning_roundpipe.runtime.weights import HostLayer, host_layers
 
 
 class Engine:
@@ -453,8 +453,7 @@ class Engine:
         """Before the first batch, which is measured: host memory for the gradients of a call of each layer."""
         with allowed():  # it may be half of what training takes, and nothing runs yet
             for layer in self.layers:
-                buffers = GradientBuffers(layer, self.devices[0], self.reduction)
-                self._buffers.setdefault((layer.index, 0), buffers).reserve()
+                self._buffers_for(layer, 0).reserve()
         self._reserves = self._reserved = True
 
     def _give_back_reserved(self) -> None:
@@ -465,9 +464,12 @@ class Engine:
 
     def buffers_of(self, call: TracedCall) -> GradientBuffers:
         """The host memory for the gradients of a call; made when first needed, if it is not there."""
-        key = (call.layer.index, call.use)
+        return self._buffers_for(call.layer, call.use)
+
+    def _buffers_for(self, layer: HostLayer, use: int) -> GradientBuffers:
+        key = (layer.index, use)
         if key not in self._buffers:
-            self._buffers[key] = GradientBuffers(call.layer, self.devices[0], self.reduction)
+            self._buffers[key] = GradientBuffers(layer, self.devices[0], self.reduction)
         return self._buffers[key]
 
     def name_of(self, master: nn.Parameter) -> str:

@@ -46,7 +46,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._calls: deque[tuple[Event, list[Tensor]]] = deque()
+        self._calls: deque[tuple[Event, Any, list[UntypedStorage]]] = deque()
         self._holders = Counter[int]()
 
     def __len__(self) -> int:
@@ -57,18 +57,19 @@ class InFlight:
         """The end of the first call."""
         return self._calls[0][0]
 
-    def add(self, end: Event, tensors: list[Tensor]) -> None:
-        """``tensors`` belong to what is enqueued up to ``end``."""
-        self._calls.append((end, tensors))
-        for storage in _storages(tensors):
+    def add(self, end: Event, tensors: Any, *, counted: bool) -> None:
+        """``tensors`` belong to what is enqueued up to ``end``. Their bytes are ``counted`` where there is a limit."""
+        storages = _storages(_flat(tensors)) if counted else []
+        self._calls.append((end, tensors, storages))
+        for storage in storages:
             self._holders[storage._cdata] += 1
             if self._holders[storage._cdata] == 1:
                 self.nbytes += storage.nbytes()
 
     def land(self) -> None:
         """The first call is done."""
-        _, tensors = self._calls.popleft()
-        for storage in _storages(tensors):
+        _, _, storages = self._calls.popleft()
+        for storage in storages:
             self._holders[storage._cdata] -= 1
             if not self._holders[storage._cdata]:
                 del self._holders[storage._cdata]
@@ -413,10 +414,10 @@ class Worker:
         many more as the plan has left memory for.
         """
         flying = self._in_flight
-        flying.add(self.device.compute.record(), _flat(tensors))
+        flying.add(self.device.compute.record(), tensors, counted=self.lead > 0)
         while flying and flying.oldest.done():
             flying.land()
-        while len(flying) > IN_FLIGHT and flying.nbytes > self.lead:
+        while len(flying) > IN_FLIGHT and (not self.lead or flying.nbytes > self.lead):
             # Before its tensors go, and not after.
             flying.oldest.wait()
             flying.land()

@@ -207,9 +207,13 @@ class Late:
         return backend._SET.redispatch(backend._KEYS, fresh, storage, 0, size, stride)
 
     def placed(self, host: Tensor, index: int) -> Tensor:
-        """A tensor of the device with the numbers of ``host``, when the stream has nothing to do."""
+        """A tensor of the device with the numbers of ``host``, to which nothing else writes.
+
+        The copy is queued. Another thread may have used the memory last, in the same stream, and not be done with it.
+        """
         there = self.empty(host.size(), host.stride(), host.dtype, index)
-        _Ref.to(there).tensor().copy_(host)
+        target = _Ref.to(there)
+        self.streams.add(self.key(index), lambda: target.tensor().copy_(host))
         return there
 
     def compute(self, op: Any, name: str, args: Any, kwargs: Any, index: int) -> Any:

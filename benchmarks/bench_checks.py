@@ -1,9 +1,11 @@
-"""What it costs that no gradient bypasses the engine, in a model that computes next to nothing.
+"""What the engine's checks cost, in a model that computes next to nothing.
 
-The hooks on masters' accumulators, the mode of user code in backward, and the look at what layers borrow when they run
-first are switched off and on in turns. Times are of all cores, which other work on the machine disturbs less.
+``gradients``: that none bypasses the engine: the hooks on masters' accumulators, the mode of user code in backward, and
+the look at what layers borrow when they run first. ``recomputations``: that they are their forward, here in every step,
+of which the engine checks the first two and one in a hundred. Each is switched off and on in turns. Times are of all
+cores, which other work on the machine disturbs less.
 
-    .venv/bin/python benchmarks/bench_bypass.py [--layers 30] [--microbatches 4]
+    .venv/bin/python benchmarks/bench_checks.py [--layers 30] [--microbatches 4]
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -26,6 +29,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.runtime import recomputed
 from lightning_roundpipe.runtime.bypass import Accumulators
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.tape import _Driven
@@ -60,7 +64,18 @@ class TinyLlama(pl.LightningModule):
 
 
 @contextlib.contextmanager
-def switched_off() -> Iterator[None]:
+def recomputations(checked: bool) -> Iterator[None]:
+    """All steps, or none, compare recomputations with their forward."""
+    with mock.patch.object(recomputed, "FIRST", sys.maxsize if checked else 0):
+        yield
+
+
+@contextlib.contextmanager
+def gradients(checked: bool) -> Iterator[None]:
+    """Whether gradients that bypass the engine are looked for."""
+    if checked:
+        yield
+        return
     own = _Driven.of
 
     @contextlib.contextmanager
@@ -76,12 +91,15 @@ def switched_off() -> Iterator[None]:
         yield
 
 
-def measure(options: argparse.Namespace, checked: bool) -> tuple[float, float]:
+CHECKS = {"gradients": gradients, "recomputations": recomputations}
+
+
+def measure(options: argparse.Namespace, check: str, checked: bool) -> tuple[float, float]:
     """Seconds of the first step, and of a later one; the second makes arenas for its plan."""
     watch = CoreTime()
     data = torch.randint(0, 64, ((options.steps + 1) * options.microbatches, 8))
     strategy = RoundPipeStrategy(num_microbatches=options.microbatches)
-    with contextlib.nullcontext() if checked else switched_off():
+    with CHECKS[check](checked):
         trainer(strategy, options.devices, callbacks=watch).fit(
             TinyLlama(options.layers), batches(data, options.microbatches)
         )
@@ -97,18 +115,19 @@ def main() -> None:
     quiet()
     torch.set_num_threads(1)
     console = Console()
-    measure(options, True)
-    rows = [
-        [measure(options, False), measure(options, True)]
-        for _ in track(range(options.repeat), "both ways", console=console, transient=True)
-    ]
+    measure(options, "gradients", True)
     table = Table(title=f"{options.layers} layers, {options.microbatches} microbatches: medians of {options.repeat}")
-    for heading in ("step", "without (ms)", "with (ms)", "ratio"):
+    for heading in ("check", "step", "without (ms)", "with (ms)", "ratio"):
         table.add_column(heading, justify="right")
-    for kind, name in enumerate(("first", "later")):
-        off, on = (statistics.median(row[side][kind] for row in rows) for side in (0, 1))
-        ratio = statistics.median(row[1][kind] / row[0][kind] for row in rows)
-        table.add_row(name, f"{1e3 * off:.1f}", f"{1e3 * on:.1f}", f"{ratio:.3f}")
+    for check in CHECKS:
+        rows = [
+            [measure(options, check, checked) for checked in (False, True)]
+            for _ in track(range(options.repeat), check, console=console, transient=True)
+        ]
+        for kind, name in enumerate(("first", "later")):
+            off, on = (statistics.median(row[side][kind] for row in rows) for side in (0, 1))
+            ratio = statistics.median(row[1][kind] / row[0][kind] for row in rows)
+            table.add_row(check, name, f"{1e3 * off:.1f}", f"{1e3 * on:.1f}", f"{ratio:.3f}")
     console.print(table)
 
 
