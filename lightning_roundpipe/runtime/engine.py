@@ -236,10 +236,17 @@ class Engine:
         self._drain()
         if self.updates is not None:
             self.updates.settle()
+        for buffers in self._buffers.values():
+            buffers.arrive()  # where an error stops the devices, what is on its way is lost
         self._set_up_step()
-        with self.rehearsing() as others:
-            yield others
-        self._looked_at = True
+        try:
+            with self.rehearsing() as others:
+                yield others
+        except BaseException:
+            self._drain()
+            raise
+        finally:
+            self._looked_at = True
         self._adopt(newest=False)
         for device in self.devices:
             device.reset_peak()

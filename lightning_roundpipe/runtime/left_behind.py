@@ -13,6 +13,7 @@ Objects keep their identity, so whoever else refers to them finds them as they w
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import random
@@ -77,6 +78,7 @@ class LeftBehind:
     # -- before -------------------------------------------------------------------------------------------------------
 
     def _take(self, path: str, value: Any, kind: str) -> None:
+        now = functools.partial(_stands_for, self._copies)  # no method: a circle would keep copies of all tensors
         if kind == "leaf":
             self._before[path] = value
         elif kind == "tensor":
@@ -98,20 +100,20 @@ class LeftBehind:
             self._take_iterator(path, value)
         elif kind == "cell":
             held = value.cell_contents if _filled(value) else ABSENT
-            self._put.append(lambda: _fill(value, self._now(held)))
+            self._put.append(lambda: _fill(value, now(held)))
         elif kind == "globals":
             space = value.space
             held = {name: space[name] for name in value.names}
-            self._put.append(lambda: space.update({k: self._now(v) for k, v in held.items()}))
+            self._put.append(lambda: space.update({k: now(v) for k, v in held.items()}))
         elif kind == "many":
             length = len(value)
             self._before[path] = length
             if isinstance(value, list):
                 self._put.append(lambda: value.__delitem__(slice(length, None)))
         elif kind == "object":
-            self._put.append(_attributes_back(value, self._now))
+            self._put.append(_attributes_back(value, now))
         else:
-            self._put.append(_container_back(value, self._now))
+            self._put.append(_container_back(value, now))
 
     def _take_iterator(self, path: str, value: Any) -> None:
         how = copy.copy if isinstance(value, _CURSORS) else copy.deepcopy
@@ -121,12 +123,6 @@ class LeftBehind:
             self.stuck.append(path)
             return
         self._before[path] = _position(value)
-
-    def _now(self, value: Any) -> Any:
-        """What stands for ``value`` when it is put back: an iterator that has not been used."""
-        if (known := self._copies.get(id(value))) is None:
-            return value
-        return known[1](known[2])
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -334,6 +330,13 @@ _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] =
     ),
     random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
 }
+
+
+def _stands_for(copies: dict[int, tuple[Any, Callable[[Any], Any], Any]], value: Any) -> Any:
+    """What is put back in the place of ``value``: for an iterator, one that has not been used."""
+    if (known := copies.get(id(value))) is None:
+        return value
+    return known[1](known[2])
 
 
 def _version(tensor: Tensor) -> int:

@@ -140,16 +140,24 @@ class PartsCheck:
         self._modules = dict(self._root.named_modules())
         self._left = LeftBehind(self._root, others)
         self._order = Order()
+        self._lost: Exception | None = None
+        """The error after which the engine cannot go on."""
 
     # -- what is rehearsed --------------------------------------------------------------------------------------------
 
     def find_out(self, models: Sequence[ModelInterceptor]) -> Verdict:
-        """Rehearse; ``models`` are what calls are cut of, if that is to be tried, too."""
+        """Rehearse; ``models`` are what calls are cut of, if that is to be tried, too.
+
+        Raises:
+            Exception: after which the engine cannot go on. What user code raises is part of the verdict.
+        """
         found: Verdict | None = None
         for start, one, two, full in self._candidates():
             if self._left.stuck:
                 return Verdict(one + two, why_not=f"{self._left.stuck[0]} could not be put back")
             verdict = self._rehearse(start, one, two, models)
+            if self._lost is not None:
+                raise self._lost
             if found is not None and not verdict.why_not:
                 verdict.rules = in_both(found.rules, verdict.rules)
             differs = verdict.parts is not None and (full or not verdict.raised)
@@ -239,6 +247,8 @@ class PartsCheck:
         cut: Callable[[int], list[int]] | None = None, *, steady: bool = False,
     ) -> _Shown:  # fmt: skip
         """Run training_step on each of ``batches`` [1] [2] [3]; ``steady``: layers find their buffers as they were."""
+        if self._lost is not None:
+            raise self._lost
         engine, shown = self._engine, _Shown()
         interceptors = [i for i in engine.interceptors if isinstance(i, Interceptor)]
         runs: list[Rehearsal] = []
@@ -261,7 +271,12 @@ class PartsCheck:
                     own.put_back()  # what a layer sets on itself, each microbatch finds as the step began
                     for buffer, value in buffers:
                         buffer.copy_(value)
-                    output = run.run(self._function, (batch, *self._rest), {})
+                    try:
+                        output = run.run(self._function, (batch, *self._rest), {})
+                    except Exception as error:
+                        engine.host_buffers.drop()
+                        self._lost = error if run.lost else None
+                        raise
                     shown.alike &= draws.alike
                     loss = loss_of(output)
                     run.mode.judge(loss, sizes[index])

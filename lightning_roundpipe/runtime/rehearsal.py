@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,14 @@ class Rehearsal(Evaluation):
         super().__init__(engine)
         self.index, self.weight = index, 0.0
         self.output: Any = None
-        self.mode: GlueMode = _RehearsalGlue(engine, functools.partial(self._writes, written))
+        me = weakref.ref(self)  # no method: a circle would keep what is on the devices
+
+        def about_to_write(parameter: nn.Parameter) -> None:
+            written.keep(parameter)
+            if (run := me()) is not None:
+                run._stay_behind()
+
+        self.mode: GlueMode = _RehearsalGlue(engine, about_to_write)
         self._mode = self.mode
         self.logs = LogRecorder(engine.devices, self.mode.counts.behind)
         self._order = order
@@ -86,9 +94,10 @@ class Rehearsal(Evaluation):
         with Ambient.capture(self._engine.device_types).entered(), self._draws:
             return super().run(function, args, kwargs)
 
-    def _writes(self, written: Written, parameter: nn.Parameter) -> None:
-        written.keep(parameter)
-        self._stay_behind()
+    @property
+    def lost(self) -> bool:
+        """Whether the engine gave up waiting: a thread has died, or is stuck."""
+        return self._control.given_up or self._engine.crew.broken
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
