@@ -20,6 +20,7 @@ from harness import assert_identical, assert_same, halves, ours, per_call, run, 
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.torch_version import TorchVersion
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import generators
@@ -290,3 +291,13 @@ def test_with_torchs_own_compiler() -> None:
     ]
     for result in results[1:]:
         assert_identical(results[0], result)
+
+
+def test_a_compiler_that_ends_the_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch 2.11, `FakeTensorMode` leaves a pointer to a guard of CUDA behind that dies with its thread."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ValueError, match="install torch's CPU build, or upgrade torch"):
+        CompiledForwards({})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    CompiledForwards({})

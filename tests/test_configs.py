@@ -198,6 +198,7 @@ def test_a_run_leaves_everything(
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_holds_no_frozen_weights_and_resumes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,6 +340,7 @@ def test_a_sweep_leaves_a_table(
     assert max(len(line) for line in table.splitlines()) <= 80
 
 
+@pytest.mark.slow
 def test_plans_of_a_sweep_follow_from_shapes(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,16 +24,16 @@ LLAMA = 6
     ("name", "lora", "plan", "options"),
     [
         ("llama", False, harness.halves(LLAMA, 4), {}),
-        ("llama", True, harness.halves(LLAMA, 4), {}),
-        ("gpt2", False, harness.halves(7, 4), {}),
+        pytest.param("llama", True, harness.halves(LLAMA, 4), {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", False, harness.halves(7, 4), {}, marks=pytest.mark.slow),
         ("mlp", False, harness.single(6, 4), {}),
-        ("llama", False, harness.per_call(LLAMA, 4), {}),
-        ("bert", False, harness.per_call(6, 4), {}),
-        ("t5", False, harness.per_call(9, 4), {}),
-        ("llama", False, harness.single(LLAMA, 4), {}),
+        pytest.param("llama", False, harness.per_call(LLAMA, 4), {}, marks=pytest.mark.slow),
+        pytest.param("bert", False, harness.per_call(6, 4), {}, marks=pytest.mark.slow),
+        pytest.param("t5", False, harness.per_call(9, 4), {}, marks=pytest.mark.slow),
+        pytest.param("llama", False, harness.single(LLAMA, 4), {}, marks=pytest.mark.slow),
         ("llama", False, harness.halves(LLAMA, 4), {"staleness": 1}),
         ("t5", False, harness.halves(9, 4), {}),
-        ("vit", False, harness.halves(6, 4), {}),
+        pytest.param("vit", False, harness.halves(6, 4), {}, marks=pytest.mark.slow),
     ],
 )
 def test_one_worker_holds_what_was_planned(name: str, lora: bool, plan: str, options: dict[str, Any]) -> None:

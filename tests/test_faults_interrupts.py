@@ -131,6 +131,7 @@ def at_random_times(wanted: int, seed: int) -> None:
     faulty.assert_trains()
 
 
+@pytest.mark.slow
 def test_at_random_times() -> None:
     at_random_times(4, seed=0)
 

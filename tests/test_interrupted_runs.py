@@ -164,7 +164,7 @@ def failing_at(number: int, times: int = 1) -> Callable[..., Tensor]:
 @pytest.mark.parametrize(
     "options",
     [
-        ["trainer.accumulate_grad_batches=2", "lora=all_linear"],
+        pytest.param(["trainer.accumulate_grad_batches=2", "lora=all_linear"], marks=pytest.mark.slow),
         pytest.param([], marks=pytest.mark.slow),
     ],
 )

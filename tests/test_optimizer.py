@@ -143,7 +143,7 @@ def test_half_precision_is_as_near_as_another_split(name: str, steps: int) -> No
     assert off <= 2 * apart, f"off by {off:.3g}, different splits by {apart:.3g}"
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_same_bits_on_any_number_of_workers_and_under_any_plan(staleness: int) -> None:
     module = Trained(OPTIMIZERS["adamw"], schedule=True)
     results = [
@@ -223,7 +223,13 @@ def delayed(module: Trained, batches: list[Any], *, clip: float | None = None, a
 
 @pytest.mark.parametrize(
     ("name", "clip", "accumulate", "microbatches"),
-    [("momentum", None, 1, 4), ("adamw", 0.3, 1, 4), ("adamw", None, 3, 4), ("adamw", None, 1, 1)],
+    [
+        ("momentum", None, 1, 4),
+        ("adamw", 0.3, 3, 4),
+        pytest.param("adamw", 0.3, 1, 4, marks=pytest.mark.slow),
+        pytest.param("adamw", None, 3, 4, marks=pytest.mark.slow),
+        pytest.param("adamw", None, 1, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_exactly_one_step_late(
     name: str, clip: float | None, accumulate: int, microbatches: int, monkeypatch: pytest.MonkeyPatch

@@ -56,13 +56,13 @@ def planned(result: Result) -> tuple[str, Any]:
     return result.report["plan"], result.report["costs"]
 
 
-SEVERAL: list[tuple[str, dict[str, Any]]] = [
+SEVERAL: list[Any] = [
     ("llama", {"lora": True}),
     ("llama", {"precision": "bf16-mixed", "memory_budget": "200KB"}),
     ("gpt_oss", {"precision": "bf16-true"}),
     ("qwen3_moe", {}),
-    ("t5", {"staleness": 1}),
-    ("batch_norm", {"compile_layers": {"backend": "aot_eager"}}),
+    pytest.param("t5", {"staleness": 1}, marks=pytest.mark.slow),
+    pytest.param("batch_norm", {"compile_layers": {"backend": "aot_eager"}}, marks=pytest.mark.slow),
     ("layer_drop", {}),
     ("recurrent", {"round_microbatches": 1}),
     ("mlp", {"microbatch_scope": "model"}),

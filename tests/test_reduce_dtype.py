@@ -166,7 +166,14 @@ def test_what_is_frozen_has_no_gradients_to_send() -> None:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("plan", [harness.per_call(CALLS, 2), harness.single(CALLS, 1), harness.per_call(CALLS, 4)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        harness.per_call(CALLS, 4),
+        pytest.param(harness.per_call(CALLS, 2), marks=pytest.mark.slow),
+        pytest.param(harness.single(CALLS, 1), marks=pytest.mark.slow),
+    ],
+)
 def test_delays_and_poison_change_no_bit(plan: str, blocking: bool) -> None:
     """Rounds land one after another in the same memory, and so do batches."""
     case = Case(plan, 3, 4, (6, 6, 6, 6), accumulate=2, blocking=blocking)

@@ -238,9 +238,22 @@ def _touched(tensor: Tensor) -> int:
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     counted = flop_registry.get(func._overloadpacket) or flop_registry.get(_LIKE.get(func._overloadpacket))
-    if counted is not None:
-        return float(counted(*(arg for arg in args if not isinstance(arg, torch.dtype)), **kwargs, out_val=out))
-    return 0.0
+    if counted is None:
+        return 0.0
+    args = [arg for arg in args if not isinstance(arg, torch.dtype)]
+    if "scaled_dot_product" in func._schema.name:
+        args = _with_all_heads(args)
+    return float(counted(*args, **kwargs, out_val=out))
+
+
+def _with_all_heads(args: list[Any]) -> list[Any]:
+    """Arguments of attention, with shapes in place of tensors: keys and values as if each query's head had its own.
+
+    That is what is computed where several share one. torch refuses to count it before 2.12.
+    """
+    heads = max(arg.shape[1] for arg in args if isinstance(arg, Tensor) and arg.ndim == 4)
+    shapes = [tuple(arg.shape) if isinstance(arg, Tensor) else arg for arg in args]
+    return [(s[0], heads, *s[2:]) if isinstance(s, tuple) and len(s) == 4 else s for s in shapes]
 
 
 def _filling(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> float:

@@ -77,6 +77,12 @@ class CompiledForwards(Forwards):
                 f"compile_layers needs a newer torch than {torch.__version__}, which compiles a backward pass when it "
                 "first runs, whatever other threads do. Leave compile_layers out, or upgrade torch."
             )
+        if torch.version.cuda and not torch.cuda.is_available() and torch.__version__ < "2.13":
+            raise ValueError(
+                f"compile_layers: torch {torch.__version__} is built for CUDA, and here is no GPU. It would end the "
+                "process, as its compiler may not be used in several threads then. Leave compile_layers out, install "
+                "torch's CPU build, or upgrade torch."
+            )
         self._settings = dict(settings)
         if self._settings.get("dynamic") is None:
             self._settings["dynamic"] = True  # [4]

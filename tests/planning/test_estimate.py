@@ -9,10 +9,11 @@ import pytest
 import torch
 from planning.test_paper_throughput import estimated_costs, shape
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.planning.estimate import estimate_costs
-from lightning_roundpipe.planning.meter import Meter, attention
+from lightning_roundpipe.planning.meter import Counter, Meter, attention
 from lightning_roundpipe.planning.profile import Hardware
 
 SLOW_MEMORY: Hardware = replace(read_machine("rtx4090x8"), memory_bandwidth=1.0, memory_efficiency=1.0, kernel_s=0.0)
@@ -160,3 +161,24 @@ def test_the_papers_models_have_their_sizes() -> None:
     numbers = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336 + 2)
     assert (layer.weight_bytes, layer.gradient_bytes) == (2 * numbers, 4 * numbers)
     assert estimated_costs("llama3_1_8b").calls[2].boundary_bytes == 4 * 2048 * 4096 * 2
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_keys_that_heads_share_are_counted_for_each_head(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions of torch raise for fewer heads of keys than of queries."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    if older:
+
+        def refuse(query: Any, key: Any, value: Any, *_: Any, out_val: Any, **__: Any) -> int:
+            assert query[1] == key[1] == value[1]
+            return flop_registry_before(query, key, value, out_val=out_val)
+
+        flop_registry_before = flop_registry[flash]
+        monkeypatch.setitem(flop_registry, flash, refuse)
+    work = []
+    for heads in (2, 8):
+        query, key = torch.zeros(1, 8, 16, 4, requires_grad=True), torch.zeros(1, heads, 16, 4, requires_grad=True)
+        with Counter(read_machine("rtx4090x8")) as counter:
+            torch.nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True).sum().backward()
+        work.append(counter.work.flops)
+    assert work[0] == work[1] > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -102,6 +102,8 @@ def classes() -> Iterator[type[Metric]]:
     """All of torchmetrics', each once; abstract ones, and those that wrap others, are tried and found unusable."""
     seen = set()
     for package in PACKAGES:
+        if importlib.util.find_spec(f"torchmetrics.{package}") is None:  # of newer versions
+            continue
         module = importlib.import_module(f"torchmetrics.{package}")
         for name in sorted(getattr(module, "__all__", None) or vars(module)):
             found = getattr(module, name)
