@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from harness import assert_same, ours, run
+from harness import assert_same, loader, ours, run, trainer_of
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
@@ -621,6 +622,58 @@ def test_neither_is_refused_with_the_value_and_the_remedies() -> None:
     error = r"the loss is [\d.]+ instead of [\d.]+ \(compared on 4 samples.*loss_weight.*microbatch_scope='model'.*=1"
     with pytest.raises(RoundPipeError, match=error):
         trained(module, batches(), 2, 2)
+
+
+class Keeps(Module):
+    """Keeps what it returns for the end of the epoch, beside a layer with batch statistics or one with a buffer."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__(entropy, outputs=[])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            self.model.blocks[0] = norm()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.outputs.append(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm1d(WIDTH), lambda: spectral_norm(nn.Linear(WIDTH, WIDTH))])
+def test_beside_statistics_of_a_batch_the_rest_is_compared(norm: Any, said: list[str]) -> None:
+    """They would hide what else differs, here and where calls are cut."""
+    module = Keeps(norm)
+    strategy = ours(num_microbatches=2, layers=["Linear", "Block", type(module.model.blocks[0])])
+    trainer_of(strategy).fit(module, loader(batches()))
+    assert len(module.outputs) == 3
+    [line] = [line for line in said if "microbatch_scope='model'" in line]
+    assert "the length of 'outputs' is 2 instead of 1" in line
+
+
+def test_an_error_names_what_training_step_changes() -> None:
+    with pytest.raises(RoundPipeError, match=r"is [\d.]+ instead of [\d.]+ .*another value in 'calls', which"):
+        trained(Module(anneals, calls=0), batches(), 2, 2, microbatch_scope="step")
+
+
+def fails_on_five(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    if len(logits) == 5:
+        raise ValueError("five samples")
+    return entropy(module, logits, batch)
+
+
+def test_what_is_accumulated_outlives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rehearsal between two batches: gradients of the first one are on their way to the host."""
+    failed, real = [], PartsCheck._rehearse
+    monkeypatch.setattr(
+        PartsCheck, "_rehearse", lambda *args: (verdict := real(*args), failed.append(verdict.why_not))[0]
+    )
+    data = [*batches(1), *batches(1, samples=7), *batches(2)]
+    options: Any = {"accumulate_grad_batches": 2, "blocking": False, "watch": False}
+    slow = {"bandwidth": 1e5, "latency": 0.01}
+    strategy = ours(num_microbatches=2, layers=LAYERS, emulation=slow)
+    result = run(strategy, Module(fails_on_five), data, devices=2, **options)
+    assert_same(run("auto", Module(fails_on_five), data, **options), result)
+    assert "ValueError: five samples" in failed
 
 
 def test_without_the_check_training_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -48,6 +49,9 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 4e-3, tor
 _FLOOR = 1e-2
 """Of the tolerance: the absolute difference that is rounding, too, as values may be small differences of large ones."""
 
+_NAMED = 3
+"""Attributes that an error names."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -75,6 +79,7 @@ class Verdict:
         model: the same where only the model's calls are cut; None if nothing is, or it was not tried.
         samples: that were taken.
         why_not: why it could not be found out; empty if it was.
+        left: attributes and buffers that training_step changes, by path, if parts differ.
         announced: whether all that differs comes from layers with batch statistics.
         raised: whether training_step raises an error on a part.
         lopsided: whether a part counts nothing, so that the other one is all.
@@ -87,6 +92,7 @@ class Verdict:
     parts: Difference | None = None
     model: Difference | None = None
     why_not: str = ""
+    left: list[str] = field(default_factory=list)
     announced: bool = False
     raised: bool = False
     lopsided: bool = False
@@ -198,11 +204,17 @@ class PartsCheck:
                     raise
                 except Exception as error:
                     verdict.parts, verdict.raised = Difference("training_step", "a result", _named(error)), True
-                if verdict.parts is not None and self._layers_gather(whole):
-                    fixed = self._side([whole_batch], [one + two], draws, steady=True)
-                    verdict.announced = self._in_parts(fixed, parts, sizes, draws, verdict, steady=True) is None
-                if verdict.parts is not None and not verdict.announced and models:
-                    verdict.model = self._compare(whole, self._model_side(whole_batch, sizes, models, draws), sizes)
+                gathers = verdict.parts is not None and self._layers_gather(whole)
+                if gathers:
+                    whole = self._side([whole_batch], [one + two], draws, steady=True)
+                    found = self._in_parts(whole, parts, sizes, draws, verdict, steady=True)
+                    verdict.parts, verdict.announced = found or verdict.parts, found is None
+                if verdict.parts is not None and not verdict.announced:
+                    kept = [path.removeprefix("len(").partition("[")[0].rstrip(")") for path in whole.left]
+                    verdict.left = [*dict.fromkeys(path for path in kept if self._counts(path))]
+                    if models:
+                        shown = self._model_side(whole_batch, sizes, models, draws, steady=gathers)
+                        verdict.model = self._compare(whole, shown, sizes)
         except CannotRehearse as error:
             verdict.why_not = str(error)
         except Exception as error:
@@ -232,13 +244,13 @@ class PartsCheck:
         return found
 
     def _model_side(
-        self, batch: Any, sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws
+        self, batch: Any, sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws, *, steady: bool
     ) -> _Shown | Difference:
         def cut(samples: int) -> list[int]:
             return sizes if samples == sum(sizes) else microbatch.sizes_of(samples, 2, None, 1)
 
         try:
-            return self._side([batch], [sum(sizes)], draws, models, cut)
+            return self._side([batch], [sum(sizes)], draws, models, cut, steady=steady)
         except Exception as error:
             return Difference("training_step", "a result", _named(error))
 
@@ -258,6 +270,11 @@ class PartsCheck:
         buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []
         for module in self._batch_norms() if steady else ():
             module.training = False  # until it is put back
+
+        def renew() -> None:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
         own, learned = Attributes(self._layers_modules()), [(x, x.borrows, x.reaches_out) for x in engine.layers]
         try:
             with (
@@ -265,12 +282,11 @@ class PartsCheck:
                 shadowed_log(self._root, lambda: current[-1].logs, several=len(batches) > 1),
             ):
                 for index, (batch, rows) in enumerate(zip(batches, microbatch.rows_of(sizes), strict=True)):
-                    run = Rehearsal(engine, index, draws, self._written, self._order, cut)
+                    run = Rehearsal(engine, index, draws, self._written, self._order, cut, renew)
                     current.append(run)
                     draws.begin(rows)
                     own.put_back()  # what a layer sets on itself, each microbatch finds as the step began
-                    for buffer, value in buffers:
-                        buffer.copy_(value)
+                    renew()
                     try:
                         output = run.run(self._function, (batch, *self._rest), {})
                     except Exception as error:
@@ -451,6 +467,11 @@ class _Comparison:
         return gap <= self._tolerance * (size + _FLOOR)
 
     def _differs(self, what: str, whole: Any, parts: Any) -> None:
+        if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.shape == parts.shape and whole.dim():
+            gap = (whole.detach().cpu().double() - parts.detach().cpu().double()).abs().flatten()
+            at = int(gap.nan_to_num(math.inf).argmax())
+            what = f"{what}, at {[int(i) for i in np.unravel_index(at, whole.shape)]},"
+            whole, parts = whole.flatten()[at], parts.flatten()[at]
         self.found = self.found or Difference(what, _text(whole), _text(parts))
 
 
@@ -500,11 +521,13 @@ def in_both(one: dict[Key, list[str]], other: dict[Key, list[str]]) -> dict[Key,
     return one | {key: both[key] or rules for key, rules in other.items()}
 
 
-def not_the_whole(what: str, *, auto: bool) -> str:
-    """The error where parts do not give what the whole batch gives."""
+def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:
+    """The error where parts do not give what the whole batch gives; ``left`` is what training_step changes."""
     tried = ", and neither does cutting the calls of the model alone (microbatch_scope='model')" if auto else ""
+    names = ", ".join(map(repr, left[:_NAMED]))
+    changed = f" It leaves another value in {names}, which the next part of the batch finds." if left else ""
     return (
-        f"training_step gives something else in parts of the batch than on the whole batch{tried}: {what}. If the loss "
+        f"training_step gives something else in parts of the batch than on the whole batch{tried}: {what}.{changed} If the loss "
         "is a mean with weights of its own, or a sum, set RoundPipeStrategy(loss_weight=...). If training_step needs "
         "all samples at once, or counts how often it runs, set microbatch_scope='model', which runs it once and cuts "
         "the calls of the model: these must return a row for each sample. num_microbatches=1 keeps the batch whole."

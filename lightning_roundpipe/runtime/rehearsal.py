@@ -67,11 +67,12 @@ class Rehearsal(Evaluation):
         written: copies of parameters that are written to.
         order: that layers are called in, as far as earlier rehearsals have shown.
         cut: sizes of the parts that a call of the model is cut into, by its number of samples; None: it is whole.
+        renew: called before each of these parts.
     """
 
     def __init__(
         self, engine: Engine, index: int, draws: SameDraws, written: Written, order: Order,
-        cut: Callable[[int], list[int]] | None = None,
+        cut: Callable[[int], list[int]] | None = None, renew: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__(engine)
         self.index, self.weight = index, 0.0
@@ -87,7 +88,7 @@ class Rehearsal(Evaluation):
         self._mode = self.mode
         self.logs = LogRecorder(engine.devices, self.mode.counts.behind)
         self._order = order
-        self._draws, self._cut = draws, cut
+        self._draws, self._cut, self._renew = draws, cut, renew
         self._runners = [_Runner(engine, worker, draws) for worker in engine.workers]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,6 +116,7 @@ class Rehearsal(Evaluation):
             parts = call.split(args, kwargs, self._cut, self._engine.unit_of, self.locate)
         for part_args, part_kwargs in parts:
             self._draws.narrow(len(call.runs), call.sizes)
+            self._renew()
             with self.within_model():
                 output = function(*part_args, **part_kwargs)
             call.runs.append(_Part(*flatten(output), self))  # type: ignore[arg-type]

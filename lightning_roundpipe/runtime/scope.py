@@ -123,7 +123,7 @@ class Scope:
             engine.hints.of_uneven_batches(what)
             self._whole.add(uneven)  # [5]
         elif not auto or verdict.model is not None:
-            self._refusal = not_the_whole(what, auto=auto)
+            self._refusal = not_the_whole(what, verdict.left, auto=auto)
         else:
             engine.hints.of_the_scope(what)
             self._cut_calls()  # [3]
