@@ -27,9 +27,9 @@ from lightning_roundpipe.runtime.parts_check import PartsCheck, Verdict
 
 Batch = dict[str, Tensor]
 WIDTH = 16
-COUNTS = [(1, 1), (2, 2), (4, 1), (4, 2)]
+SLOW = pytest.mark.slow
+COUNTS = [(2, 2), *(pytest.param(*counts, marks=SLOW) for counts in ((1, 1), (4, 1), (4, 2)))]
 """Microbatches and devices."""
-SOME = [(2, 2), (4, 1)]
 
 
 class Block(nn.Module):
@@ -655,10 +655,13 @@ def test_an_error_names_what_training_step_changes() -> None:
         trained(Module(anneals, calls=0), batches(), 2, 2, microbatch_scope="step")
 
 
-def fails_on_five(module: Any, logits: Tensor, batch: Batch) -> Tensor:
-    if len(logits) == 5:
-        raise ValueError("five samples")
-    return entropy(module, logits, batch)
+class FailsOnFive(Module):
+    """Before any layer is waited for."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if len(batch["x"]) == 5:
+            raise ValueError("five samples")
+        return super().training_step(batch, batch_idx)
 
 
 def test_what_is_accumulated_outlives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -669,13 +672,14 @@ def test_what_is_accumulated_outlives_an_error(monkeypatch: pytest.MonkeyPatch) 
     )
     data = [*batches(1), *batches(1, samples=7), *batches(2)]
     options: Any = {"accumulate_grad_batches": 2, "blocking": False, "watch": False}
-    slow = {"bandwidth": 1e5, "latency": 0.01}
+    slow = {"bandwidth": 3e5, "latency": 0.003}
     strategy = ours(num_microbatches=2, layers=LAYERS, emulation=slow)
-    result = run(strategy, Module(fails_on_five), data, devices=2, **options)
-    assert_same(run("auto", Module(fails_on_five), data, **options), result)
+    result = run(strategy, FailsOnFive(entropy), data, devices=2, **options)
+    assert_same(run("auto", FailsOnFive(entropy), data, **options), result)
     assert "ValueError: five samples" in failed
 
 
+@SLOW
 def test_without_the_check_training_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above see what they are about."""
     monkeypatch.setattr(PartsCheck, "find_out", lambda self, models: Verdict(0))

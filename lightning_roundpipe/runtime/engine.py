@@ -235,9 +235,7 @@ class Engine:
         """Layers may be called as in evaluation, before a batch is trained; see `rehearsing`."""
         self._drain()
         if self.updates is not None:
-            self.updates.settle()
-        for buffers in self._buffers.values():
-            buffers.arrive()  # where an error stops the devices, what is on its way is lost
+            self.updates.settle()  # where an error stops the devices, gradients on their way would be lost
         self._set_up_step()
         try:
             with self.rehearsing() as others:

@@ -131,11 +131,6 @@ class GradientBuffers:
         """Whether there was ever a batch that had gradients for it."""
         return self._last is not None
 
-    def arrive(self) -> None:
-        """Wait until all that was sent is there."""
-        if self._last is not None:
-            self._last.wait()
-
     def reserve(self) -> None:
         """Make the memory for the first batch now: to page-lock it takes time, and may stall what runs meanwhile."""
         self._unused()
