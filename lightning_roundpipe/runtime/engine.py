@@ -234,8 +234,8 @@ class Engine:
     def rehearsal(self) -> Iterator[Iterable[tuple[str, Any]]]:
         """Layers may be called as in evaluation, before a batch is trained; see `rehearsing`."""
         self._drain()
-        if self.updates is not None:
-            self.updates.settle()  # where an error stops the devices, gradients on their way would be lost
+        if self.updates is not None:  # where an error stops the devices, gradients on their way would be lost
+            self.updates.settle()
         self._set_up_step()
         try:
             with self.rehearsing() as others:

@@ -527,8 +527,9 @@ def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:
     names = ", ".join(map(repr, left[:_NAMED]))
     changed = f" It leaves another value in {names}, which the next part of the batch finds." if left else ""
     return (
-        f"training_step gives something else in parts of the batch than on the whole batch{tried}: {what}.{changed} If the loss "
-        "is a mean with weights of its own, or a sum, set RoundPipeStrategy(loss_weight=...). If training_step needs "
-        "all samples at once, or counts how often it runs, set microbatch_scope='model', which runs it once and cuts "
-        "the calls of the model: these must return a row for each sample. num_microbatches=1 keeps the batch whole."
+        f"training_step gives something else in parts of the batch than on the whole batch{tried}: {what}.{changed} "
+        "If the loss is a mean with weights of its own, or a sum, set RoundPipeStrategy(loss_weight=...). If "
+        "training_step needs all samples at once, or counts how often it runs, set microbatch_scope='model', which "
+        "runs it once and cuts the calls of the model: these must return a row for each sample. num_microbatches=1 "
+        "keeps the batch whole."
     )
