@@ -334,6 +334,10 @@ class Engine:
             self.updates = Updates(self.units, self.options.staleness, scales, around) if apart else None
             if before is not None:
                 before.retire()
+                gradients = before.accumulated()  # of an accumulation window that goes on
+                for master in self._masters:
+                    if (gradient := gradients.get(id(master))) is not None:
+                        master.grad = gradient.to(master)
 
     @held()
     @remedied()

@@ -176,7 +176,7 @@ class GlueMode(TorchFunctionMode):
             return result
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
-        if self._train and name in ("register_hook", "retain_grad"):
+        if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
         if name not in _OF_THE_SHAPE:
             self._notice(args)
@@ -377,9 +377,9 @@ def _hooked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if isinstance(tensor, nn.Parameter):
         raise RoundPipeError(
             f"{getattr(func, '__name__', '')} was called on a parameter within training_step, once for each "
-            "microbatch. Do it before training, for example in configure_model or on_fit_start."
+            "microbatch. Do it between batches, for example in on_fit_start or on_train_batch_start."
         )
-    if not tensor.requires_grad:
+    if not tensor.requires_grad or func is Tensor.register_post_accumulate_grad_hook:
         return func(*args, **kwargs)
     if func is Tensor.register_hook:
         return hook_gradient(tensor, *args[1:], **kwargs)
