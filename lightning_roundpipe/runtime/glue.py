@@ -32,7 +32,7 @@ from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.known import Known, waits
 from lightning_roundpipe.runtime.losses import WITH_REDUCTION, Sums, reduction_of
-from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
+from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between, witness
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -144,6 +144,8 @@ class GlueMode(TorchFunctionMode):
         self.counts: list[float] = []
         self.sums = Sums()
         self.returning = False
+        self._data: list[tuple[nn.Parameter, Tensor, int]] = []
+        """Of each ``.data`` of a master that was read, its `witness`, and its version then."""
         self._masters = masters
         self._train = train
         self._accelerator = accelerator
@@ -167,10 +169,12 @@ class GlueMode(TorchFunctionMode):
                 if func == DTYPE:  # made anew each time
                     return self._formats.of(args[0])
                 if func == DATA:
-                    return func(self._read(args[0]), *args[1:])
+                    return self._watched(args[0], func(self._read(args[0]), *args[1:]))
                 if func in VIEWS:
                     return func(self.stand_in(args[0]), *args[1:])
             result = func(*args, **kwargs)
+            if func == DATA and self._train and id(args[0]) in self._masters:
+                return self._watched(args[0], result)
             if self._accelerator is not None and func in _TRANSPOSED:
                 self._known.follow(func, _TRANSPOSED[func], args, kwargs, result)
             return result
@@ -189,6 +193,19 @@ class GlueMode(TorchFunctionMode):
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
                 refuse_layers_between(given["outputs"], given["inputs"])
         return self._call(func, name, args, kwargs)
+
+    def _watched(self, master: nn.Parameter, data: Tensor) -> Tensor:
+        """The ``data`` of ``master``, which counts what is written there apart from it."""
+        self._data.append((master, witness(data), data._version))
+        return data
+
+    def written_by_data(self) -> list[nn.Parameter]:
+        """Masters that were written to through their ``.data`` since the last time."""
+        if not self._data:
+            return []
+        written = [master for master, seen, version in self._data if seen._version != version]
+        self._data = [(master, seen, seen._version) for master, seen, _ in self._data]
+        return written
 
     def _settle_buffers(self, given: Any) -> None:
         if any(isinstance(leaf, Tensor) and self._buffers.awaits(leaf) for leaf in tree_iter(given)):
