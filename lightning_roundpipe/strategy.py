@@ -327,6 +327,7 @@ class RoundPipeStrategy(OneProcess):
                 output = engine.train_batch(module.training_step, batch, tuple(rest), seed, anew=anew)
             else:
                 output = engine.train_manually(functools.partial(module.training_step, *args, **kwargs), seed)
+        self._stepping.refuse_late_hooks()
         self._announcements.after()
         return output
 

@@ -334,6 +334,10 @@ class Engine:
             self.updates = Updates(self.units, self.options.staleness, scales, around) if apart else None
             if before is not None:
                 before.retire()
+                gradients = before.accumulated()  # of an accumulation window that goes on
+                for master in self._masters:
+                    if (gradient := gradients.get(id(master))) is not None:
+                        master.grad = gradient.to(master)
 
     @held()
     @remedied()
@@ -404,9 +408,11 @@ class Engine:
         Args:
             newest: whether all updates are to be seen, whatever the staleness. They are settled, then.
         """
+        updates = self.updates
+        if updates is not None and any(flat.moved for layer in self.layers for flat in layer.flats):
+            updates.forget_memory()
         for layer in self.layers:
             layer.adopt()
-        updates = self.updates
         self.undisturbed = updates is None or self._looked_at or not updates.begun
         if updates is None:
             self.formats.scales.fix(0)

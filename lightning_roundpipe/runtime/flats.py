@@ -72,6 +72,13 @@ def _with_own_storage(segment: Segment, flat: Tensor) -> Tensor:
     return part.view(segment.dtype).as_strided(segment.shape, segment.stride)
 
 
+def _is_held(view: Tensor) -> bool:
+    """Whether another tensor than ``view``, which has a storage of its own, has its memory."""
+    storage = view.untyped_storage()
+    mine = 2  # that of the tensor, and the Python object that asks
+    return bool(view.numel()) and torch._C._storage_Use_Count(storage._cdata) > mine
+
+
 def _alone(tensor: Tensor) -> Tensor:
     """``tensor``, which is contiguous, as one whose storage is no larger than itself: a file's is that of all in it."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -106,6 +113,7 @@ class Flat:
         self._casts = self._source_places != self.segments
         self.places = self._source_places
         self._rounded: Tensor | None = None
+        self._rounding: Mapping[int, torch.dtype] = {}
         self._source_views: list[Tensor] = []  # made once, because each update refreshes all
         self._rounded_views: list[Tensor] = []
         copied = self._apart or self._casts
@@ -119,11 +127,16 @@ class Flat:
             for master, view in zip(self.masters, self.views, strict=True):
                 master.data = view
         else:
-            self.views = [_with_own_storage(s, self.buffer) for s in self.segments]
+            self.views = [_with_own_storage(s, self.buffer).data for s in self.segments]  # no view of another tensor
             self.adopt()
         self._source_views = self.views
         if copied:
             self.set_apart()
+
+    @property
+    def moved(self) -> bool:
+        """Whether user code has put other memory in place of a master's."""
+        return any(p.data_ptr() != view.data_ptr() for p, view in zip(self.masters, self.views, strict=True))
 
     @property
     def trained(self) -> bool:
@@ -149,6 +162,7 @@ class Flat:
             formats: what to, by index of the master. None of them: uploads read what they are computed with, as before.
         """
         self.places, self._rounded, self._rounded_views = self._source_places, None, []
+        self._rounding = formats
         dtypes = [formats.get(i, place.dtype) for i, place in enumerate(self._source_places)]
         self.places, self.nbytes = in_a_row(self.masters, dtypes)
         if formats:
@@ -217,23 +231,30 @@ class Flat:
     def adopt(self) -> None:
         """Make every master a view into the buffer again, keeping the values it has now.
 
-        User code may have replaced a master's storage (``load_state_dict(assign=True)``, an EMA swap); without this
-        the worker would go on computing with the old values.
+        User code may have replaced a master's storage (``p.data = ...``, an EMA swap); without this the worker would go
+        on computing with the old values. Who has kept what was there before, to put it back later, keeps the buffer:
+        the masters get another one.
         """
-        moved = False
-        for index, master in enumerate(self.masters):
-            if master.data_ptr() == self.views[index].data_ptr():
-                continue
+        moved = [i for i, p in enumerate(self.masters) if p.data_ptr() != self.views[i].data_ptr()]
+        for index in moved:
+            master = self.masters[index]
             if master.shape != self.segments[index].shape or master.dtype != self.segments[index].dtype:
                 raise RoundPipeError(
                     f"a parameter changed from {tuple(self.segments[index].shape)} {self.segments[index].dtype} to "
                     f"{tuple(master.shape)} {master.dtype} during training; change the model before fit() instead."
                 )
+        if not self.in_place and any(_is_held(self.views[index]) for index in moved):
+            rounding = self._rounding
+            self._lay_out()
+            if rounding:
+                self.round(rounding)
+            return
+        for index in moved:
+            master = self.masters[index]
             if self.in_place:  # it is read where it is now; its file is not ours to write to
                 self.views[index] = master.data
             else:
                 self.views[index].copy_(master.data)
                 master.data = self.views[index]
-            moved = True
         if moved and (self._casts or self._rounded is not None):
             self.refresh()

@@ -66,11 +66,11 @@ def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[
 
 
 def split(batch: Any, sizes: list[int]) -> list[Any]:
-    """The microbatches. Tensors are views of the batch's."""
+    """The microbatches. Tensors have the batch's memory."""
     if len(sizes) == 1:
         return [batch]
     listed = listed_samples(batch) is not None
-    return [part_of(batch, rows, sum(sizes), listed, _rows) for rows in rows_of(sizes)]
+    return [part_of(batch, rows, sum(sizes), listed, Rows()) for rows in rows_of(sizes)]
 
 
 def rows_of(sizes: list[int]) -> list[slice]:
@@ -95,8 +95,26 @@ def part_of(value: Any, rows: slice, samples: int, listed: bool, take: Callable[
     return _rebuild(value, lambda item: part_of(item, rows, samples, listed, take))
 
 
-def _rows(value: Any, rows: slice | None) -> Any:
-    return value if rows is None else value[rows]
+class Rows:
+    """Takes the rows of one microbatch out of a batch.
+
+    Its tensors have the batch's memory, and count what is written to them apart from other microbatches', which have
+    other rows. Among themselves they count together where they share memory, as inputs and targets may that are parts
+    of one tensor.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def __call__(self, value: Any, rows: slice | None) -> Any:
+        if rows is None:
+            return value
+        part = value[rows]
+        if type(part) is not Tensor or part.layout is not torch.strided or part.requires_grad or part.is_inference():
+            return part
+        key = part.untyped_storage()._cdata, part.dtype
+        root = self._roots.setdefault(key, part.data)
+        return root.as_strided(part.shape, part.stride(), part.storage_offset())
 
 
 def _has_an_item_each(values: Sequence[Any], samples: int, listed: bool) -> bool:

@@ -283,6 +283,10 @@ class Updates:
             if not self._thread.alive:
                 raise RoundPipeError(f"the optimizer's thread has died ({self._thread.died!r})") from self._thread.died
 
+    def forget_memory(self) -> None:
+        """Hold none of the memory that masters lie in: user code has moved them."""
+        self._shadow = None
+
     def _shadow_of(self, optimizer: Optimizer) -> Shadow:
         if self._shadow is None or self._shadow[0] is not optimizer:
             self._shadow = optimizer, Shadow(optimizer, [master for unit in self.units for master in unit.masters])

@@ -190,13 +190,21 @@ class HostLayer:
             if parameter._version != version or parameter.data_ptr() != pointer:
                 raise RoundPipeError(
                     f"parameter {key!r} of layer {self.name!r} was written to within the step, when its value was on "
-                    "its way to a worker. Write to parameters between steps, for example in on_train_batch_start."
+                    "its way to a worker. Write to parameters between steps, for example in on_train_batch_start, or "
+                    "set num_microbatches=1."
                 )
         if any(len(held) != len(now) or any(map(operator.is_not, held.values(), now)) for held, now in self._inner):
             raise RoundPipeError(
                 f"a module inside layer {self.name!r} was replaced within the step; workers have the old one. Change "
                 "the model before fit(), and choose between modules in the layer's forward."
             )
+
+    def is_written(self) -> bool:
+        """Whether user code has written to parameters since `remember`, which are still the same ones."""
+        return any(
+            held.get(key) is parameter and (parameter._version != version or parameter.data_ptr() != pointer)
+            for held, key, parameter, version, pointer in self._own
+        )
 
     def written(self) -> list[tuple[int, int]]:
         """What changes when user code writes to a master, or puts other memory in its place."""
