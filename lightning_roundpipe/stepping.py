@@ -52,7 +52,7 @@ class Stepping:
         self._inform = inform
         self._listening: list[Any] | None = None
         """The callbacks that the way of stepping was chosen for."""
-        self._settle = Settle(engine.settle)
+        self._settle = Settle(self._finish)
         self._hooks = contextlib.ExitStack()
         self._watch()
 
@@ -66,6 +66,13 @@ class Stepping:
         for hook in hooks:
             self._hooks.callback(hook.remove)
 
+    def _finish(self) -> None:
+        """Nothing is pending, and gradients are where plain training leaves them."""
+        self._engine.settle()
+        if self._engine.updates is not None:
+            # Lightning drops those of the last step before it validates, and keeps those of an open window.
+            self._engine.updates.show(after_step=not self._trainer.validating)
+
     @property
     def apart(self) -> bool:
         """Whether the optimizer is stepped on a thread of its own."""
@@ -73,7 +80,7 @@ class Stepping:
 
     def started(self) -> None:
         """All callbacks are known, those that came meanwhile too: they stand behind the one that settles."""
-        self._settle = Settle(self._engine.settle, looks_at_weights(self._trainer, self._module))
+        self._settle = Settle(self._finish, looks_at_weights(self._trainer, self._module))
         self._settle.install(self._trainer)
 
     def ended(self) -> None:

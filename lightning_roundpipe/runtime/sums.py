@@ -105,7 +105,7 @@ class _Buffer:
 
     @property
     def unused(self) -> bool:
-        return _holders(self.flat) == self.alone
+        return holders(self.flat) == self.alone
 
 
 class GradientBuffers:
@@ -154,7 +154,7 @@ class GradientBuffers:
         else:
             flat = self._device.host_buffer(nbytes)
         views = [segment.view(flat) for segment in self.layout.segments]
-        buffer = _Buffer(flat, views, _holders(flat))
+        buffer = _Buffer(flat, views, holders(flat))
         self._buffers = [*self._buffers[-1:], buffer]
         return buffer
 
@@ -215,8 +215,8 @@ class _Added(Event):
         raise RuntimeError("a sum has no time: ask for that of its download.")
 
 
-def _holders(flat: Tensor) -> int:
-    """How many hold ``flat``'s memory: views of it count, such as somebody's ``.grad``."""
+def holders(flat: Tensor) -> int:
+    """How many tensors hold the memory of ``flat``: views of it count, such as a ``.grad``."""
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
@@ -336,6 +336,10 @@ class HostGradients:
             for view in taken.values():
                 view.mul_(factor)
         return taken
+
+    def view_of(self, key: int) -> Tensor:
+        """The sum for the master with the id ``key``, as it lies in the buffer now."""
+        return self.buffer.views[self.layout.keys.index(key)]
 
     def got(self) -> list[nn.Parameter]:
         """The masters that have a gradient in it."""
