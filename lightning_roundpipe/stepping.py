@@ -25,7 +25,7 @@ from lightning_roundpipe.optim.independence import goes_by_default_format
 from lightning_roundpipe.optim.shadow import stepped_by_parameter
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.engine import Engine
-from lightning_roundpipe.windows import restore
+from lightning_roundpipe.windows import ACCUMULATED, restore, save
 
 
 class Stepping:
@@ -72,6 +72,17 @@ class Stepping:
         if self._engine.updates is not None:
             # Lightning drops those of the last step before it validates, and keeps those of an open window.
             self._engine.updates.show(after_step=not self._trainer.validating)
+
+    def keep_gradients(self) -> dict[str, Tensor]:
+        """Nothing is pending; what `begin` is to be given if another one goes on in an open accumulation window."""
+        self._engine.settle()
+        kept: dict[str, Any] = {"optimizer_states": (), ACCUMULATED: {}}
+        save(kept, self._module, self._engine.updates, self._engine.formats.scales.last)
+        if self._engine.updates is not None:
+            self._engine.updates.show(after_step=False)
+            for parameter in self._module.parameters():
+                parameter.grad = None
+        return dict(kept[ACCUMULATED])
 
     @property
     def apart(self) -> bool:

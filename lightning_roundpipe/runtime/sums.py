@@ -32,7 +32,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event, Stream, StreamAborted
 from lightning_roundpipe.devices.errors import raise_kept
 from lightning_roundpipe.runtime.control import Control, Waiter
-from lightning_roundpipe.runtime.flats import Segment, in_a_row
+from lightning_roundpipe.runtime.flats import Segment, holders, in_a_row
 from lightning_roundpipe.runtime.threads import TaskThread
 from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -213,11 +213,6 @@ class _Added(Event):
 
     def time(self) -> float:
         raise RuntimeError("a sum has no time: ask for that of its download.")
-
-
-def holders(flat: Tensor) -> int:
-    """How many tensors hold the memory of ``flat``: views of it count, such as a ``.grad``."""
-    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
 class HostGradients:

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -38,6 +37,7 @@ from lightning_roundpipe.optim.shadow import Hyperparameters, Shadow
 from lightning_roundpipe.runtime import sums
 from lightning_roundpipe.runtime.arrivals import Dropped
 from lightning_roundpipe.runtime.control import Control
+from lightning_roundpipe.runtime.flats import ALONE, holders
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.interrupts import held
 from lightning_roundpipe.runtime.scales import Scales
@@ -51,8 +51,6 @@ of Python with Adam, half a one with others; their layers' next forward waits fo
 TORN = "which has changed some layers and not others; go on from a checkpoint."
 LOOK = 0.25
 """Seconds between two looks whether the thread is alive."""
-_ALONE = sums.holders(torch.empty(1))
-"""How many hold the memory of a tensor that there are no views of."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class _Accumulated:
     def forget(self) -> None:
         self._present = set()
         if self.shown:  # what user code keeps of it is not used again
-            self._memory = {key: memory for key, memory in self._memory.items() if sums.holders(memory) == _ALONE}
+            self._memory = {key: memory for key, memory in self._memory.items() if holders(memory) == ALONE}
             self.shown = False
 
     def drop(self, key: int) -> None:
@@ -304,6 +302,11 @@ class Updates:
         self._accumulate()
         self._rest()
         self.raise_error()
+
+    def let_go_of_masters(self) -> None:
+        """Settled: nothing here holds their memory."""
+        if self._shadow is not None:
+            self._shadow[1].let_go()
 
     def drop(self, error: BaseException) -> None:
         """After a failure: finish what was submitted; the batch that failed gives nothing.
