@@ -26,7 +26,7 @@ from lightning_roundpipe.optim.independence import goes_by_default_format
 from lightning_roundpipe.optim.shadow import stepped_by_parameter
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.engine import Engine
-from lightning_roundpipe.windows import restore
+from lightning_roundpipe.windows import ACCUMULATED, restore, save
 
 
 class Stepping:
@@ -54,7 +54,7 @@ class Stepping:
         self._parameters = list(module.parameters())
         self._listening: list[object] | None = None
         """What the way of stepping was chosen for, see `listening`."""
-        self._settle = Settle(engine.settle)
+        self._settle = Settle(self._finish)
         self._hooks = contextlib.ExitStack()
         self._watch()
 
@@ -67,6 +67,24 @@ class Stepping:
         hooks += [optimizer.register_state_dict_pre_hook(lambda *_: settle()) for optimizer in self._optimizers]
         for hook in hooks:
             self._hooks.callback(hook.remove)
+
+    def _finish(self) -> None:
+        """Nothing is pending, and gradients are where plain training leaves them."""
+        self._engine.settle()
+        if self._engine.updates is not None:
+            # Lightning drops those of the last step before it validates, and keeps those of an open window.
+            self._engine.updates.show(after_step=not self._trainer.validating)
+
+    def keep_gradients(self) -> dict[str, Tensor]:
+        """Nothing is pending; what `begin` is to be given if another one goes on in an open accumulation window."""
+        self._engine.settle()
+        kept: dict[str, Any] = {"optimizer_states": (), ACCUMULATED: {}}
+        save(kept, self._module, self._engine.updates, self._engine.formats.scales.last)
+        if self._engine.updates is not None:
+            self._engine.updates.show(after_step=False)
+            for parameter in self._module.parameters():
+                parameter.grad = None
+        return dict(kept[ACCUMULATED])
 
     @property
     def apart(self) -> bool:
@@ -142,7 +160,7 @@ class Stepping:
 
     def _settle_for(self, looks: Mapping[str, str]) -> None:
         self._settle.remove(self._trainer)
-        self._settle = Settle(self._engine.settle, looks)
+        self._settle = Settle(self._finish, looks)
         self._settle.install(self._trainer)
 
     def refuse_late_hooks(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -157,6 +158,8 @@ class RoundPipeStrategy(OneProcess):
         self._stepping: Stepping | None = None
         self._quieten: Callable[[], object] = _nothing
         self._accumulated: dict[str, Tensor] = {}
+        self._former: dict[int, weakref.ref[Tensor]] = {}
+        """Parameters that the module had when the engine before this one was set up, by id."""
         self._holds_place = False
 
     # -- devices and processes ----------------------------------------------------------------------------------------
@@ -223,6 +226,10 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        self._set_up(trainer)
+
+    def _set_up(self, trainer: Trainer, *, again: bool = False) -> None:
+        """``again``: in the course of a run, with the optimizers that there are."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_several_processes(self.world_size, trainer.num_nodes)
@@ -239,12 +246,14 @@ class RoundPipeStrategy(OneProcess):
         self._quieten = tell_of_all_workers(trainer, str(self.precision_plugin.precision), self._engine.devices)
         # The base class would move the optimizer's state to the first device here; it belongs to the masters.
         if fitting:
-            self.setup_optimizers(trainer)
-            refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
+            if not again:
+                self.setup_optimizers(trainer)
+                refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
-            self._announcements.log_settings()
+            if not again:
+                self._announcements.log_settings()
         self.setup_precision_plugin()
 
     @override
@@ -255,6 +264,35 @@ class RoundPipeStrategy(OneProcess):
             if module.automatic_optimization:
                 engine.reserve_gradients()
             warn_of_lost_place(self._running()[0].trainer, self._holds_place)
+
+    def _attach(self) -> None:
+        """Before a step: where user code has given the model other modules or parameters, set up again.
+
+        What is pending is applied before, and gradients of an open accumulation window are kept.
+        """
+        module, engine = self._running()
+        if not engine.structure.has_changed():
+            return
+        rank_zero_info(
+            "roundpipe: the model is made of other modules or parameters than before (pruning, a parametrization or an "
+            "assignment has replaced some): the strategy is set up again, and the next batch shows what it needs."
+        )
+        stepping, seed, uploaded = self._stepping, self._seed, engine.weights_uploaded
+        gradients = stepping.keep_gradients() if stepping is not None else {}
+        self._former.update((id(p), weakref.ref(p)) for unit in engine.units for p in unit.masters)
+        strays = [(p, p.data) for layer in engine.layers for flat in layer.flats for p in flat.strays()]
+        self._set_up(module.trainer, again=True)
+        for parameter, memory in strays:
+            if parameter.dtype is memory.dtype:
+                parameter.data = memory  # which user code may hold, too
+            del memory
+        del strays
+        self._accumulated, self._seed = gradients | self._accumulated, seed
+        self._running()[1].weights_uploaded = uploaded
+        if self._stepping is not None:
+            self._stepping.started()
+            if module.automatic_optimization:
+                self._running()[1].reserve_gradients()
 
     @override
     def on_train_end(self) -> None:
@@ -316,6 +354,7 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
         module, engine = self._running()
         assert self._stepping is not None and self._announcements is not None
         anew = self._stepping.begin(self._accumulated)
@@ -333,18 +372,21 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
         module, engine = self._running()
         with self.precision_plugin.val_step_context():
             return engine.evaluate(module.validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
         module, engine = self._running()
         with self.precision_plugin.test_step_context():
             return engine.evaluate(module.test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
         module, engine = self._running()
         with self.precision_plugin.predict_step_context():
             return engine.evaluate(module.predict_step, *args, **kwargs)
@@ -373,7 +415,13 @@ class RoundPipeStrategy(OneProcess):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what a run has started: threads, devices, and what steps on them."""
-        return vars(self) | {"_engine": None, "_stepping": None, "_announcements": None, "_quieten": _nothing}
+        return vars(self) | {
+            "_engine": None,
+            "_stepping": None,
+            "_announcements": None,
+            "_quieten": _nothing,
+            "_former": {},
+        }
 
     def __repr__(self) -> str:
         """The settings that are not the defaults, as they would be written in a script."""
@@ -401,7 +449,9 @@ class RoundPipeStrategy(OneProcess):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """As in the base class; callbacks may have replaced the optimizer or added groups to it."""
         if self._engine is not None:
-            refuse_foreign_parameters([optimizer], self._engine.unit_of)
+            self._attach()  # training_step comes within the optimizer's step
+            former = {key for key, known in self._former.items() if known() is not None}  # no gradients come to them
+            refuse_foreign_parameters([optimizer], self._engine.unit_of.keys() | former)
         run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
         if self._stepping is None:
             return run()

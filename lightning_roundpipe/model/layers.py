@@ -185,14 +185,3 @@ def _holds_blocks(module: nn.Module) -> bool:
             if any(count > 1 for count in kinds.values()):
                 return True
     return False
-
-
-def parameters_outside(module: nn.Module, layers: Iterable[nn.Module]) -> list[int]:
-    """Ids of the parameters of ``module`` that belong to none of ``layers``."""
-    inside = {id(layer) for layer in layers}
-    found, left = [], [module]
-    while left:
-        inner = left.pop()
-        found += [id(p) for p in inner._parameters.values() if p is not None]
-        left += [m for m in inner._modules.values() if m is not None and id(m) not in inside]
-    return found

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.layers import parameters_outside
+from lightning_roundpipe.model.structure import Structure
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
@@ -135,7 +135,7 @@ class Engine:
         self.next_step, self.next_slot = itertools.count().__next__, itertools.count().__next__
         self._trainable = self._trainable_now()
         self.belongings = Belongings(module, self.layers)
-        self._in_glue = parameters_outside(module, [x.module for x in self.layers])
+        self.structure = Structure(module, [x.module for x in self.layers])
         self.hints = Hints(module, inform)
         self.retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
@@ -384,12 +384,6 @@ class Engine:
 
     def _begin(self) -> None:
         self.crew.refuse_broken()
-        if parameters_outside(self.module, [x.module for x in self.layers]) != self._in_glue:
-            raise RoundPipeError(
-                "the module has other parameters outside its layers than at the start of training (one was added, "
-                "removed or replaced), and a new one would get no gradient. Change the model before fit(), or write "
-                "new values into the parameters it has."
-            )
         if (now := self._trainable_now()) != self._trainable or is_surprised(self):
             self._trainable = now
             self.settle()
@@ -409,8 +403,9 @@ class Engine:
             newest: whether all updates are to be seen, whatever the staleness. They are settled, then.
         """
         updates = self.updates
-        if updates is not None and any(flat.moved for layer in self.layers for flat in layer.flats):
-            updates.forget_memory()
+        if updates is not None and self._looked_at:
+            updates.settle()
+            updates.let_go_of_masters()  # whose memory user code may hold: it must be alone with it, or with nothing
         for layer in self.layers:
             layer.adopt()
         self.undisturbed = updates is None or self._looked_at or not updates.begun

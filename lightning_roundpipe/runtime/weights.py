@@ -153,16 +153,7 @@ class HostLayer:
             self.chooses = True
 
     def adopt(self) -> None:
-        """Before a step: bring what user code put in place of a master's values into the flat buffers.
-
-        Raises:
-            RoundPipeError: if the layer has other parameters than when training was set up.
-        """
-        if [id(p) for p in self.module.parameters()] != [id(p) for p in self.masters]:
-            raise RoundPipeError(
-                f"layer {self.name!r} has other parameters than at the start of training (a module or parameter was "
-                "replaced). Change the model before fit(), or write new values into the parameters it has."
-            )
+        """Before a step: bring what user code put in place of a master's values into the flat buffers."""
         for flat in self.flats:
             flat.adopt()
 
@@ -196,7 +187,7 @@ class HostLayer:
         if any(len(held) != len(now) or any(map(operator.is_not, held.values(), now)) for held, now in self._inner):
             raise RoundPipeError(
                 f"a module inside layer {self.name!r} was replaced within the step; workers have the old one. Change "
-                "the model before fit(), and choose between modules in the layer's forward."
+                "the model between steps, and choose between modules in the layer's forward."
             )
 
     def is_written(self) -> bool:
