@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Stream
 from lightning_roundpipe.runtime.formats import Formats, widen
 
@@ -111,7 +112,8 @@ class Flat:
 
     def _lay_out(self) -> None:
         self.segments, nbytes = in_a_row(self.masters, [p.dtype for p in self.masters])
-        self._source_places, self.nbytes = in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
+        self._source_places, self._source_nbytes = in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
+        self.nbytes = self._source_nbytes
         self._casts = self._source_places != self.segments
         self.places = self._source_places
         self._rounded: Tensor | None = None
@@ -153,7 +155,7 @@ class Flat:
         """Make a working copy, unless there is one."""
         self._apart_for_strays = False
         if self.source is self.buffer:
-            self.source = self._device.host_buffer(self.nbytes)
+            self.source = self._device.host_buffer(self._source_nbytes)
             self._source_views = [place.view(self.source) for place in self._source_places]
             self.refresh()
 
@@ -245,6 +247,12 @@ class Flat:
         for index, master in enumerate(self.masters):
             if master.data_ptr() == self.views[index].data_ptr():
                 continue
+            segment = self.segments[index]
+            if master.shape != segment.shape or master.dtype != segment.dtype:
+                raise RoundPipeError(
+                    f"a parameter changed from {tuple(segment.shape)} {segment.dtype} to {tuple(master.shape)} "
+                    f"{master.dtype} during training; change the model before fit() instead."
+                )
             home = self._homes[index] if not self.in_place else None
             if home is None:  # it is read where it is now; its file is not ours to write to
                 self.views[index] = master.data
