@@ -44,6 +44,7 @@ from lightning_roundpipe.refusals import (
     refuse_missing_states,
     refuse_module,
     refuse_plan,
+    refuse_scripted,
     refuse_several_processes,
     refuse_strange_checkpoint,
     unfitting_weights,
@@ -304,6 +305,7 @@ class RoundPipeStrategy(OneProcess):
             self._stop_engine()
         assert self.parallel_devices
         kind = refuse_accelerator(self.root_device.type)
+        refuse_scripted(module, kind)
         self._precision.device = kind
         self._seed = torch.initial_seed()
         devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))

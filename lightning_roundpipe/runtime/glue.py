@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -62,7 +63,8 @@ class Proxies:
     def of(self, master: nn.Parameter) -> Tensor:
         known = self._known.get(id(master))
         if known is None:
-            with torch.inference_mode(False):
+            # Whichever transform of torch.func is first to need it, it is none of its own.
+            with torch.inference_mode(False), temporarily_clear_interpreter_stack():
                 made = self._read(master).detach().requires_grad_(master.requires_grad)
             known = self._known.setdefault(id(master), (master, made))  # a worker may have been faster
             known[1].roundpipe_stand_in = True  # type: ignore[attr-defined]
