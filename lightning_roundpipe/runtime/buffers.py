@@ -168,12 +168,10 @@ class Buffers:
             self._device.compute.copy(here, made.host)
             return here
 
-    def snapshot(self, thorough: bool) -> dict[int, Made]:
-        """The values of the buffers that a forward may change (all, if ``thorough``), for its recomputation."""
-        wanted = range(len(self.places)) if thorough else self._layer.mutable_buffers
+    def snapshot(self) -> dict[int, Made]:
+        """The values of the buffers, for the recomputation: the forward may change them, and so may user code."""
         found = {}
-        for index in wanted:
-            original, _, name = self.places[index]
+        for index, (original, _, name) in enumerate(self.places):
             made = self._layer.buffers.now(original, name, self._device)
             if made.host is not None:
                 found[index] = made
@@ -203,7 +201,8 @@ class Buffers:
         found: list[tuple[int, Tensor | None, Tensor | None]] = []
         for index in self.changed(thorough):
             original, copy, name = self.places[index]
-            if saved is not None and index not in saved:
+            known = thorough or index in self._layer.mutable_buffers
+            if saved is not None and not (known and index in saved):
                 raise RoundPipeError(
                     f"buffer {name!r} of {type(original).__name__} in layer {self._layer.name!r} changed during a "
                     "forward pass, which it did not do in the first batch, so its recomputation cannot be exact."

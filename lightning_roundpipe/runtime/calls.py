@@ -92,8 +92,10 @@ class Runner:
         leaves = [boundaries.on(device, leaf) if isinstance(leaf, HostCopy) else leaf for leaf in call.leaves]
         slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
-        snapshot = buffers.snapshot(thorough) if call.recomputed else None
+        snapshot = buffers.snapshot() if call.recomputed else None
         values = reachable_values(call.layer.state.modules) if call.checked else {}
+        if call.checked and not call.microbatch:
+            call.layer.see_values(values)
         buffers.load()
         if call.measure and self._forwards.compiled:
             self._count_as_written(slot, call, leaves)
