@@ -196,6 +196,28 @@ class Buffers:
                 found.append(index)
         return found
 
+    def written(self) -> list[tuple[int, int]]:
+        """What changes when code of the layer writes to the copy's buffers, or puts others in their place."""
+        now = [copy._buffers.get(name) for _, copy, name in self.places]
+        return [(id(buffer), _version(buffer)) for buffer in now]
+
+    def refuse_written(self, before: list[tuple[int, int]]) -> None:
+        """After a backward: what it has written to buffers would be lost.
+
+        Args:
+            before: `written`, before it.
+
+        Raises:
+            RoundPipeError: if there is any.
+        """
+        for (original, _, name), then, now in zip(self.places, before, self.written(), strict=True):
+            if then != now:
+                raise RoundPipeError(
+                    f"buffer {name!r} of {type(original).__name__} in layer {self._layer.name!r} was written to in "
+                    "backward, by a hook or an autograd.Function, on a worker's copy, where it would be lost. Write to "
+                    "it in the layer's forward, or between steps in a hook of the LightningModule."
+                )
+
     def write_back(self, saved: dict[int, Made] | None, thorough: bool) -> None:
         """Give the layer what a forward changed [2]. ``saved`` is its snapshot, None where nothing is recomputed."""
         found: list[tuple[int, Tensor | None, Tensor | None]] = []
