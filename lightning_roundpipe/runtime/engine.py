@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.model.reachable import listed
 from lightning_roundpipe.model.structure import Structure
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
@@ -39,6 +40,7 @@ from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_f
 from lightning_roundpipe.runtime.logs import HostMetrics
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
+from lightning_roundpipe.runtime.microbatch import memory_of
 from lightning_roundpipe.runtime.notes import remedied
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import Report, report_of
@@ -52,6 +54,9 @@ from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.units import Unit, units_of
 from lightning_roundpipe.runtime.updates import Updates
 from lightning_roundpipe.runtime.weights import HostLayer, host_layers
+
+_LOOKS = 4
+"""Batches whose memory is compared with that of the one before."""
 
 
 class Engine:
@@ -123,6 +128,9 @@ class Engine:
         """What the last batch's loss hands out."""
         self.undisturbed = True
         """Whether no update is on its way to any master."""
+        self._moves = self._refills = False
+        """Whether layers read what changes from step to step; whether batches come in the same memory."""
+        self._looks, self._batch = 0, dict[int, tuple[Any, int]]()
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
         self._interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
@@ -181,6 +189,7 @@ class Engine:
             The merged output; the backward of its loss gives the masters their gradients, or has `updates` take them.
         """
         self._prepare(anew=anew)
+        self._look_at(batch)
         cut = cut_batch(self, batch)
         self.plans = self.plan is None and not self.in_order and (cut.several or self.options.plan_text is not None)
         overlaps = self._may_overlap
@@ -219,7 +228,7 @@ class Engine:
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         finally:
-            if not (step.overlaps and step.gradients is not None):
+            if not (step.overlaps and step.gradients is not None) or self._state_moves():
                 self._drain()
         return output
 
@@ -260,7 +269,8 @@ class Engine:
 
         Not if it draws random numbers, for generators are the main thread's then; if glue keeps things on modules,
         which are what training_step finds next; if it logs, which ends with training_step; or if a layer goes by
-        torch's default format, which is another one then.
+        torch's default format, which is another one then; nor if a layer reads what changes meanwhile, or the next
+        batch is fetched into the memory of this one.
         """
         return (
             self.updates is not None
@@ -269,7 +279,26 @@ class Engine:
             and not self.randomness.on_the_way_back
             and not self.logs_on_the_way_back
             and not self.formats.default_matters
+            and not self._refills
+            and not self._moves
         )
+
+    def _state_moves(self) -> bool:
+        """Whether a layer was seen to read what user code changes from step to step."""
+        if not self._moves and (layer := next((layer for layer in self.layers if layer.moving), None)) is not None:
+            self._moves = True
+            self.hints.of_moving_state(layer.name, listed(layer.moving))
+        return self._moves
+
+    def _look_at(self, batch: Any) -> None:
+        """Whether a batch is in the memory of another one before it, which is looked at for the first ones only."""
+        if self._looks == _LOOKS:
+            return
+        self._looks += 1
+        held, self._batch = self._batch, memory_of(batch) if self._looks < _LOOKS else {}
+        if not self._refills and any(held[key][1] != self._batch[key][1] for key in held.keys() & self._batch.keys()):
+            self._refills = True
+            self.hints.of_refilled_batches()
 
     @contextlib.contextmanager
     def _failing(self, step: Step) -> Iterator[None]:

@@ -11,15 +11,20 @@ import copy
 import dataclasses
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.samples import are_similar, are_texts, listed_samples
+
+_LOOKED_AT = 1 << 18
+"""Values of a tensor that are compared."""
 
 
 def sizes_of(samples: int, count: int | None, size: int | None, workers: int, fewest: int = 1) -> list[int]:
@@ -71,6 +76,17 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
         return [batch]
     listed = listed_samples(batch) is not None
     return [part_of(batch, rows, sum(sizes), listed, Rows()) for rows in rows_of(sizes)]
+
+
+def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
+    """The memory that the tensors and arrays of a batch lie in: who holds it, and what is there, by its address."""
+    found: dict[int, tuple[Any, int]] = {}
+    for leaf in tree_iter(batch):
+        tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu":
+            values = tensor.detach().reshape(-1).resolve_neg().resolve_conj()[:_LOOKED_AT].contiguous()
+            found[tensor.untyped_storage().data_ptr()] = leaf, zlib.crc32(values.view(torch.uint8).numpy().tobytes())
+    return found
 
 
 def rows_of(sizes: list[int]) -> list[slice]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Stream
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
+from lightning_roundpipe.model.reachable import changes
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
 from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.flats import Flat, Segment, aligned
@@ -80,6 +82,9 @@ class HostLayer:
         self.chooses: bool | None = False
         """Whether its forward makes choices that its recomputation has to make again, as far as it has been seen. None:
         its recomputation makes others."""
+        self.moving: list[str] = []
+        """What its code may read that was seen to change from one step to another."""
+        self._values: dict[str, Any] | None = None
         self._seen_states: list[StateDiff | None] = []
         self._chosen_in: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
@@ -131,6 +136,13 @@ class HostLayer:
             for i, (p, place) in enumerate(zip(self.masters, self.places, strict=True))
             if place.dtype is not self.read(p).dtype
         )
+
+    def see_values(self, values: dict[str, Any]) -> None:
+        """What its code may read (`reachable_values`), in the first part of a step."""
+        if self._values is not None and not self.moving:
+            new = [f"{name} was set" for name in values.keys() - self._values.keys()]
+            self.moving = changes(self._values, values) + sorted(new)
+        self._values = values
 
     def is_new_state(self, state: StateDiff | None) -> bool:
         """Whether the layer has not run with these attributes before: in another mode it may do other things."""
