@@ -34,6 +34,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from typing_extensions import override
 
+from lightning_roundpipe.optim.independence import stepped_by_parameter
+
 LOOKS_AWAY = "roundpipe_looks_away"
 
 _WITHIN_THE_STEP = ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
@@ -94,6 +96,9 @@ _READ: dict[type, str] = {getattr(callbacks, name): hooks for name, hooks in _NA
 """Lightning's own callbacks, each with those of its hooks that look neither at weights nor at optimizer state."""
 _READ[_LRCallback] = "on_train_batch_start on_train_batch_end"  # the learning-rate finder's
 
+_NAMES = frozenset({*_WITHIN_THE_STEP, *_PARTS_OF_THE_STEP, *_OF_CALLBACKS, *_WAITS_AT, _SCHEDULER, "optimizer_step"})
+"""Of all functions that count."""
+
 _METHODS = (FunctionType, classmethod, staticmethod, property)
 _HARMLESS = frozenset(getattr(kind, hook, None) for kind, hooks in _READ.items() for hook in hooks.split())
 
@@ -139,10 +144,26 @@ def _gradient_needs(trainer: Trainer, module: LightningModule, optimizers: Colle
 
 def hooked_parameter(module: nn.Module) -> str | None:
     """The first parameter with a hook on it or on its gradient, as ``wandb.watch`` and others register them."""
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return name
-    return None
+    return next((name for name, parameter in module.named_parameters() if _has_hook(parameter)), None)
+
+
+def _has_hook(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def listening(
+    trainer: Trainer, module: LightningModule, optimizers: Collection[Optimizer], parameters: Iterable[nn.Parameter]
+) -> list[object]:
+    """What `needs_gradients` and `looks_at_weights` go by, as far as it may change while training runs.
+
+    It costs microseconds, so that each batch may compare it with the one before. A class whose functions are replaced
+    is not seen.
+    """
+    listed = others(trainer)
+    set_in_instances = [vars(listener).keys() & _NAMES for listener in (module, *listed)]
+    hooked, anomaly = any(map(_has_hook, parameters)), torch.is_anomaly_enabled()
+    altered = [[stepped_by_parameter(optimizer), *_altered_optimizer(optimizer)] for optimizer in optimizers]
+    return [listed, set_in_instances, hooked, anomaly, module.automatic_optimization, altered]
 
 
 def _altered_optimizer(optimizer: Optimizer) -> Iterator[str]:

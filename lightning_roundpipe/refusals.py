@@ -13,9 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Options, RoundPipeError
@@ -52,10 +54,28 @@ def refuse_accelerator(kind: str) -> Literal["cpu", "cuda"]:
     )
 
 
+def refuse_scripted(module: nn.Module, kind: str) -> None:
+    """TorchScript's modules run between the layers with their weights on the host, where ``kind`` has to be as well."""
+    for name, inner in module.named_modules() if kind != "cpu" else ():
+        if isinstance(inner, torch.jit.ScriptModule) and any(True for _ in inner.parameters()):
+            raise MisconfigurationException(
+                f"{name!r} is compiled by TorchScript: its weights cannot be copied to a worker, and stay on the host "
+                "while the data is on a GPU. Give the LightningModule the module itself; compile_layers=True compiles "
+                "layers."
+            )
+
+
 def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -> None:
     """What a module does that the engine cannot carry, as far as it shows before the first batch."""
     if fitting and not module.automatic_optimization:
         _refuse_parts(options)
+    lazy = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise MisconfigurationException(
+            f"{', '.join(map(repr, lazy[:_NAMED]))}: of a lazy module that has not been called yet, so there is nothing "
+            "to place. Call the model once on a batch in configure_model(), under torch.no_grad(), or give the module its "
+            "input size (nn.Linear instead of nn.LazyLinear)."
+        )
     for name, parameter in module.named_parameters():
         if parameter.device.type not in ("cpu", "meta"):
             raise MisconfigurationException(

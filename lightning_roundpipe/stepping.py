@@ -11,7 +11,7 @@ With [2] everything that counts or profiles steps sees one; what really steps is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -19,13 +19,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_roundpipe.listeners import Settle, looks_at_weights, needs_gradients, others, slowed_by
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.listeners import Settle, listening, looks_at_weights, needs_gradients, slowed_by
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.independence import goes_by_default_format
 from lightning_roundpipe.optim.shadow import stepped_by_parameter
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.engine import Engine
-from lightning_roundpipe.windows import restore
+from lightning_roundpipe.windows import ACCUMULATED, restore, save
 
 
 class Stepping:
@@ -50,9 +51,10 @@ class Stepping:
         self._trainer, self._module, self._optimizers = trainer, module, list(optimizers)
         self._engine = engine
         self._inform = inform
-        self._listening: list[Any] | None = None
-        """The callbacks that the way of stepping was chosen for."""
-        self._settle = Settle(engine.settle)
+        self._parameters = list(module.parameters())
+        self._listening: list[object] | None = None
+        """What the way of stepping was chosen for, see `listening`."""
+        self._settle = Settle(self._finish)
         self._hooks = contextlib.ExitStack()
         self._watch()
 
@@ -66,6 +68,24 @@ class Stepping:
         for hook in hooks:
             self._hooks.callback(hook.remove)
 
+    def _finish(self) -> None:
+        """Nothing is pending, and gradients are where plain training leaves them."""
+        self._engine.settle()
+        if self._engine.updates is not None:
+            # Lightning drops those of the last step before it validates, and keeps those of an open window.
+            self._engine.updates.show(after_step=not self._trainer.validating)
+
+    def keep_gradients(self) -> dict[str, Tensor]:
+        """Nothing is pending; what `begin` is to be given if another one goes on in an open accumulation window."""
+        self._engine.settle()
+        kept: dict[str, Any] = {"optimizer_states": (), ACCUMULATED: {}}
+        save(kept, self._module, self._engine.updates, self._engine.formats.scales.last)
+        if self._engine.updates is not None:
+            self._engine.updates.show(after_step=False)
+            for parameter in self._module.parameters():
+                parameter.grad = None
+        return dict(kept[ACCUMULATED])
+
     @property
     def apart(self) -> bool:
         """Whether the optimizer is stepped on a thread of its own."""
@@ -73,8 +93,7 @@ class Stepping:
 
     def started(self) -> None:
         """All callbacks are known, those that came meanwhile too: they stand behind the one that settles."""
-        self._settle = Settle(self._engine.settle, looks_at_weights(self._trainer, self._module))
-        self._settle.install(self._trainer)
+        self._settle_for(looks_at_weights(self._trainer, self._module))
 
     def ended(self) -> None:
         """Training is over: nothing is pending from here on."""
@@ -89,7 +108,8 @@ class Stepping:
     def choose(self) -> None:
         """At the first batch, when everybody who wants to see gradients has said so [1].
 
-        And again when callbacks have changed: the tuner tries batch sizes and learning rates without the user's.
+        And again when that has changed: hooks may come with any batch, and the tuner tries batch sizes and learning
+        rates without the user's callbacks.
 
         Raises:
             MisconfigurationException: if ``staleness=1`` was asked for, which is not possible without a thread.
@@ -99,20 +119,16 @@ class Stepping:
                 "automatic_optimization was set to False during training, when the optimizer has begun to step beside "
                 "it: set it in the LightningModule's __init__."
             )
-        listening = others(self._trainer)
-        if listening == self._listening or not (self._listening is None or self.begins_anew()):
+        now, before = self._now(), self._listening
+        if now == before:
             return
-        self._listening = listening
-        reason = needs_gradients(self._trainer, self._module, self._optimizers)
-        for optimizer in self._optimizers:
-            reason = reason or stepped_by_parameter(optimizer)
-            if self._engine.formats.low is not None:
-                reason = reason or goes_by_default_format(optimizer)
-        if reason is None and (looking := slowed_by(looks_at_weights(self._trainer, self._module))) is not None:
-            reason = (
-                f"{looking} may read weights or gradients after each batch (a class attribute roundpipe_looks_away = "
-                "True says that it does not)"
-            )
+        looks = looks_at_weights(self._trainer, self._module)
+        reason = self._reason(looks)
+        if before is not None:
+            if reason is None and not (self.apart or self.begins_anew()):
+                return  # what was accumulated in .grad stays there until it is used
+            self._settle_for(looks)
+        self._listening = now
         if reason is None:
             if not self.apart:
                 self._engine.step_apart(True)
@@ -125,16 +141,53 @@ class Stepping:
             self._engine.step_apart(False)
             self._inform(f"roundpipe: training waits for each optimizer step: {reason}.")
 
+    def _now(self) -> list[object]:
+        return listening(self._trainer, self._module, self._optimizers, self._parameters)
+
+    def _reason(self, looks: Mapping[str, str]) -> str | None:
+        """Why the optimizer cannot be stepped apart; None if it can."""
+        reason = needs_gradients(self._trainer, self._module, self._optimizers)
+        for optimizer in self._optimizers:
+            reason = reason or stepped_by_parameter(optimizer)
+            if self._engine.formats.low is not None:
+                reason = reason or goes_by_default_format(optimizer)
+        if reason is None and (looking := slowed_by(looks)) is not None:
+            reason = (
+                f"{looking} may read weights or gradients after each batch (a class attribute roundpipe_looks_away = "
+                "True says that it does not)"
+            )
+        return reason
+
+    def _settle_for(self, looks: Mapping[str, str]) -> None:
+        self._settle.remove(self._trainer)
+        self._settle = Settle(self._finish, looks)
+        self._settle.install(self._trainer)
+
+    def refuse_late_hooks(self) -> None:
+        """Within a batch, whose gradients the optimizer's thread has begun to take.
+
+        Raises:
+            RoundPipeError: if somebody has come in since the batch began who needs them.
+        """
+        if not self.apart or self._now() == self._listening:
+            return
+        reason = needs_gradients(self._trainer, self._module, self._optimizers)
+        if reason is not None:
+            raise RoundPipeError(
+                f"{reason}, which was registered or replaced within the batch, when its optimizer step had been "
+                "prepared without it. Do it between batches, for example in on_train_batch_start."
+            )
+
     def step(self, optimizer: Optimizer, plugin: RoundPipePrecision, run: Callable[[], Any]) -> Any:
         """One optimizer step; ``run`` is Lightning's part of it [2]."""
-        if self._listening is None:
-            self.choose()
+        self.choose()
         clips: list[Clip] = []
         plugin.clipping = clips.append if self.apart else None
         try:
             result = run()
         finally:
             plugin.clipping = None
+        self.refuse_late_hooks()
         updates = self._engine.updates
         if updates is not None and not plugin.skipped:
             updates.submit(optimizer, clips[-1] if clips else None)  # [3]

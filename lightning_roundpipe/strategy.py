@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -43,6 +44,7 @@ from lightning_roundpipe.refusals import (
     refuse_missing_states,
     refuse_module,
     refuse_plan,
+    refuse_scripted,
     refuse_several_processes,
     refuse_strange_checkpoint,
     unfitting_weights,
@@ -159,6 +161,8 @@ class RoundPipeStrategy(OneProcess):
         self._stepping: Stepping | None = None
         self._quieten: Callable[[], object] = _nothing
         self._accumulated: dict[str, Tensor] = {}
+        self._former: dict[int, weakref.ref[Tensor]] = {}
+        """Parameters that the module had when the engine before this one was set up, by id."""
         self._holds_place = False
 
     # -- devices and processes ----------------------------------------------------------------------------------------
@@ -225,6 +229,10 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        self._set_up(trainer)
+
+    def _set_up(self, trainer: Trainer, *, again: bool = False) -> None:
+        """``again``: in the course of a run, with the optimizers that there are."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_several_processes(self.world_size, trainer.num_nodes)
@@ -241,13 +249,15 @@ class RoundPipeStrategy(OneProcess):
         self._quieten = tell_of_all_workers(trainer, str(self.precision_plugin.precision), self._engine.devices)
         # The base class would move the optimizer's state to the first device here; it belongs to the masters.
         if fitting:
-            self.setup_optimizers(trainer)
-            refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
+            if not again:
+                self.setup_optimizers(trainer)
+                refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
             self._engine.rehearsing = functools.partial(rehearsing, trainer)
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
-            self._announcements.log_settings()
+            if not again:
+                self._announcements.log_settings()
         self.setup_precision_plugin()
 
     @override
@@ -259,6 +269,35 @@ class RoundPipeStrategy(OneProcess):
                 engine.reserve_gradients()
             warn_of_lost_place(self._running()[0].trainer, self._holds_place)
 
+    def _attach(self) -> None:
+        """Before a step: where user code has given the model other modules or parameters, set up again.
+
+        What is pending is applied before, and gradients of an open accumulation window are kept.
+        """
+        module, engine = self._running()
+        if not engine.structure.has_changed():
+            return
+        rank_zero_info(
+            "roundpipe: the model is made of other modules or parameters than before (pruning, a parametrization or an "
+            "assignment has replaced some): the strategy is set up again, and the next batch shows what it needs."
+        )
+        stepping, seed, uploaded = self._stepping, self._seed, engine.weights_uploaded
+        gradients = stepping.keep_gradients() if stepping is not None else {}
+        self._former.update((id(p), weakref.ref(p)) for unit in engine.units for p in unit.masters)
+        strays = [(p, p.data) for layer in engine.layers for flat in layer.flats for p in flat.strays()]
+        self._set_up(module.trainer, again=True)
+        for parameter, memory in strays:
+            if parameter.dtype is memory.dtype:
+                parameter.data = memory  # which user code may hold, too
+            del memory
+        del strays
+        self._accumulated, self._seed = gradients | self._accumulated, seed
+        self._running()[1].weights_uploaded = uploaded
+        if self._stepping is not None:
+            self._stepping.started()
+            if module.automatic_optimization:
+                self._running()[1].reserve_gradients()
+
     @override
     def on_train_end(self) -> None:
         if self._stepping is not None:
@@ -269,6 +308,7 @@ class RoundPipeStrategy(OneProcess):
             self._stop_engine()
         assert self.parallel_devices
         kind = refuse_accelerator(self.root_device.type)
+        refuse_scripted(module, kind)
         self._precision.device = kind
         self._seed = torch.initial_seed()
         devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))
@@ -319,6 +359,7 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
         module, engine = self._running()
         assert self._stepping is not None and self._announcements is not None
         anew = self._stepping.begin(self._accumulated)
@@ -330,23 +371,27 @@ class RoundPipeStrategy(OneProcess):
                 output = engine.train_batch(module.training_step, batch, tuple(rest), seed, anew=anew)
             else:
                 output = engine.train_manually(functools.partial(module.training_step, *args, **kwargs), seed)
+        self._stepping.refuse_late_hooks()
         self._announcements.after()
         return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
         module, engine = self._running()
         with self.precision_plugin.val_step_context():
             return engine.evaluate(module.validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
         module, engine = self._running()
         with self.precision_plugin.test_step_context():
             return engine.evaluate(module.test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._attach()
         module, engine = self._running()
         with self.precision_plugin.predict_step_context():
             return engine.evaluate(module.predict_step, *args, **kwargs)
@@ -375,7 +420,13 @@ class RoundPipeStrategy(OneProcess):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what a run has started: threads, devices, and what steps on them."""
-        return vars(self) | {"_engine": None, "_stepping": None, "_announcements": None, "_quieten": _nothing}
+        return vars(self) | {
+            "_engine": None,
+            "_stepping": None,
+            "_announcements": None,
+            "_quieten": _nothing,
+            "_former": {},
+        }
 
     def __repr__(self) -> str:
         """The settings that are not the defaults, as they would be written in a script."""
@@ -403,7 +454,9 @@ class RoundPipeStrategy(OneProcess):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """As in the base class; callbacks may have replaced the optimizer or added groups to it."""
         if self._engine is not None:
-            refuse_foreign_parameters([optimizer], self._engine.unit_of)
+            self._attach()  # training_step comes within the optimizer's step
+            former = {key for key, known in self._former.items() if known() is not None}  # no gradients come to them
+            refuse_foreign_parameters([optimizer], self._engine.unit_of.keys() | former)
         run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
         if self._stepping is None:
             return run()

@@ -655,6 +655,23 @@ def test_an_error_names_what_training_step_changes() -> None:
         trained(Module(anneals, calls=0), batches(), 2, 2, microbatch_scope="step")
 
 
+class Writes(Module):
+    """To the batch, in place, in one way or another."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        batch["x"][:, 0] *= 3
+        x, y = batch.pop("x"), batch.pop("y")
+        return F.cross_entropy(self.model(x), y)
+
+
+@pytest.mark.parametrize("samples", [4, 8])
+def test_the_batch_is_as_it_was(samples: int) -> None:
+    """Whether a few of its samples are rehearsed or all."""
+    results = [run("auto", Writes(entropy), batches(samples=samples))]
+    results.append(trained(Writes(entropy), batches(samples=samples), 2, 2))
+    assert_same(*results)
+
+
 class FailsOnFive(Module):
     """Before any layer is waited for."""
 

@@ -41,6 +41,11 @@ def find_layers(
     search = _Search(root, forced)
     for name, child in root.named_children():
         search.visit(name, child)
+    if needed and not search.found and _is_scripted(root):
+        raise ValueError(
+            f"all parameters of {type(root).__name__} are in modules compiled by TorchScript, which cannot be copied "
+            "to a worker, so there is no layer to offload: give the LightningModule the modules themselves."
+        )
     if needed and not search.found:
         raise ValueError(
             f"{type(root).__name__} has no submodule with parameters, so there is no layer to offload: register the "
@@ -75,6 +80,8 @@ class _Search:
             self.visit(f"{name}.{child_name}", child, item and siblings[type(child)] > 1, in_list)
 
     def _is_layer(self, module: nn.Module, repeated: bool, listed: bool) -> bool:
+        if _is_scripted(module):
+            return False  # what is inside that is not runs as layers
         if module in self.forced:
             return True
         if isinstance(module, _UNCALLED) or self._holds(module, self.forced):
@@ -135,16 +142,21 @@ def _check_matches(root: nn.Module, want: str | type, hits: Sequence[nn.Module])
         raise ValueError(
             f"layers={shown} names a {type(uncalled).__name__}, which is never called as a whole: name its items."
         )
-    if any(isinstance(m, torch.jit.ScriptModule) for m in hits):
+    if any(map(_is_scripted, hits)):
         raise ValueError(
-            f"layers={shown} names a module compiled by TorchScript, which cannot be copied to a worker: give the "
-            "LightningModule the module itself, or leave it out to have it run between the layers."
+            f"layers={shown} names a module compiled by TorchScript, or one that holds such a module, which cannot be "
+            "copied to a worker: give the LightningModule the module itself, or leave it out to have it run between the "
+            "layers."
         )
     if not any(True for m in hits for _ in m.parameters()):
         raise ValueError(
             f"layers={shown} names modules without parameters, which are not moved but run between the layers: take it "
             "out."
         )
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules())
 
 
 def _inside(module: nn.Module, other: nn.Module) -> bool:
@@ -185,14 +197,3 @@ def _holds_blocks(module: nn.Module) -> bool:
             if any(count > 1 for count in kinds.values()):
                 return True
     return False
-
-
-def parameters_outside(module: nn.Module, layers: Iterable[nn.Module]) -> list[int]:
-    """Ids of the parameters of ``module`` that belong to none of ``layers``."""
-    inside = {id(layer) for layer in layers}
-    found, left = [], [module]
-    while left:
-        inner = left.pop()
-        found += [id(p) for p in inner._parameters.values() if p is not None]
-        left += [m for m in inner._modules.values() if m is not None and id(m) not in inside]
-    return found

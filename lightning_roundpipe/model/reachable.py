@@ -47,7 +47,7 @@ def reachable_values(modules: Iterable[nn.Module]) -> dict[str, Any]:
     """Values by how a reader would call them, such as ``Block.config.scale``.
 
     Attributes of the modules themselves are left out, as a call takes them along. Reads ``__dict__`` only: no property
-    runs. Another thread may change what is read meanwhile.
+    runs but ``global_step``. Another thread may change what is read meanwhile.
     """
     found: dict[str, Any] = {}
     walked: set[int] = set()
@@ -94,6 +94,12 @@ def _walk(name: str, value: Any, depth: int, walked: set[int]) -> Iterator[tuple
             yield name, _State("tensor", (id(value), value._version))
     elif isinstance(value, itertools.count):
         yield name, _State("counter", repr(value))
+    elif depth and id(value) not in walked and hasattr(type(value), "global_step"):  # a LightningModule or a Trainer
+        walked.add(id(value))
+        yield f"{name}.global_step", value.global_step
+        for key, item in list(vars(value).items()):
+            if isinstance(item, _PLAIN) and not key.startswith("_"):
+                yield f"{name}.{key}", item
     elif depth and id(value) not in walked and not isinstance(value, (nn.Module, type, types.ModuleType)):
         walked.add(id(value))
         if isinstance(value, Mapping):

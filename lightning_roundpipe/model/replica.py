@@ -65,7 +65,8 @@ class Replica:
     ) -> None:
         self.device = device
         self.originals = list(layer.modules())
-        memo: dict[int, Any] = {id(m): m.__class__.__new__(m.__class__) for m in self.originals}
+        # Not by the class's own __new__, which makes another class where torch.fx has made one for the instance.
+        memo: dict[int, Any] = {id(m): object.__new__(m.__class__) for m in self.originals}
         self.modules: list[nn.Module] = [memo[id(m)] for m in self.originals]
         self.parameters = [_placeholder(p, device, i in rounded) for i, p in enumerate(unique_parameters(layer))]
         # Some modules keep lists of their parameters (recurrent ones do).

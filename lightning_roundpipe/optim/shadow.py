@@ -111,6 +111,10 @@ class Shadow:
         assert self._laid_out is not None
         direct.step_part(type(self._optimizer), hyperparameters.groups, self._laid_out[1][key], gradient, start, end)
 
+    def let_go(self) -> None:
+        """Hold no master's memory until the next step."""
+        self._aliases.clear()
+
     def _lay_out(self, values: Hyperparameters, keys: Iterable[int]) -> dict[int, direct.Row]:
         """What is needed to step masters by the kernel alone, where that may be."""
         rows = {}

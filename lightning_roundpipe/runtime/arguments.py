@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import types
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +59,53 @@ class _Opened:
         self.contents = contents
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sparse:
+    """What a sparse tensor is beside the tensors that it is made of."""
+
+    layout: torch.layout
+    size: torch.Size
+    dtype: torch.dtype
+
+    @staticmethod
+    def opened(tensor: Tensor) -> _Opened:
+        shell = _Sparse(tensor.layout, tensor.shape, tensor.dtype)
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor.coalesce()
+            return _Opened(shell, {"indices": tensor.indices(), "values": tensor.values()})
+        row, column = _COMPRESSED[tensor.layout]
+        first, second = getattr(tensor, row)(), getattr(tensor, column)()
+        return _Opened(shell, {"first": first, "second": second, "values": tensor.values()})
+
+    def of(self, *parts: Tensor) -> Tensor:
+        if self.layout is torch.sparse_coo:
+            indices, values = parts
+            return torch.sparse_coo_tensor(indices, values, self.size, dtype=self.dtype, is_coalesced=True)
+        first, second, values = parts
+        size = list(self.size)
+        return torch.sparse_compressed_tensor(first, second, values, size, dtype=self.dtype, layout=self.layout)
+
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.layout is torch.sparse_coo or value.layout in _COMPRESSED)
+
+
+def _opened(value: Any) -> _Opened:
+    return _Sparse.opened(value) if _is_sparse(value) else _Opened(value, _contents(value))
+
+
 def _close(contents: Any, shell: Any) -> Any:
+    if isinstance(shell, _Sparse):
+        (parts,) = contents
+        return shell.of(*parts.values())
     fresh = copy.copy(shell)
     held = fresh if isinstance(fresh, dict) else fresh.__dict__
     held.clear()
@@ -77,7 +124,7 @@ _shapes: dict[int, _Shape] = {}
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and structure of containers, and of objects that hold tensors (dataclasses, subclasses of dict).
+    """Leaves and structure of containers, and of objects that hold tensors (dataclasses, mappings, sparse tensors).
 
     Key-value caches stay whole: they are refused where they would be filled twice. So do shapes, which torch puts
     together again as ordinary tuples.
@@ -91,7 +138,7 @@ def _flatten(value: Any) -> tuple[list[Any], TreeSpec, bool]:
     objects = False
     while any(map(_holds_tensors, leaves)):
         objects = True
-        opened = [_Opened(x, _contents(x)) if _holds_tensors(x) else x for x in leaves]
+        opened = [_opened(x) if _holds_tensors(x) else x for x in leaves]
         leaves, spec = tree_flatten(unflatten(opened, spec), is_leaf=_is_leaf)
     return leaves, spec, objects
 
@@ -165,9 +212,11 @@ def _contents(value: Any) -> dict[Any, Any]:
 
 
 def _holds_tensors(leaf: Any) -> bool:
+    if _is_sparse(leaf):
+        return True
     if isinstance(leaf, _PLAIN) or is_cache(leaf):
         return False
-    if isinstance(leaf, dict):
+    if isinstance(leaf, (dict, UserDict)):
         return True
     held = getattr(leaf, "__dict__", None)
     return bool(held) and any(True for _ in tensors_in(held))
@@ -183,7 +232,7 @@ def mutable_parts(value: Any) -> Iterator[Any]:
     if isinstance(value, Container):
         yield value
     elif not isinstance(value, tuple):
-        if not _holds_tensors(value):
+        if _is_sparse(value) or not _holds_tensors(value):
             return
         yield value.__dict__
         value = value.__dict__

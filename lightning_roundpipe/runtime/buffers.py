@@ -168,12 +168,10 @@ class Buffers:
             self._device.compute.copy(here, made.host)
             return here
 
-    def snapshot(self, thorough: bool) -> dict[int, Made]:
-        """The values of the buffers that a forward may change (all, if ``thorough``), for its recomputation."""
-        wanted = range(len(self.places)) if thorough else self._layer.mutable_buffers
+    def snapshot(self) -> dict[int, Made]:
+        """The values of the buffers, for the recomputation: the forward may change them, and so may user code."""
         found = {}
-        for index in wanted:
-            original, _, name = self.places[index]
+        for index, (original, _, name) in enumerate(self.places):
             made = self._layer.buffers.now(original, name, self._device)
             if made.host is not None:
                 found[index] = made
@@ -198,12 +196,35 @@ class Buffers:
                 found.append(index)
         return found
 
+    def written(self) -> list[tuple[int, int]]:
+        """What changes when code of the layer writes to the copy's buffers, or puts others in their place."""
+        now = [copy._buffers.get(name) for _, copy, name in self.places]
+        return [(id(buffer), _version(buffer)) for buffer in now]
+
+    def refuse_written(self, before: list[tuple[int, int]]) -> None:
+        """After a backward: what it has written to buffers would be lost.
+
+        Args:
+            before: `written`, before it.
+
+        Raises:
+            RoundPipeError: if there is any.
+        """
+        for (original, _, name), then, now in zip(self.places, before, self.written(), strict=True):
+            if then != now:
+                raise RoundPipeError(
+                    f"buffer {name!r} of {type(original).__name__} in layer {self._layer.name!r} was written to in "
+                    "backward, by a hook or an autograd.Function, on a worker's copy, where it would be lost. Write to "
+                    "it in the layer's forward, or between steps in a hook of the LightningModule."
+                )
+
     def write_back(self, saved: dict[int, Made] | None, thorough: bool) -> None:
         """Give the layer what a forward changed [2]. ``saved`` is its snapshot, None where nothing is recomputed."""
         found: list[tuple[int, Tensor | None, Tensor | None]] = []
         for index in self.changed(thorough):
             original, copy, name = self.places[index]
-            if saved is not None and index not in saved:
+            known = thorough or index in self._layer.mutable_buffers
+            if saved is not None and not (known and index in saved):
                 raise RoundPipeError(
                     f"buffer {name!r} of {type(original).__name__} in layer {self._layer.name!r} changed during a "
                     "forward pass, which it did not do in the first batch, so its recomputation cannot be exact."

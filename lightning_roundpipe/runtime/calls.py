@@ -92,8 +92,10 @@ class Runner:
         leaves = [boundaries.on(device, leaf) if isinstance(leaf, HostCopy) else leaf for leaf in call.leaves]
         slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
-        snapshot = buffers.snapshot(thorough) if call.recomputed else None
+        snapshot = buffers.snapshot() if call.recomputed else None
         values = reachable_values(call.layer.state.modules) if call.checked else {}
+        if call.checked and not call.microbatch:
+            call.layer.see_values(values)
         buffers.load()
         if call.measure and self._forwards.compiled:
             self._count_as_written(slot, call, leaves)
@@ -406,10 +408,13 @@ class Runner:
             given = self._device.hold(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
             watching = self._watching(entry.layer)
             inside, borrowing = calling(Inside(name, lender.passed_by)), self._borrowing(entry.layer, lender)
+            buffers = worker.buffers(entry.layer)
+            held = buffers.written()
             with given, alone(name, self._device), computing, inside, inlet, watching, borrowing:
                 retain = bool(entry.layer.reaches_out)  # other calls may get to the same graph
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=retain)
                 self._device.follow(_tensors(inlet.grads), GRADIENTS)
+            buffers.refuse_written(held)
         if gauge is not None and measured is not None:
             measured.activation_bytes = max(measured.activation_bytes, gauge.read())
             measured.returning_bytes = storage_bytes(_tensors(grads))

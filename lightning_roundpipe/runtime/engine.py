@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.model.layers import parameters_outside
+from lightning_roundpipe.model.reachable import listed
+from lightning_roundpipe.model.structure import Structure
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.belongings import Belongings
@@ -38,7 +39,7 @@ from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_f
 from lightning_roundpipe.runtime.logs import HostMetrics
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
-from lightning_roundpipe.runtime.microbatch import Columns
+from lightning_roundpipe.runtime.microbatch import Columns, memory_of
 from lightning_roundpipe.runtime.notes import remedied
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import Report, report_of
@@ -53,6 +54,9 @@ from lightning_roundpipe.runtime.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.units import Unit, units_of
 from lightning_roundpipe.runtime.updates import Updates
 from lightning_roundpipe.runtime.weights import HostLayer, host_layers
+
+_LOOKS = 4
+"""Batches whose memory is compared with that of the one before."""
 
 
 class Engine:
@@ -124,6 +128,9 @@ class Engine:
         """What the last batch's loss hands out."""
         self.undisturbed = True
         """Whether no update is on its way to any master."""
+        self._moves = self._refills = False
+        """Whether layers read what changes from step to step; whether batches come in the same memory."""
+        self._looks, self._batch = 0, dict[int, tuple[Any, int]]()
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
         self.interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
@@ -141,7 +148,7 @@ class Engine:
         self.next_step, self.next_slot = itertools.count().__next__, itertools.count().__next__
         self._trainable = self._trainable_now()
         self.belongings = Belongings(module, self.layers)
-        self._in_glue = parameters_outside(module, [x.module for x in self.layers])
+        self.structure = Structure(module, [x.module for x in self.layers])
         self.hints = Hints(module, inform)
         self.retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
@@ -187,6 +194,7 @@ class Engine:
             The merged output; the backward of its loss gives the masters their gradients, or has `updates` take them.
         """
         self._prepare(anew=anew)
+        self._look_at(batch)
         cut = self.scope.cut(function, batch, rest, seed)
         self.plans = self.plan is None and not self.in_order and (cut.several or self.options.plan_text is not None)
         overlaps = self._may_overlap
@@ -226,7 +234,7 @@ class Engine:
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         finally:
-            if not (step.overlaps and step.gradients is not None):
+            if not (step.overlaps and step.gradients is not None) or self._state_moves():
                 self._drain()
         return output
 
@@ -291,7 +299,8 @@ class Engine:
 
         Not if it draws random numbers, for generators are the main thread's then; if glue keeps things on modules,
         which are what training_step finds next; if it logs, which ends with training_step; or if a layer goes by
-        torch's default format, which is another one then.
+        torch's default format, which is another one then; nor if a layer reads what changes meanwhile, or the next
+        batch is fetched into the memory of this one.
         """
         return (
             self.updates is not None
@@ -300,7 +309,26 @@ class Engine:
             and not self.randomness.on_the_way_back
             and not self.logs_on_the_way_back
             and not self.formats.default_matters
+            and not self._refills
+            and not self._moves
         )
+
+    def _state_moves(self) -> bool:
+        """Whether a layer was seen to read what user code changes from step to step."""
+        if not self._moves and (layer := next((layer for layer in self.layers if layer.moving), None)) is not None:
+            self._moves = True
+            self.hints.of_moving_state(layer.name, listed(layer.moving))
+        return self._moves
+
+    def _look_at(self, batch: Any) -> None:
+        """Whether a batch is in the memory of another one before it, which is looked at for the first ones only."""
+        if self._looks == _LOOKS:
+            return
+        self._looks += 1
+        held, self._batch = self._batch, memory_of(batch) if self._looks < _LOOKS else {}
+        if not self._refills and any(held[key][1] != self._batch[key][1] for key in held.keys() & self._batch.keys()):
+            self._refills = True
+            self.hints.of_refilled_batches()
 
     @contextlib.contextmanager
     def _failing(self, step: Step) -> Iterator[None]:
@@ -365,6 +393,10 @@ class Engine:
             self.updates = Updates(self.units, self.options.staleness, scales, around) if apart else None
             if before is not None:
                 before.retire()
+                gradients = before.accumulated()  # of an accumulation window that goes on
+                for master in self._masters:
+                    if (gradient := gradients.get(id(master))) is not None:
+                        master.grad = gradient.to(master)
 
     @held()
     @remedied()
@@ -411,12 +443,6 @@ class Engine:
 
     def _begin(self) -> None:
         self.crew.refuse_broken()
-        if parameters_outside(self.module, [x.module for x in self.layers]) != self._in_glue:
-            raise RoundPipeError(
-                "the module has other parameters outside its layers than at the start of training (one was added, "
-                "removed or replaced), and a new one would get no gradient. Change the model before fit(), or write "
-                "new values into the parameters it has."
-            )
         if (now := self._trainable_now()) != self._trainable or is_surprised(self):
             self._trainable = now
             self.settle()
@@ -435,9 +461,12 @@ class Engine:
         Args:
             newest: whether all updates are to be seen, whatever the staleness. They are settled, then.
         """
+        updates = self.updates
+        if updates is not None and self._looked_at:
+            updates.settle()
+            updates.let_go_of_masters()  # whose memory user code may hold: it must be alone with it, or with nothing
         for layer in self.layers:
             layer.adopt()
-        updates = self.updates
         self.undisturbed = updates is None or self._looked_at or not updates.begun
         if updates is None:
             self.formats.scales.fix(0)

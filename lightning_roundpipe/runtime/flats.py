@@ -7,6 +7,7 @@ is frozen and lies in a file that is mapped into memory may stay there (`mapped`
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -57,6 +58,15 @@ def in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[li
     return segments, offset
 
 
+def holders(tensor: Tensor) -> int:
+    """How many tensors hold the memory of ``tensor``: views of it count, such as a ``.grad``."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+ALONE = holders(torch.empty(1))
+"""Of a tensor whose memory no other tensor holds."""
+
+
 def _is_dense(tensor: Tensor) -> bool:
     return 1 + sum((s - 1) * st for s, st in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
 
@@ -102,10 +112,13 @@ class Flat:
 
     def _lay_out(self) -> None:
         self.segments, nbytes = in_a_row(self.masters, [p.dtype for p in self.masters])
-        self._source_places, self.nbytes = in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
+        self._source_places, self._source_nbytes = in_a_row(self.masters, [self._formats.of(p) for p in self.masters])
+        self.nbytes = self._source_nbytes
         self._casts = self._source_places != self.segments
         self.places = self._source_places
         self._rounded: Tensor | None = None
+        self._strays = self._apart_for_strays = False
+        """Whether masters lie elsewhere, and whether there is a working copy because of that alone."""
         self._source_views: list[Tensor] = []  # made once, because each update refreshes all
         self._rounded_views: list[Tensor] = []
         copied = self._apart or self._casts
@@ -119,8 +132,11 @@ class Flat:
             for master, view in zip(self.masters, self.views, strict=True):
                 master.data = view
         else:
-            self.views = [_with_own_storage(s, self.buffer) for s in self.segments]
-            self.adopt()
+            self._homes = [_with_own_storage(s, self.buffer) for s in self.segments]
+            self.views = list(self._homes)
+            for master, view in zip(self.masters, self.views, strict=True):
+                view.copy_(master.data)
+                master.data = view
         self._source_views = self.views
         if copied:
             self.set_apart()
@@ -137,8 +153,9 @@ class Flat:
 
     def set_apart(self) -> None:
         """Make a working copy, unless there is one."""
+        self._apart_for_strays = False
         if self.source is self.buffer:
-            self.source = self._device.host_buffer(self.nbytes)
+            self.source = self._device.host_buffer(self._source_nbytes)
             self._source_views = [place.view(self.source) for place in self._source_places]
             self.refresh()
 
@@ -173,7 +190,7 @@ class Flat:
         """Bring the copies up to date."""
         if self.source is self.buffer:
             pass
-        elif not self._casts:
+        elif not (self._casts or self._strays):
             self.source.copy_(self.buffer)
         else:
             for source, view in zip(self._source_views, self.views, strict=True):
@@ -214,26 +231,45 @@ class Flat:
         for place, view in zip(self.places, self.views, strict=True):
             stream.copy(place.view(segment), view)
 
+    def strays(self) -> list[nn.Parameter]:
+        """Masters that user code has given other memory."""
+        pairs = [] if self.in_place else zip(self.masters, self._homes, strict=True)
+        return [master for master, home in pairs if master.data_ptr() != home.data_ptr()]
+
     def adopt(self) -> None:
         """Make every master a view into the buffer again, keeping the values it has now.
 
         User code may have replaced a master's storage (``load_state_dict(assign=True)``, an EMA swap); without this
-        the worker would go on computing with the old values.
+        the worker would go on computing with the old values. Where user code holds the storage as well, or that in the
+        buffer, the two are not to be written to for each other: the master stays where it is, and uploads read a copy.
         """
         moved = False
         for index, master in enumerate(self.masters):
             if master.data_ptr() == self.views[index].data_ptr():
                 continue
-            if master.shape != self.segments[index].shape or master.dtype != self.segments[index].dtype:
+            segment = self.segments[index]
+            if master.shape != segment.shape or master.dtype != segment.dtype:
                 raise RoundPipeError(
-                    f"a parameter changed from {tuple(self.segments[index].shape)} {self.segments[index].dtype} to "
-                    f"{tuple(master.shape)} {master.dtype} during training; change the model before fit() instead."
+                    f"a parameter changed from {tuple(segment.shape)} {segment.dtype} to {tuple(master.shape)} "
+                    f"{master.dtype} during training; change the model before fit() instead."
                 )
-            if self.in_place:  # it is read where it is now; its file is not ours to write to
+            home = self._homes[index] if not self.in_place else None
+            if home is None:  # it is read where it is now; its file is not ours to write to
+                self.views[index] = master.data
+            elif master.data_ptr() == home.data_ptr():
+                self.views[index] = home
+            elif home.numel() and (holders(home) > ALONE or holders(master) > ALONE):
                 self.views[index] = master.data
             else:
-                self.views[index].copy_(master.data)
-                master.data = self.views[index]
+                home.copy_(master.data)
+                self.views[index] = master.data = home
             moved = True
-        if moved and (self._casts or self._rounded is not None):
+        if moved and not self.in_place:
+            self._strays = any(map(operator.is_not, self.views, self._homes))
+            if self._strays and self.source is self.buffer:
+                self.set_apart()
+                self._apart_for_strays = True
+            elif self._apart_for_strays and not self._strays:
+                self.source, self._source_views, self._apart_for_strays = self.buffer, self.views, False
+        if moved and self.copied:
             self.refresh()

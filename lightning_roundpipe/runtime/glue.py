@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -31,7 +32,7 @@ from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.known import Known, waits
 from lightning_roundpipe.runtime.losses import COUNTED, WITH_REDUCTION, Counts, Sums, reduction_of
-from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between
+from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between, witness
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -60,7 +61,8 @@ class Proxies:
     def of(self, master: nn.Parameter) -> Tensor:
         known = self._known.get(id(master))
         if known is None:
-            with torch.inference_mode(False):
+            # Whichever transform of torch.func is first to need it, it is none of its own.
+            with torch.inference_mode(False), temporarily_clear_interpreter_stack():
                 made = self._read(master).detach().requires_grad_(master.requires_grad)
             known = self._known.setdefault(id(master), (master, made))  # a worker may have been faster
             known[1].roundpipe_stand_in = True  # type: ignore[attr-defined]
@@ -142,6 +144,8 @@ class GlueMode(TorchFunctionMode):
         self.counts = Counts()
         self.sums = Sums()
         self.returning = False
+        self._data: list[tuple[nn.Parameter, Tensor, int]] = []
+        """Of each ``.data`` of a master that was read, its `witness`, and its version then."""
         self._masters = masters
         self._train = train
         self._accelerator = accelerator
@@ -165,16 +169,18 @@ class GlueMode(TorchFunctionMode):
                 if func == DTYPE:  # made anew each time
                     return self._formats.of(args[0])
                 if func == DATA:
-                    return func(self._read(args[0]), *args[1:])
+                    return self._watched(args[0], func(self._read(args[0]), *args[1:]))
                 if func in VIEWS:
                     return func(self.stand_in(args[0]), *args[1:])
             result = func(*args, **kwargs)
+            if func == DATA and self._train and id(args[0]) in self._masters:
+                return self._watched(args[0], result)
             if self._accelerator is not None and func in _TRANSPOSED:
                 self._known.follow(func, _TRANSPOSED[func], args, kwargs, result)
             return result
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
-        if self._train and name in ("register_hook", "retain_grad"):
+        if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
             return _hooked(func, args, kwargs)
         if name not in _OF_THE_SHAPE:
             self._notice(args)
@@ -187,6 +193,19 @@ class GlueMode(TorchFunctionMode):
                 given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
                 refuse_layers_between(given["outputs"], given["inputs"])
         return self._call(func, name, args, kwargs)
+
+    def _watched(self, master: nn.Parameter, data: Tensor) -> Tensor:
+        """The ``data`` of ``master``, which counts what is written there apart from it."""
+        self._data.append((master, witness(data), data._version))
+        return data
+
+    def written_by_data(self) -> list[nn.Parameter]:
+        """Masters that were written to through their ``.data`` since the last time."""
+        if not self._data:
+            return []
+        written = [master for master, seen, version in self._data if seen._version != version]
+        self._data = [(master, seen, seen._version) for master, seen, _ in self._data]
+        return written
 
     def _settle_buffers(self, given: Any) -> None:
         if any(isinstance(leaf, Tensor) and self._buffers.awaits(leaf) for leaf in tree_iter(given)):
@@ -381,9 +400,9 @@ def _hooked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if isinstance(tensor, nn.Parameter):
         raise RoundPipeError(
             f"{getattr(func, '__name__', '')} was called on a parameter within training_step, once for each "
-            "microbatch. Do it before training, for example in configure_model or on_fit_start."
+            "microbatch. Do it between batches, for example in on_fit_start or on_train_batch_start."
         )
-    if not tensor.requires_grad:
+    if not tensor.requires_grad or func is Tensor.register_post_accumulate_grad_hook:
         return func(*args, **kwargs)
     if func is Tensor.register_hook:
         return hook_gradient(tensor, *args[1:], **kwargs)

@@ -117,6 +117,11 @@ class StepGradients:
             first.add_(other)
         return first
 
+    @property
+    def sums(self) -> Sequence[HostGradients]:
+        """Per call, in trace order; none once all has been let go."""
+        return self._sums
+
     def arrive(self) -> None:
         """Wait until all of them are on the host."""
         for total in self._sums:

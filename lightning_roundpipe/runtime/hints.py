@@ -52,6 +52,22 @@ class Hints:
             cuts = "; ".join(refined.summary())
             self.say("cuts", f"cut {cuts}: two of them with their gradients do not fit on a device.")
 
+    def of_moving_state(self, layer: str, said: str) -> None:
+        """A layer reads what changes from step to step."""
+        self.say(
+            "moving",
+            f"a step's backward ends before the next batch begins, as layer {layer!r} may read what changes between "
+            f"them: {said}.",
+        )
+
+    def of_refilled_batches(self) -> None:
+        """The data set gives each batch in the memory of the one before."""
+        self.say(
+            "refilled",
+            "a step's backward ends before the next batch is fetched, as the data set fills the same memory for each. "
+            "Batches with memory of their own let steps overlap.",
+        )
+
     def of_a_sum(self) -> None:
         """The loss is the sum of a tensor's rows, of which nothing else is known."""
         self.warn(

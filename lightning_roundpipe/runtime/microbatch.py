@@ -11,15 +11,20 @@ import copy
 import dataclasses
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.samples import are_similar, are_texts, listed_samples
+
+_LOOKED_AT = 1 << 18
+"""Values of a tensor that are compared."""
 
 
 def sizes_of(samples: int, count: int | None, size: int | None, workers: int, fewest: int = 1) -> list[int]:
@@ -75,13 +80,13 @@ class Columns:
         self._known: dict[tuple[Any, ...], list[bool]] = {}
 
     def split(self, batch: Any, sizes: list[int]) -> list[Any]:
-        """The microbatches. Tensors are views of the batch's."""
+        """The microbatches. Tensors have the batch's memory."""
         if len(sizes) == 1:
             return [batch]
         return [self.part(batch, rows, sum(sizes)) for rows in rows_of(sizes)]
 
-    def part(self, batch: Any, rows: slice, samples: int) -> Any:
-        """What of ``batch``, which has so many ``samples``, belongs to those of ``rows``."""
+    def part(self, batch: Any, rows: slice, samples: int, *, copied: bool = False) -> Any:
+        """What of ``batch``, which has so many ``samples``, belongs to those of ``rows``; ``copied``: apart."""
         listed = listed_samples(batch) is not None
         found: list[tuple[Any, bool]] = []
 
@@ -93,10 +98,26 @@ class Columns:
         key = tuple((type(value), value.ndim) for value, _ in found)
         cut = iter(self._known.setdefault(key, [mine for _, mine in found]))
 
+        take_rows = Rows()
+
         def take(value: Any, mine: slice | None) -> Any:
-            return value if not next(cut) or mine is None else value[mine]
+            part = take_rows(value, mine if next(cut) else None)
+            if copied and isinstance(part, Tensor):
+                return part.clone() if not part.requires_grad else part
+            return part.copy() if copied and isinstance(part, np.ndarray) else part
 
         return part_of(batch, rows, samples, listed, take)
+
+
+def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
+    """The memory that the tensors and arrays of a batch lie in: who holds it, and what is there, by its address."""
+    found: dict[int, tuple[Any, int]] = {}
+    for leaf in tree_iter(batch):
+        tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu":
+            values = tensor.detach().reshape(-1).resolve_neg().resolve_conj()[:_LOOKED_AT].contiguous()
+            found[tensor.untyped_storage().data_ptr()] = leaf, zlib.crc32(values.view(torch.uint8).numpy().tobytes())
+    return found
 
 
 def rows_of(sizes: list[int]) -> list[slice]:
@@ -119,6 +140,28 @@ def part_of(value: Any, rows: slice, samples: int, listed: bool, take: Callable[
     if (isinstance(value, list) or are_texts(value)) and _has_an_item_each(value, samples, listed):
         return value[rows]
     return _rebuild(value, lambda item: part_of(item, rows, samples, listed, take))
+
+
+class Rows:
+    """Takes the rows of one microbatch out of a batch.
+
+    Its tensors have the batch's memory, and count what is written to them apart from other microbatches', which have
+    other rows. Among themselves they count together where they share memory, as inputs and targets may that are parts
+    of one tensor.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def __call__(self, value: Any, rows: slice | None) -> Any:
+        if rows is None:
+            return value
+        part = value[rows]
+        if type(part) is not Tensor or part.layout is not torch.strided or part.requires_grad or part.is_inference():
+            return part
+        key = part.untyped_storage()._cdata, part.dtype
+        root = self._roots.setdefault(key, part.data)
+        return root.as_strided(part.shape, part.stride(), part.storage_offset())
 
 
 def _has_an_item_each(values: Sequence[Any], samples: int, listed: bool) -> bool:

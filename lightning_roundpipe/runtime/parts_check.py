@@ -195,25 +195,31 @@ class PartsCheck:
         state = GlobalRandomState(self._engine.devices)
         draws = SameDraws(self._engine.devices, one + two, self._seed)
         try:
-            whole_batch, *parts = (self._take(start, *rows) for rows in ((0, one + two), (0, one), (one, one + two)))
+
+            def whole_batch() -> list[Any]:
+                return [self._take(start, 0, one + two)]
+
+            def parts() -> list[Any]:
+                return [self._take(start, 0, one), self._take(start, one, one + two)]
+
             with without_dropout():
-                whole = self._side([whole_batch], [one + two], draws)
+                whole = self._side(whole_batch(), [one + two], draws)
                 try:
-                    verdict.parts = self._in_parts(whole, parts, sizes, draws, verdict)
+                    verdict.parts = self._in_parts(whole, parts(), sizes, draws, verdict)
                 except CannotRehearse:
                     raise
                 except Exception as error:
                     verdict.parts, verdict.raised = Difference("training_step", "a result", _named(error)), True
                 gathers = verdict.parts is not None and self._layers_gather(whole)
                 if gathers:
-                    whole = self._side([whole_batch], [one + two], draws, steady=True)
-                    found = self._in_parts(whole, parts, sizes, draws, verdict, steady=True)
+                    whole = self._side(whole_batch(), [one + two], draws, steady=True)
+                    found = self._in_parts(whole, parts(), sizes, draws, verdict, steady=True)
                     verdict.parts, verdict.announced = found or verdict.parts, found is None
                 if verdict.parts is not None and not verdict.announced:
                     kept = [path.removeprefix("len(").partition("[")[0].rstrip(")") for path in whole.left]
                     verdict.left = [*dict.fromkeys(path for path in kept if self._counts(path))]
                     if models:
-                        shown = self._model_side(whole_batch, sizes, models, draws, steady=gathers)
+                        shown = self._model_side(whole_batch(), sizes, models, draws, steady=gathers)
                         verdict.model = self._compare(whole, shown, sizes)
         except CannotRehearse as error:
             verdict.why_not = str(error)
@@ -225,10 +231,8 @@ class PartsCheck:
         return verdict
 
     def _take(self, start: int, first: int, last: int) -> Any:
-        total = sum(self._sizes)
-        if (start + first, start + last) == (0, total):
-            return self._batch
-        return self._engine.columns.part(self._batch, slice(start + first, start + last), total)
+        """Samples of the batch, to which training_step may write."""
+        return self._engine.columns.part(self._batch, slice(start + first, start + last), sum(self._sizes), copied=True)
 
     # -- sides --------------------------------------------------------------------------------------------------------
 
@@ -244,13 +248,13 @@ class PartsCheck:
         return found
 
     def _model_side(
-        self, batch: Any, sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws, *, steady: bool
+        self, batch: list[Any], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws, *, steady: bool
     ) -> _Shown | Difference:
         def cut(samples: int) -> list[int]:
             return sizes if samples == sum(sizes) else microbatch.sizes_of(samples, 2, None, 1)
 
         try:
-            return self._side([batch], [sum(sizes)], draws, models, cut, steady=steady)
+            return self._side(batch, [sum(sizes)], draws, models, cut, steady=steady)
         except Exception as error:
             return Difference("training_step", "a result", _named(error))
 

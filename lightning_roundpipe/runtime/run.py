@@ -100,6 +100,8 @@ class MicrobatchRun:
         self._phase, self._last = "forward", "before the first layer"
         self._surroundings: Surroundings | None = None
         self._watched = Watched()
+        self._written: list[nn.Parameter] = []
+        """Masters that were written to by their ``.data``, of which workers may have other values."""
         self._gauge: Gauge | None = None
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -130,6 +132,8 @@ class MicrobatchRun:
             with self._noted():
                 output = function(*args)
                 self._watched.check()
+                with torch._C.DisableTorchFunction():
+                    self._check_after()
                 loss = loss_of(output)
             self.mode.judge(loss, self._step.sizes[self.index])
             self._announce()
@@ -205,8 +209,61 @@ class MicrobatchRun:
             )
         assert self._surroundings is not None
         self._surroundings.refuse(layer.name)
-        layer.check()
+        self._check_weights(layer)
         self._watched.check()
+
+    def _check_weights(self, layer: HostLayer) -> None:
+        """At a call of ``layer``: what a worker gets are the weights that it has now.
+
+        A batch of one microbatch may write to weights of which no graph has been made yet, as momentum teachers do.
+        """
+        if self._step.cut or not self.learning:
+            self._refuse_own_writes()
+            layer.check()
+            return
+        self._written += self.mode.written_by_data()
+        mine = [master for master in layer.masters if any(master is other for other in self._written)]
+        if not (mine or layer.is_written()):
+            layer.check()
+            return
+        self._refuse_taped(layer)
+        if self.engine.options.staleness or self.engine.formats.low is not None:
+            torch.autograd.graph.increment_version(mine)
+            layer.check()
+        if (updates := self.engine.updates) is not None:
+            self.segments.aside(updates.settle)
+        self._slots.finish(self.index)  # what is on its way is dropped
+        layer.adopt()
+        layer.unit.refresh()
+        layer.remember()
+        self._written = [master for master in self._written if not any(master is other for other in mine)]
+
+    def _refuse_own_writes(self) -> None:
+        """``training_step`` runs once for each microbatch, and so would what it writes."""
+        if written := self.mode.written_by_data():
+            raise RoundPipeError(
+                f"training_step writes to parameter {self.engine.name_of(written[0])!r} by its .data, while "
+                "microbatches compute with it. Write to parameters between steps, for example in on_train_batch_end, "
+                "or set num_microbatches=1."
+            )
+
+    def _refuse_taped(self, layer: HostLayer) -> None:
+        """Its earlier call would be computed once more, with other weights."""
+        if any(entry.layer is layer for entry in self.tape):
+            raise RoundPipeError(
+                f"parameters of layer {layer.name!r} were written to within training_step, after a call whose backward "
+                "computes it once more. Write to them between steps, for example in on_train_batch_end."
+            )
+
+    def _check_after(self) -> None:
+        """When training_step has returned."""
+        if self._step.cut or not self.learning:
+            self._refuse_own_writes()
+            return
+        self._written += self.mode.written_by_data()
+        for layer in dict.fromkeys(entry.layer for entry in self.tape):
+            if layer.is_written() or any(master is other for master in layer.masters for other in self._written):
+                self._refuse_taped(layer)
 
     def _prepare(
         self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -32,7 +32,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event, Stream, StreamAborted
 from lightning_roundpipe.devices.errors import raise_kept
 from lightning_roundpipe.runtime.control import Control, Waiter
-from lightning_roundpipe.runtime.flats import Segment, in_a_row
+from lightning_roundpipe.runtime.flats import Segment, holders, in_a_row
 from lightning_roundpipe.runtime.threads import TaskThread
 from lightning_roundpipe.runtime.weights import HostLayer
 
@@ -105,7 +105,7 @@ class _Buffer:
 
     @property
     def unused(self) -> bool:
-        return _holders(self.flat) == self.alone
+        return holders(self.flat) == self.alone
 
 
 class GradientBuffers:
@@ -154,7 +154,7 @@ class GradientBuffers:
         else:
             flat = self._device.host_buffer(nbytes)
         views = [segment.view(flat) for segment in self.layout.segments]
-        buffer = _Buffer(flat, views, _holders(flat))
+        buffer = _Buffer(flat, views, holders(flat))
         self._buffers = [*self._buffers[-1:], buffer]
         return buffer
 
@@ -213,11 +213,6 @@ class _Added(Event):
 
     def time(self) -> float:
         raise RuntimeError("a sum has no time: ask for that of its download.")
-
-
-def _holders(flat: Tensor) -> int:
-    """How many hold ``flat``'s memory: views of it count, such as somebody's ``.grad``."""
-    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
 class HostGradients:
@@ -336,6 +331,10 @@ class HostGradients:
             for view in taken.values():
                 view.mul_(factor)
         return taken
+
+    def view_of(self, key: int) -> Tensor:
+        """The sum for the master with the id ``key``, as it lies in the buffer now."""
+        return self.buffer.views[self.layout.keys.index(key)]
 
     def got(self) -> list[nn.Parameter]:
         """The masters that have a gradient in it."""

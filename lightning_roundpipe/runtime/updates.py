@@ -37,9 +37,11 @@ from lightning_roundpipe.optim.shadow import Hyperparameters, Shadow
 from lightning_roundpipe.runtime import sums
 from lightning_roundpipe.runtime.arrivals import Dropped
 from lightning_roundpipe.runtime.control import Control
+from lightning_roundpipe.runtime.flats import ALONE, holders
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.interrupts import held
 from lightning_roundpipe.runtime.scales import Scales
+from lightning_roundpipe.runtime.sums import HostGradients
 from lightning_roundpipe.runtime.threads import TaskThread
 from lightning_roundpipe.runtime.units import Unit
 
@@ -79,6 +81,8 @@ class _Accumulated:
     def __init__(self) -> None:
         self._memory: dict[int, Tensor] = {}
         self._present: set[int] = set()
+        self.shown = False
+        """Whether user code has seen it."""
 
     def add(self, gradients: dict[int, Tensor]) -> None:
         for key, gradient in gradients.items():
@@ -115,6 +119,14 @@ class _Accumulated:
 
     def forget(self) -> None:
         self._present = set()
+        if self.shown:  # what user code keeps of it is not used again
+            self._memory = {key: memory for key, memory in self._memory.items() if holders(memory) == ALONE}
+            self.shown = False
+
+    def drop(self, key: int) -> None:
+        """User code has put another gradient in the place of this one, which it may keep."""
+        self._present.discard(key)
+        self._memory.pop(key, None)
 
 
 class Updates:
@@ -154,6 +166,14 @@ class Updates:
         self._shadow: tuple[Optimizer, Shadow] | None = None
         self._scales = scales or Scales()
         self._scales.fix(self.wanted, self.submitted)
+        self._window_is_open = False
+        """Whether a batch was accumulated that no step has used."""
+        self._left: dict[int, Tensor] = {}
+        """What the last step was made of, by the ids of masters, until the next batch begins."""
+        self._left_in: Sequence[HostGradients] = ()
+        """Whose memory that is."""
+        self._shown: dict[int, Tensor] | None = None
+        """What `show` has put into ``.grad`` since the last batch; None: it has not been called."""
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
@@ -164,8 +184,10 @@ class Updates:
             anew: whether what was accumulated is dropped, as ``zero_grad`` would.
         """
         self.raise_error()
+        self._hide()
         self._accumulate()
         if anew:
+            self._window_is_open = False
             self._post(self._forget)
 
     def accompany(self, control: Control) -> None:
@@ -191,19 +213,66 @@ class Updates:
             batch.let_go()
             batch = None
         self.submitted += 1
+        self._window_is_open = False
         scale, shadow = self._scales.last, self._shadow_of(optimizer)
         step = _Step(self.submitted, batch, Hyperparameters.of(optimizer), clip, shadow, scale)
         self._post(lambda: self._run(step))
 
     def accumulated(self) -> dict[int, Tensor]:
         """What batches gave to the optimizer step that is still to come, by the ids of masters. Settle first."""
+        if self._shown is not None:
+            self.show(after_step=True)  # user code may have put other gradients in their place
+        return self._present()
+
+    def _present(self) -> dict[int, Tensor]:
         return {key: gradient for unit in self.units for key, gradient in self._accumulated[unit].present().items()}
 
     def go_on(self, gradients: dict[int, Tensor]) -> None:
         """Begin with ``gradients``, as ``accumulated`` gave them to a run before this one."""
+        self._window_is_open = True
         for unit in self.units:
             mine = {id(master): gradients[id(master)] for master in unit.masters if id(master) in gradients}
             self._accumulated[unit].add(mine)
+
+    def show(self, *, after_step: bool) -> None:
+        """Put into ``.grad`` what plain training leaves there, until the next batch begins. Settle first.
+
+        What user code makes of it counts, as in plain training: what it writes to it, puts in its place, or drops.
+
+        Args:
+            after_step: whether gradients that a step has used are still there.
+        """
+        if not after_step and self._shown is None:
+            self._left, self._left_in = {}, ()
+        self._hide()
+        self._shown = {}
+        gradients = self._present() if self._window_is_open else self._left
+        if not self._window_is_open:
+            for total in self._left_in:
+                total.handed_out = True  # so that the next batch looks whether user code has kept it
+        for unit in self.units:
+            self._accumulated[unit].shown = True
+            for master in unit.masters:
+                if (gradient := gradients.get(id(master))) is not None:
+                    self._shown[id(master)] = master.grad = gradient.detach()
+
+    def _hide(self) -> None:
+        """Take back what `show` has shown, with what user code has made of it."""
+        shown, self._shown = self._shown, None
+        if shown is None:
+            return
+        for unit in self.units:
+            for master in unit.masters:
+                key, now = id(master), master.grad
+                master.grad = None
+                if now is shown.get(key):
+                    continue
+                self._accumulated[unit].drop(key)
+                self._left.pop(key, None)
+                if now is not None and self._window_is_open:
+                    self._accumulated[unit].add({key: now.detach()})
+                elif now is not None:
+                    self._left[key] = now.detach()
 
     @property
     def begun(self) -> bool:
@@ -233,6 +302,11 @@ class Updates:
         self._accumulate()
         self._rest()
         self.raise_error()
+
+    def let_go_of_masters(self) -> None:
+        """Settled: nothing here holds their memory."""
+        if self._shadow is not None:
+            self._shadow[1].let_go()
 
     def drop(self, error: BaseException) -> None:
         """After a failure: finish what was submitted; the batch that failed gives nothing.
@@ -275,6 +349,7 @@ class Updates:
         if batch.scale is None:
             batch.let_go()
             return
+        self._window_is_open = True
         self._post(lambda: self._add(batch))
 
     def _rest(self) -> None:
@@ -306,6 +381,7 @@ class Updates:
         self._thread.submit(guarded)
 
     def _forget(self) -> None:
+        self._left, self._left_in = {}, ()
         for accumulated in self._accumulated.values():
             accumulated.forget()
 
@@ -350,9 +426,12 @@ class Updates:
 
     def _gather(self, unit: Unit, step: _Step) -> dict[int, Tensor]:
         """The unit's gradients, of all batches since the last step [2]."""
-        return self._accumulated[unit].with_last(step.batch.take(unit) if step.batch is not None else {})
+        gathered = self._accumulated[unit].with_last(step.batch.take(unit) if step.batch is not None else {})
+        self._left.update(gathered)
+        return gathered
 
     def _run(self, step: _Step) -> None:
+        self._left, self._left_in = {}, step.batch.sums if step.batch is not None else ()
         with step.shadow.prepared(step.hyperparameters):  # before gradients come
             self._step(step)
         self._applying = False
@@ -426,6 +505,7 @@ class Updates:
                 if not self.staleness:
                     unit.refresh_part(master, start, end)
                     unit.publish_part(step.number, master, start, end)
+        self._left.update({key: found[key][0].view_of(key) for key in found} | accumulated.present())
         self._finish(step, unit)
         return True
 

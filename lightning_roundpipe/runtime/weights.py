@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Stream
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
+from lightning_roundpipe.model.reachable import changes
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
 from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.flats import Flat, Segment, aligned
@@ -80,6 +82,9 @@ class HostLayer:
         self.chooses: bool | None = False
         """Whether its forward makes choices that its recomputation has to make again, as far as it has been seen. None:
         its recomputation makes others."""
+        self.moving: list[str] = []
+        """What its code may read that was seen to change from one step to another."""
+        self._values: dict[str, Any] | None = None
         self._seen_states: list[StateDiff | None] = []
         self._chosen_in: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
@@ -132,6 +137,13 @@ class HostLayer:
             if place.dtype is not self.read(p).dtype
         )
 
+    def see_values(self, values: dict[str, Any]) -> None:
+        """What its code may read (`reachable_values`), in the first part of a step."""
+        if self._values is not None and not self.moving:
+            new = [f"{name} was set" for name in values.keys() - self._values.keys()]
+            self.moving = changes(self._values, values) + sorted(new)
+        self._values = values
+
     def is_new_state(self, state: StateDiff | None) -> bool:
         """Whether the layer has not run with these attributes before: in another mode it may do other things."""
         if any(known is state for known in self._seen_states):
@@ -153,16 +165,7 @@ class HostLayer:
             self.chooses = True
 
     def adopt(self) -> None:
-        """Before a step: bring what user code put in place of a master's values into the flat buffers.
-
-        Raises:
-            RoundPipeError: if the layer has other parameters than when training was set up.
-        """
-        if [id(p) for p in self.module.parameters()] != [id(p) for p in self.masters]:
-            raise RoundPipeError(
-                f"layer {self.name!r} has other parameters than at the start of training (a module or parameter was "
-                "replaced). Change the model before fit(), or write new values into the parameters it has."
-            )
+        """Before a step: bring what user code put in place of a master's values into the flat buffers."""
         for flat in self.flats:
             flat.adopt()
 
@@ -190,13 +193,21 @@ class HostLayer:
             if parameter._version != version or parameter.data_ptr() != pointer:
                 raise RoundPipeError(
                     f"parameter {key!r} of layer {self.name!r} was written to within the step, when its value was on "
-                    "its way to a worker. Write to parameters between steps, for example in on_train_batch_start."
+                    "its way to a worker. Write to parameters between steps, for example in on_train_batch_start, or "
+                    "set num_microbatches=1."
                 )
         if any(len(held) != len(now) or any(map(operator.is_not, held.values(), now)) for held, now in self._inner):
             raise RoundPipeError(
                 f"a module inside layer {self.name!r} was replaced within the step; workers have the old one. Change "
-                "the model before fit(), and choose between modules in the layer's forward."
+                "the model between steps, and choose between modules in the layer's forward."
             )
+
+    def is_written(self) -> bool:
+        """Whether user code has written to parameters since `remember`, which are still the same ones."""
+        return any(
+            held.get(key) is parameter and (parameter._version != version or parameter.data_ptr() != pointer)
+            for held, key, parameter, version, pointer in self._own
+        )
 
     def written(self) -> list[tuple[int, int]]:
         """What changes when user code writes to a master, or puts other memory in its place."""

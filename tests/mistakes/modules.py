@@ -195,6 +195,16 @@ def _prefix_tuning(user: User) -> None:
     user.fit(module, zoo.make_batches("llama", 1))
 
 
+class _Registers(zoo.PlainClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.model.head.weight.register_hook(lambda grad: grad)
+        return super().training_step(batch, batch_idx)
+
+
+def _registers_within(user: User) -> None:
+    user.fit(_Registers(mlp()))
+
+
 def _draws_by_itself(user: User) -> None:
     module, draws = zoo.make_module("mlp"), torch.Generator()
     block = next(m for m in module.modules() if type(m).__name__ == "ResidualBlock")
@@ -232,6 +242,13 @@ MODULES = [
         "layer '…' computes something else when it is recomputed for its backward",
         "give it what else it needs as an argument of its forward",
         (_draws_by_itself,),
+    ),
+    Mistake(
+        SECTION,
+        "a hook on a parameter or on the optimizer's step that `training_step` registers",
+        "register_hook was called on a parameter within training_step",
+        "Do it between batches, for example in on_fit_start or on_train_batch_start",
+        (_registers_within,),
     ),
     Mistake(
         SECTION,

@@ -58,6 +58,7 @@ def test_streams_are_in_the_order_of_events_alone(idle: Late, waits: bool) -> No
         read = torch.zeros(1, device=HOME)
     with stream(second):
         x = torch.ones(1, device=HOME)
+        second.synchronize()
         x += 1
         event.record(second)
     if waits:

@@ -1,0 +1,67 @@
+"""Which modules and parameters a model is made of.
+
+Workers have copies of layers, and the optimizer's thread knows the parameters by their ids. User code may put others in
+their place between batches: pruning and parametrizations register new ones, a head is exchanged, blocks are added.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+class Structure:
+    """What a model is made of when it is looked at first.
+
+    Args:
+        root: the model.
+        layers: modules inside it that workers have copies of.
+    """
+
+    def __init__(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
+        inside = list({id(m): m for layer in layers for m in layer.modules()}.values())
+        known = set(map(id, inside))
+        self._inside = [(m, _contents(m)) for m in inside]
+        self._outside = [(m, _beside_layers(m)) for m in root.modules() if id(m) not in known]
+
+    def has_changed(self) -> bool:
+        """Whether it is made of other modules or parameters now. Other values, and what is frozen, do not count."""
+        return any(_differ(_contents(m), seen) for m, seen in self._inside) or any(
+            _differ(_beside_layers(m), seen) for m, seen in self._outside
+        )
+
+
+_Contents = tuple[list[Any], list[Any]]
+"""Objects, which are compared by identity, as ``==`` of two parameters is a tensor; and what else belongs to them."""
+
+
+def _contents(module: nn.Module) -> _Contents:
+    """What a copy of ``module`` is made of, its values aside."""
+    parameters, formats = _parameters(module)
+    names = [*module._buffers, *module._modules, *module._parameters]
+    return [type(module), *module._modules.values(), *parameters], [*names, *formats]
+
+
+def _beside_layers(module: nn.Module) -> _Contents:
+    """Of a module that is not copied: what has parameters."""
+    parameters, formats = _parameters(module)
+    return [m for m in module._modules.values() if m is not None and _has_parameters(m)] + parameters, formats
+
+
+def _parameters(module: nn.Module) -> _Contents:
+    parameters = list(module._parameters.values())
+    return parameters, [(p.dtype, p.shape) for p in parameters if p is not None]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(p is not None for p in module._parameters.values()) or any(
+        _has_parameters(m) for m in module._modules.values() if m is not None
+    )
+
+
+def _differ(now: _Contents, seen: _Contents) -> bool:
+    objects, others = now
+    return len(objects) != len(seen[0]) or any(map(operator.is_not, objects, seen[0])) or others != seen[1]

@@ -1,0 +1,209 @@
+"""What hooks between batches find in ``.grad``, and what becomes of what they write there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import zoo
+from harness import assert_same, assert_tensors_same, ours, run
+from torch import Tensor, nn
+
+from lightning_roundpipe.runtime import sums
+from lightning_roundpipe.windows import ACCUMULATED
+
+HOOKS = (
+    "on_train_start", "on_train_epoch_start", "on_validation_start", "on_validation_epoch_start",
+    "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end",
+)  # fmt: skip
+"""Those that let the optimizer step on its own thread."""
+slow = pytest.mark.slow
+on_the_grid = pytest.mark.parametrize(
+    ("microbatches", "devices"), [(2, 2), *(pytest.param(*grid, marks=slow) for grid in ((1, 1), (1, 2), (4, 1)))]
+)
+Seen = list[tuple[str, int, dict[str, Tensor | None]]]
+
+
+class Module(zoo.PlainClassifier):
+    """With a parameter beside the layers, and one that is used in every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__(zoo.MLP())
+        self.gain = nn.Parameter(torch.ones(5))
+        self.seldom = nn.Parameter(torch.ones(5))
+
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"]) * self.gain
+        if float(batch["x"].detach()[0, 0]) > 0:
+            logits = logits * self.seldom
+        return nn.functional.cross_entropy(logits, batch["y"]), logits
+
+
+class Look(pl.Callback):
+    """Copies gradients; then ``does`` something with them at ``at``."""
+
+    def __init__(self, at: str = "", does: Callable[[nn.Parameter, Look], None] | None = None) -> None:
+        self.seen: Seen = []
+        self.kept: list[Any] = []
+        self.at, self.does = at, does
+        self.apart = False
+
+    def look(self, hook: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        found = {n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()}
+        engine = getattr(trainer.strategy, "_engine", None)
+        self.apart |= engine is not None and engine.updates is not None
+        self.seen.append((hook, trainer.global_step, found))
+        if hook == self.at and self.does is not None:
+            for parameter in module.parameters():
+                self.does(parameter, self)
+
+
+def _looking(hook: str) -> Callable[..., None]:
+    return lambda self, trainer, module: self.look(hook, trainer, module)
+
+
+for _hook in HOOKS:
+    setattr(Look, _hook, _looking(_hook))
+
+
+def batches() -> list[zoo.Batch]:
+    made = zoo.make_batches("mlp", count=6, samples=8)
+    for number, batch in enumerate(made):
+        batch["x"][:, 0] = 1.0 if number % 2 else -1.0
+    return made
+
+
+def train(strategy: Any, look: Look, devices: int = 1, *, validates: bool = True, **options: Any) -> Any:
+    torch.manual_seed(1)
+    given = {"val_batches": batches()[:1]} if validates else {}
+    given |= {"watch": False} | options
+    result = run(strategy, Module(), batches(), devices=devices, callbacks=[look], **given)
+    assert look.apart is (strategy != "auto"), "the optimizer steps on its own thread"
+    return result
+
+
+def check_seen(plain: Look, other: Look, **tolerance: float) -> None:
+    assert [entry[:2] for entry in plain.seen] == [entry[:2] for entry in other.seen]
+    for (hook, step, expected), (_, _, found) in zip(plain.seen, other.seen, strict=True):
+        where = f"{hook} after step {step}"
+        assert expected.keys() == found.keys()
+        assert {n for n, g in expected.items() if g is None} == {n for n, g in found.items() if g is None}, where
+        pairs = {name: (value, found[name]) for name, value in expected.items() if value is not None}
+        assert_tensors_same([a for a, _ in pairs.values()], [b for _, b in pairs.values()], what=where, **tolerance)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a window around validation": {"accumulate_grad_batches": 4, "val_check_interval": 2},
+    "a window that clips": {"accumulate_grad_batches": 3, "val_check_interval": 2, "gradient_clip_val": 0.1},
+    "whole windows": {"accumulate_grad_batches": 2, "val_check_interval": 2},
+    "no window": {"val_check_interval": 3, "gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+    "no validation": {"validates": False, "max_epochs": 2},
+    "a last window that is not full": {"accumulate_grad_batches": 4, "validates": False, "gradient_clip_val": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@on_the_grid
+def test_hooks_find_what_plain_training_leaves(options: dict[str, Any], microbatches: int, devices: int) -> None:
+    plain, other = Look(), Look()
+    train("auto", plain, **options)
+    train(ours(num_microbatches=microbatches), other, devices, **options)
+    check_seen(plain, other)
+
+
+def halve(p: nn.Parameter, look: Look) -> None:
+    if p.grad is not None:
+        p.grad.mul_(0.5)
+
+
+def drop(p: nn.Parameter, look: Look) -> None:
+    p.grad = None
+
+
+def replace(p: nn.Parameter, look: Look) -> None:
+    look.kept.append((p.grad, p.grad if p.grad is None else p.grad.clone()))
+    p.grad = torch.full_like(p, 0.01)
+
+
+def anew(p: nn.Parameter, look: Look) -> None:
+    drop(p, look)
+    differentiate(p, look)
+
+
+def keep(p: nn.Parameter, look: Look) -> None:
+    if p.grad is not None:
+        look.kept.append((p.grad, p.grad.clone()))
+
+
+def keep_parts(p: nn.Parameter, look: Look) -> None:
+    if p.grad is not None:
+        look.kept.append((p.grad[:1].T, p.grad[:1].T.clone()))
+
+
+def differentiate(p: nn.Parameter, look: Look) -> None:
+    """As training against adversaries does, while it validates."""
+    with torch.enable_grad():
+        (p.square().sum() * 0.01).backward()
+
+
+WAYS = [halve, replace, *(pytest.param(way, marks=slow) for way in (drop, keep, keep_parts, differentiate, anew))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "hook", ["on_validation_start", *(pytest.param(h, marks=slow) for h in ("on_validation_end", "on_train_epoch_end"))]
+)
+@on_the_grid
+def test_what_hooks_make_of_them_counts(
+    way: Callable[[nn.Parameter, Look], None], hook: str, microbatches: int, devices: int
+) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "val_check_interval": 2, "gradient_clip_val": 0.5}
+    plain, other = Look(hook, way), Look(hook, way)
+    expected = train("auto", plain, **options)
+    found = train(ours(num_microbatches=microbatches), other, devices, **options)
+    check_seen(plain, other)
+    assert_same(expected, found)
+    assert_tensors_same(plain.kept, other.kept, what="what a hook keeps")
+
+
+@slow
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_start"])
+def test_large_layers_that_are_stepped_in_parts(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "STREAMED", 64)
+    monkeypatch.setattr(sums, "PART", 256)
+    for options in OPTIONS["a window around validation"], {"validates": False}:
+        plain, other = Look(hook, keep), Look(hook, keep)
+        expected = train("auto", plain, **options)
+        assert_same(expected, train(ours(num_microbatches=2), other, 2, **options))
+        check_seen(plain, other)
+        assert_tensors_same(plain.kept, other.kept, what="what a hook keeps")
+
+
+@slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_with_a_precision(precision: Any) -> None:
+    tolerance = {"rtol": 0.02, "atol": 0.02} if "16" in precision else {}
+    for options in OPTIONS["a window around validation"], OPTIONS["no validation"]:
+        plain, other = Look(), Look()
+        train("auto", plain, precision=precision, **options)
+        train(ours(num_microbatches=2), other, 2, precision=precision, **options)
+        check_seen(plain, other, **tolerance)
+
+
+def test_a_checkpoint_within_the_window_has_what_a_hook_made_of_them(tmp_path: Path) -> None:
+    class Save(Look):
+        def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            if not trainer.global_step:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            super().on_validation_end(trainer, module)  # type: ignore[safe-super]
+
+    look = Save("on_validation_start", lambda p, look: drop(p, look) if p.ndim == 1 else replace(p, look))
+    train(ours(num_microbatches=2), look, 2, **OPTIONS["a window around validation"])
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)[ACCUMULATED]
+    found = next(grads for hook, _, grads in look.seen if hook == "on_validation_end")
+    assert saved.keys() == {name for name, grad in found.items() if grad is not None}
+    assert saved and all(torch.equal(grad, torch.full_like(grad, 0.01)) for grad in saved.values())

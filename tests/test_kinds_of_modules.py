@@ -1,0 +1,341 @@
+"""Modules and tensors of special kinds: they train as plainly, or are refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.fx
+import torch.nn.functional as F
+import transformers
+import zoo
+from harness import Result, assert_same, ours, run
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_roundpipe.refusals import refuse_scripted
+
+WIDTH = zoo.WIDTH
+slow = pytest.mark.slow
+on_the_grid = pytest.mark.parametrize(
+    ("microbatches", "devices"), [(2, 2), *(pytest.param(*grid, marks=slow) for grid in ((1, 1), (1, 2), (4, 1)))]
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class Net(pl.LightningModule):
+    """Its `middle` is the case."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 5)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.arrange()
+
+    def arrange(self) -> None:
+        """What a case adds."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.middle(self.blocks[0](self.stem(x)))
+        return self.head(self.blocks[1](h) * self.gain @ self.mix)
+
+    def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch["x"]), batch["y"])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: zoo.Batch, batch_idx: int) -> None:
+        self.log("val", F.cross_entropy(self(batch["x"]), batch["y"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return zoo.modules.sgd(self.parameters())
+
+
+def made(kind: Callable[[], Any]) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return kind()
+
+
+def train(strategy: Any, methods: dict[str, Any], devices: int = 1) -> Result:
+    batches = zoo.make_batches("mlp", samples=8)
+    return run(strategy, made(type("Net", (Net,), methods)), batches, devices=devices, val_batches=batches[:1])
+
+
+def check(methods: dict[str, Any], microbatches: int, devices: int) -> None:
+    assert_same(train("auto", methods), train(ours(num_microbatches=microbatches), methods, devices))
+
+
+# ---------------------------------------------------------------------------------------------------- compiled modules
+
+
+def scripts(path: str, way: Callable[[nn.Module], nn.Module]) -> Callable[[Any], None]:
+    """Puts a compiled module in the place of a module; late, as they cannot be copied with the LightningModule."""
+
+    def configure_model(self: Net) -> None:
+        holder, _, name = path.rpartition(".")
+        if not isinstance(self.get_submodule(path), torch.jit.ScriptModule):
+            setattr(self.get_submodule(holder), name, way(self.get_submodule(path)))
+
+    return configure_model
+
+
+def traced(module: nn.Module) -> Any:
+    return torch.jit.trace(module, torch.ones(2, WIDTH))
+
+
+def with_graph_modules(self: Net) -> None:
+    for index, block in enumerate(self.blocks):
+        self.blocks[index] = torch.fx.symbolic_trace(block)
+
+
+def with_a_graph_inside(self: Net) -> None:
+    self.blocks[1].inner = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+
+
+def with_transformed_graphs(self: Net) -> None:
+    """Another function than the module's that was traced."""
+    graph = torch.fx.symbolic_trace(self.blocks[1])
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is torch.tanh:
+            node.target = torch.sigmoid
+    graph.recompile()
+    self.blocks[1] = graph
+
+
+def with_a_whole_graph(self: Net) -> None:
+    self.body = torch.fx.symbolic_trace(nn.Sequential(Block(), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
+
+
+MODULES: dict[str, dict[str, Any]] = {
+    "a scripted block": {"configure_model": scripts("blocks.1", torch.jit.script)},
+    "a traced block": {"configure_model": scripts("blocks.0", traced)},
+    "a scripted part of a block": {"configure_model": scripts("blocks.1.inner", torch.jit.script)},
+    "a traced part of a block": {"configure_model": scripts("blocks.0.outer", traced)},
+    "graph modules": {"arrange": with_graph_modules},
+    "a graph module in a block": {"arrange": with_a_graph_inside},
+    "graphs that were changed": {"arrange": with_transformed_graphs},
+    "a graph module that is cut": {"arrange": with_a_whole_graph, "middle": lambda self, h: self.body(h)},
+}
+FAST = {"a scripted part of a block", "graph modules"}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else slow) for kind in MODULES])
+@on_the_grid
+def test_compiled_modules(kind: str, microbatches: int, devices: int) -> None:
+    check(MODULES[kind], microbatches, devices)
+
+
+def test_where_everything_is_scripted() -> None:
+    class All(pl.LightningModule):
+        def configure_model(self) -> None:
+            self.model = torch.jit.script(Block())
+
+        configure_optimizers = Net.configure_optimizers
+        training_step = Net.training_step
+
+    with pytest.raises(ValueError, match="all parameters of All are in modules compiled by TorchScript"):
+        run(ours(), All(), zoo.make_batches("mlp"))
+
+
+def test_scripted_modules_are_refused_on_gpus() -> None:
+    module = made(Net)
+    refuse_scripted(module, "cuda")
+    module.blocks[1].inner = torch.jit.script(module.blocks[1].inner)
+    refuse_scripted(module, "cpu")
+    with pytest.raises(MisconfigurationException, match=r"'blocks.1.inner' is compiled by TorchScript: .* on the host"):
+        refuse_scripted(module, "cuda")
+
+
+@pytest.mark.parametrize("kind", [nn.LazyLinear, nn.LazyBatchNorm1d])
+def test_lazy_modules_are_refused_until_they_have_values(kind: Any) -> None:
+    def arrange(self: Net) -> None:
+        self.extra = kind(WIDTH) if kind is nn.LazyLinear else kind()
+
+    def configure_model(self: Net) -> None:
+        with torch.no_grad():
+            self(torch.ones(2, 8))
+
+    methods = {"arrange": arrange, "middle": lambda self, h: self.extra(h)}
+    with pytest.raises(MisconfigurationException, match=r"'extra.weight'.*of a lazy module that has not been called"):
+        train(ours(), methods)
+    if kind is nn.LazyLinear:
+        check(methods | {"configure_model": configure_model}, 2, 2)
+
+
+# ----------------------------------------------------------------------------------------------- tensors that are sparse
+
+
+class Propagate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, adjacency: Any) -> Tensor:
+        found = adjacency["adjacency"] if isinstance(adjacency, dict) else adjacency
+        return (found @ self.linear(x).T).T
+
+
+def adjacency() -> Tensor:
+    return (torch.arange(WIDTH**2).view(WIDTH, WIDTH) % 3 == 0) / WIDTH
+
+
+def uncoalesced(dense: Tensor) -> Tensor:
+    sparse = dense.to_sparse()
+    return torch.sparse_coo_tensor(
+        torch.cat([sparse.indices()] * 2, 1), torch.cat([sparse.values()] * 2) / 2, dense.shape, is_coalesced=False
+    )
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu().to_sparse()
+
+
+SPARSE: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "coordinates": lambda self, h: self.extra(h, adjacency().to_sparse()),
+    "rows": lambda self, h: self.extra(h, adjacency().to_sparse_csr()),
+    "in a dict": lambda self, h: self.extra(h, {"adjacency": adjacency().to_sparse(), "other": 1}),
+    "uncoalesced": lambda self, h: self.extra(h, uncoalesced(adjacency())),
+    "with gradients": lambda self, h: self.extra(h, (adjacency() * self.gain).to_sparse()),
+    "returned": lambda self, h: self.extra(self.gate(h).to_dense(), adjacency()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in ("rows", "with gradients") else slow) for k in SPARSE]
+)
+@on_the_grid
+def test_sparse_tensors_pass_layers(kind: str, microbatches: int, devices: int) -> None:
+    def arrange(self: Net) -> None:
+        self.extra = Propagate()
+        if kind == "returned":
+            self.gate = Gate()
+
+    check({"arrange": arrange, "middle": SPARSE[kind]}, microbatches, devices)
+
+
+# ------------------------------------------------------------------------------------------- transforms of torch.func
+
+
+def ensemble(self: Net, h: Tensor) -> Tensor:
+    """Of the rows of two parameters, as heads of one module that has none of its own."""
+    one = nn.Linear(WIDTH, WIDTH, device="meta", bias=False)
+    call = functools.partial(torch.func.functional_call, one)
+    return torch.func.vmap(lambda weight: call({"weight": weight}, (h,)))(torch.stack([self.mix, self.mix.T])).mean(0)
+
+
+TRANSFORMS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "vmap over a parameter": lambda self, h: torch.vmap(lambda row: h @ row)(self.mix).T,
+    "vmap over samples": lambda self, h: torch.vmap(lambda x: self.mix @ (x * self.gain))(h),
+    "vmap of vmap": lambda self, h: torch.vmap(lambda x: torch.vmap(lambda row: (row * x * self.gain).sum())(self.mix))(
+        h
+    ),
+    "jvp": lambda self, h: sum(torch.func.jvp(lambda g: torch.tanh(h * g), (self.gain,), (self.mix[0],))),  # type: ignore[arg-type]
+    "jvp of samples": lambda self, h: torch.func.jvp(lambda x: torch.tanh(x * self.gain), (h,), (torch.ones_like(h),))[
+        1
+    ],
+    "vjp": lambda self, h: torch.func.vjp(lambda x: torch.tanh(x @ self.mix), h)[1](h)[0],
+    "grad for each sample": lambda self, h: torch.vmap(torch.func.grad(lambda x: torch.tanh(self.mix @ x).sum()))(h),
+    "jacrev for each sample": lambda self, h: torch.vmap(torch.func.jacrev(lambda x: torch.tanh(x * self.gain)))(h).sum(
+        1
+    ),
+    "functional_call": ensemble,
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in ("vmap over samples", "jvp") else slow) for k in TRANSFORMS]
+)
+@on_the_grid
+def test_transforms_of_parameters_between_layers(kind: str, microbatches: int, devices: int) -> None:
+    check({"middle": TRANSFORMS[kind]}, microbatches, devices)
+
+
+# ---------------------------------------------------------------------------------------- what layers put into mappings
+
+
+class Shared(UserDict):  # type: ignore[type-arg]
+    """As Hugging Face shares keys and values between layers."""
+
+
+class Own(dict):  # type: ignore[type-arg]
+    pass
+
+
+class Writer(Block):
+    def forward(self, x: Tensor, shared: Any) -> Tensor:  # type: ignore[override]
+        shared["keys"] = (torch.tanh(self.inner(x)), x.detach())
+        return self.outer(shared["keys"][0])
+
+
+class Reader(Block):
+    def forward(self, x: Tensor, shared: Any) -> Tensor:  # type: ignore[override]
+        keys, values = shared["keys"]
+        return super().forward(x) + keys * values
+
+
+@pytest.mark.parametrize("kind", [Shared, pytest.param(Own, marks=slow), pytest.param(dict, marks=slow)])
+@on_the_grid
+def test_layers_fill_a_mapping_that_was_empty(kind: type, microbatches: int, devices: int) -> None:
+    def arrange(self: Net) -> None:
+        self.writer, self.reader = Writer(), Reader()
+
+    def middle(self: Net, h: Tensor) -> Tensor:
+        shared = kind()
+        return self.reader(self.writer(h, shared), shared) + shared["keys"][0]
+
+    check({"arrange": arrange, "middle": middle}, microbatches, devices)
+
+
+SHARING = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+def gemma(kind: str) -> nn.Module:
+    if kind == "Gemma3n":
+        config = transformers.Gemma3nTextConfig(
+            **SHARING, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4
+        )
+        return transformers.Gemma3nForCausalLM(config)
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**SHARING, global_head_dim=16))
+
+
+@pytest.mark.parametrize("kind", ["Gemma4", pytest.param("Gemma3n", marks=slow)])
+@on_the_grid
+def test_keys_and_values_that_layers_share(kind: str, microbatches: int, devices: int) -> None:
+    if not hasattr(transformers, f"{kind}ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    module = zoo.modules.CausalLM(made(lambda: gemma(kind)))
+    ids = torch.randint(9, 60, (4, 12))
+    batches = [{"input_ids": ids, "labels": ids.clone()}]
+    assert_same(
+        run("auto", module, batches), run(ours(num_microbatches=microbatches), module, batches, devices=devices)
+    )

@@ -1,0 +1,219 @@
+"""State that user code moves on from step to step: a step's recomputation sees what its forward saw.
+
+Buffers are kept for it. What the strategy does not keep, such as `global_step` that a layer reads or arrays that a data
+set fills, keeps steps from overlapping.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from harness import Result, assert_same, ours, run
+from harness import trainer_of as trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from traps import Block, Net
+
+OVERLAPPING = [
+    (1, 1, None),
+    (2, 1, "forward 0-1; fused 2-4; backward 0-1; round 2"),
+    (4, 2, "forward 0-1 2-3; fused 4; backward 2-3 0-1; round 2"),
+]
+"""Microbatches, devices and plans with much to be recomputed when a step's outputs are there."""
+
+
+class Scaled(Block):
+    """Reads a buffer that only user code writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(zoo.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class FilledInStep(zoo.PlainClassifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.model.blocks[1].scale.fill_(1 + 0.1 * batch_idx)  # type: ignore[union-attr, index, operator]
+        return super().training_step(batch, batch_idx)
+
+
+class FilledBetween(zoo.PlainClassifier):
+    roundpipe_looks_away = True
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.model.blocks[1].scale.mul_(1.2)  # type: ignore[union-attr, index, operator]
+
+
+class ReplacedBetween(zoo.PlainClassifier):
+    roundpipe_looks_away = True
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.scale = torch.full((zoo.WIDTH,), 1 + 0.1 * batch_idx)  # type: ignore[union-attr]
+
+
+class Reads(Block):
+    """Reads what is not its own."""
+
+    read: Callable[[Any], Any]
+    owner: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * type(self).read(self.owner)
+
+
+class Owner(zoo.PlainClassifier):
+    """Layers know the LightningModule, or an object of it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.temperature = 1.0
+        self.schedule = Schedule()
+
+    def on_fit_start(self) -> None:
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.__dict__["owner"] = self
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.temperature = self.schedule.now = 1 + 0.1 * batch_idx
+        TABLE[:] = self.temperature
+
+    roundpipe_looks_away = True
+
+
+class OwnerOfSchedule(Owner):
+    def on_fit_start(self) -> None:
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            block.__dict__["owner"] = self.schedule
+
+
+class Schedule:
+    now = 1.0
+
+
+TABLE = np.ones(zoo.WIDTH, dtype=np.float32)
+
+
+class ReadsTable(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.from_numpy(TABLE.copy())
+
+
+def reading(read: Callable[[Any], Any]) -> type[Block]:
+    return type("Reads", (Reads,), {"read": staticmethod(read)})
+
+
+CASES: dict[str, tuple[type[zoo.PlainClassifier], type[Block]]] = {
+    "a buffer in the step": (FilledInStep, Scaled),
+    "a buffer between steps": (FilledBetween, Scaled),
+    "another buffer": (ReplacedBetween, Scaled),
+    "global_step": (Owner, reading(lambda owner: 1 + 0.1 * owner.global_step)),
+    "global_step of the trainer": (Owner, reading(lambda owner: 1 + 0.1 * owner.trainer.global_step)),
+    "an attribute": (Owner, reading(lambda owner: owner.temperature)),
+    "an object": (OwnerOfSchedule, reading(lambda schedule: schedule.now)),
+    "an array": (Owner, ReadsTable),
+}
+
+
+def train(strategy: Any, kind: type[zoo.PlainClassifier], block: type[Block], devices: int = 1) -> Result:
+    TABLE[:] = 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = kind(Net(block))
+    batches = zoo.make_batches("mlp", count=6, samples=8)
+    return run(strategy, module, batches, devices=devices, watch=False)
+
+
+def check(name: str, microbatches: int, devices: int, plan: str | None) -> None:
+    plain = train("auto", *CASES[name])
+    assert_same(plain, train(ours(num_microbatches=microbatches, plan=plan), *CASES[name], devices=devices))
+
+
+@pytest.mark.parametrize("name", ["a buffer between steps", "global_step", "an array"])
+def test_recomputation_sees_it_as_the_forward_did(name: str) -> None:
+    check(name, *OVERLAPPING[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("microbatches", "devices", "plan"), OVERLAPPING)
+@pytest.mark.parametrize("name", CASES)
+def test_with_all_numbers_of_parts(name: str, microbatches: int, devices: int, plan: str | None) -> None:
+    check(name, microbatches, devices, plan)
+
+
+class Refilling(Dataset[Any]):
+    """Gives each batch in the same arrays."""
+
+    def __init__(self, *, as_tensors: bool = True) -> None:
+        self.batches = zoo.make_batches("mlp", count=6, samples=8)
+        self.arrays = {key: value.numpy().copy() for key, value in self.batches[0].items()}
+        self.as_tensors = as_tensors
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        for key, value in self.batches[index].items():
+            self.arrays[key][:] = value.numpy()
+        return {k: torch.from_numpy(v) for k, v in self.arrays.items()} if self.as_tensors else dict(self.arrays)
+
+
+class UsesBatchBetween(zoo.PlainClassifier):
+    """Code between layers computes with the batch, and its backward with it once more."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = {key: torch.as_tensor(value) for key, value in batch.items()}
+        model = self.model
+        h = model.stem(batch["x"])  # type: ignore[union-attr, operator]
+        for block in model.blocks:  # type: ignore[union-attr]
+            h = block(h) * (1 + batch["x"].mean(1, keepdim=True))
+        return torch.nn.functional.cross_entropy(model.head(h), batch["y"])  # type: ignore[union-attr, operator]
+
+
+def refilled(strategy: Any, module: torch.nn.Module, devices: int, *, as_tensors: bool) -> dict[str, Tensor]:
+    module = copy.deepcopy(module)
+    torch.manual_seed(1)
+    data = DataLoader(Refilling(as_tensors=as_tensors), batch_size=None)
+    if not as_tensors:
+        data.collate_fn = lambda batch: batch
+    trainer(strategy, devices=devices).fit(module, data)  # type: ignore[arg-type]
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("as_tensors", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("microbatches", "devices", "plan"),
+    [*(pytest.param(*o, marks=pytest.mark.slow) for o in OVERLAPPING[:2]), OVERLAPPING[2]],
+)
+def test_batches_in_the_same_memory(microbatches: int, devices: int, plan: str | None, as_tensors: bool) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = UsesBatchBetween(Net(Block))
+    plain = refilled("auto", module, 1, as_tensors=as_tensors)
+    other = refilled(ours(num_microbatches=microbatches, plan=plan), module, devices, as_tensors=as_tensors)
+    for name, value in plain.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "overlaps"), [("a buffer between steps", True), ("an attribute", False)])
+def test_only_what_moves_keeps_steps_apart(name: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_roundpipe.runtime.step import Step
+
+    seen: list[bool] = []
+    real = Step.run_planned
+
+    def run_planned(self: Step, *args: Any, **kwargs: Any) -> None:
+        seen.append(kwargs["overlaps"])
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Step, "run_planned", run_planned)
+    train(ours(num_microbatches=4, plan=OVERLAPPING[2][2]), *CASES[name], devices=2)
+    assert len(seen) > 3 and all(overlap is overlaps for overlap in seen[-3:])
