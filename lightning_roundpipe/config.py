@@ -178,7 +178,7 @@ class Options:
     pin_memory: Literal["auto", "on", "off"] | bool = "auto"
     prefetch: int = 1
     watchdog_timeout: float = 600.0
-    microbatch_scope: str = "step"
+    microbatch_scope: str = "auto"
     stage_seconds: float | None = None
     compile_layers: bool | Mapping[str, Any] | None = False
     reduce_dtype: Any = None
@@ -282,10 +282,10 @@ class Options:
             raise ValueError(
                 f"staleness={self.staleness!r} must be 0 (exact training) or 1 (gradients one optimizer step late)."
             )
-        if self.microbatch_scope not in ("step", "model"):
+        if self.microbatch_scope not in ("auto", "step", "model"):
             raise ValueError(
-                f"microbatch_scope={self.microbatch_scope!r} must be 'step' (each microbatch runs training_step) or "
-                "'model' (training_step runs once, and each call of the model in microbatches)."
+                f"microbatch_scope={self.microbatch_scope!r} must be 'auto', 'step' (each microbatch runs "
+                "training_step) or 'model' (training_step runs once, and each call of the model in microbatches)."
             )
         if self.microbatch_scope == "model" and self.loss_weight is not None:
             raise ValueError(

@@ -9,13 +9,14 @@ profiler records the thread that started it, where no layer runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_roundpipe.devices import Device
@@ -93,3 +94,22 @@ def profile_all_threads(module: LightningModule) -> None:
         with contextlib.suppress(TypeError, AttributeError):  # a torch that cannot
             everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
             profiler._profiler_kwargs.setdefault("experimental_config", everywhere)
+
+
+@contextlib.contextmanager
+def rehearsing(trainer: Trainer) -> Iterator[list[tuple[str, Any]]]:
+    """While ``training_step`` is rehearsed, the trainer's loggers are told nothing.
+
+    Yields:
+        what else it may change there, by name: schedulers, and the settings of optimizers.
+    """
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    others: list[tuple[str, Any]] = [(type(scheduler).__name__, scheduler) for scheduler in schedulers]
+    for number, optimizer in enumerate(trainer.optimizers):
+        others += [(f"optimizer {number}", group) for group in optimizer.param_groups]
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield others
+    finally:
+        trainer.loggers = loggers

@@ -33,7 +33,7 @@ from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refus
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
-from lightning_roundpipe.monitors import profile_all_threads, tell_of_all_workers
+from lightning_roundpipe.monitors import profile_all_threads, rehearsing, tell_of_all_workers
 from lightning_roundpipe.one_process import OneProcess
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.refusals import (
@@ -89,7 +89,9 @@ class RoundPipeStrategy(OneProcess):
         prefetch: stages that are uploaded ahead, 0 or 1.
         watchdog_timeout: seconds without any progress after which a step fails with the stacks of all threads.
         microbatch_scope: ``"step"``: every part runs the whole ``training_step``. ``"model"``: it runs once, on the
-            whole batch, and each call of the model in it is cut: for losses that need all samples at once.
+            whole batch, and each call of the model in it is cut: for losses that need all samples at once. ``"auto"``:
+            ``"step"`` if that gives what the whole batch gives, as far as a few samples of the first batch show, else
+            ``"model"`` if that does.
         stage_seconds: the longest that a stage may take for one microbatch, by the times of the first batch. Default:
             what makes the step fastest.
         compile_layers: whether layers are compiled, by ``torch.compile``; or its arguments, such as
@@ -119,7 +121,7 @@ class RoundPipeStrategy(OneProcess):
         pin_memory: Literal["auto", "on", "off"] | bool = "auto",
         prefetch: int = 1,
         watchdog_timeout: float = 600,
-        microbatch_scope: str = "step",
+        microbatch_scope: str = "auto",
         stage_seconds: float | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
         reduce_dtype: torch.dtype | str | None = None,
@@ -251,6 +253,7 @@ class RoundPipeStrategy(OneProcess):
                 self.setup_optimizers(trainer)
                 refuse_foreign_parameters(self.optimizers, {id(p) for p in module.parameters()})
             self._stepping = Stepping(trainer, module, self.optimizers, self._engine, rank_zero_info)
+            self._engine.rehearsing = functools.partial(rehearsing, trainer)
             precision = str(self.precision_plugin.precision)
             self._announcements = Announcements(trainer, module, self._engine, precision, rank_zero_info)
             if not again:

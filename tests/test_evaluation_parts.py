@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from harness import assert_tensors_same, loader, ours, quiet, roundpipe_threads, trainer_of
 from torch import Tensor, nn
 
+from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.evaluation_step import EvaluationStep
 
@@ -232,3 +233,57 @@ def test_writing_to_what_shares_memory_is_refused(inference_mode: bool) -> None:
     module.model.blocks[1].forward = lambda x: x[:, :]  # type: ignore[method-assign]
     with pytest.raises(RoundPipeError, match=r"'model\.blocks\.1' returned tensors that share memory"):
         predicted(module, cut(), inference_mode=inference_mode)
+
+
+class _Rare(pl.LightningModule):
+    """Computes otherwise for a batch in which anything is large, however the code finds that out."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.model = how, made().model
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "a branch" and bool((x > 50).any()):
+            return self.model(x / x.abs().max())
+        if self.how == "a branch in a helper":
+            x = _scaled(x)
+        elif self.how == "an assertion":
+            assert_all = torch.all(x < 50)
+            x = x if assert_all else x - x.mean(0)
+        return self.model(x)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+
+def _scaled(x: Tensor) -> Tensor:
+    while (x.abs() > 50).any():
+        x = x / x.abs().max()
+    return x
+
+
+@pytest.mark.parametrize("how", ["a branch", "a branch in a helper", "an assertion"])
+def test_a_branch_that_only_rare_batches_take(how: str, ran: Ran) -> None:
+    module, data = _Rare(how), batches((8,) * 6)
+    data[3][1, 2] = 100.0  # the third call in parts
+    assert_tensors_same(predicted(module, "auto", 1, data), predicted(module, cut(), data=data))
+    assert [astray for astray, _ in ran] == [False, False, True, False, False]
+
+
+def test_parts_are_compared_again_and_said_once(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs without any branch is found by the next comparison, and said."""
+
+    class Silent(_Rare):
+        def forward(self, x: Tensor) -> Tensor:
+            rare = (x > 50).any().float()
+            return self.model(x - rare * x.mean(0))
+
+    said: list[str] = []
+    monkeypatch.setattr("lightning_roundpipe.strategy.rank_zero_info", said.append)
+    module, data = Silent("silently"), batches((8,) * 8)
+    data[4][1, 2] = 100.0  # the fourth call in parts
+    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: in evaluation, parts of a batch gave something else"):
+        found = predicted(module, cut(), data=data)
+    assert_tensors_same(predicted(module, "auto", 1, data), found)
+    assert len(ran) == 4
+    assert len([line for line in said if line.startswith("roundpipe: in evaluation, calls of")]) == 1

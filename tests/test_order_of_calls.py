@@ -88,7 +88,7 @@ def test_layers_that_the_second_batch_shows() -> None:
     """Batches differ in what they leave out, so the plan waits for the second; the third batch is a part of both."""
     module = zoo.make_module("layer_drop")
     batches = _batches([[0, 2], [0], [0, 2]], [[0, 1], [1, 2], [3]], [[0, 3], [1], [0, 1, 2, 3]], [[], [2], [3]])
-    result = run(ours(num_microbatches=3), module, batches, devices=2)
+    result = run(ours(num_microbatches=3, loss_weight=module.targets), module, batches, devices=2)
     assert_same(by_hand(module, batches, 3), result)
     assert result.report is not None
     assert not result.report["profiled"]

@@ -27,8 +27,10 @@ HARDWARE = Path(__file__).parent.parent / "conf" / "hardware"
 
 
 def trained(name: str, lora: bool = False, devices: int = 2, precision: str = "32-true", **options: Any) -> Result:
-    options = {"layers": zoo.ENTRIES[name].layers, "num_microbatches": 3, "plan": "static"} | options
-    return run(ours(**options), module(name, lora), zoo.make_batches(name), devices=devices, precision=precision)
+    entry, given = zoo.ENTRIES[name], module(name, lora)
+    weight = given.targets if entry.weighed else None
+    options = {"layers": entry.layers, "num_microbatches": 3, "plan": "static", "loss_weight": weight} | options
+    return run(ours(**options), given, zoo.make_batches(name), devices=devices, precision=precision)
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_the_remedies_that_the_error_of_a_sum_names(kind: str) -> None:
     """`loss_weight` is in the test above; the others are right whatever is done to the sum."""
     summed, batches = Summed(zoo.make_module("mlp").model, DIVIDED[kind][0]), zoo.make_batches("mlp", samples=7)
     with pytest.raises(RoundPipeError, match=r"cross_entropy with reduction='sum'.*loss_weight='sum'") as refused:
-        run(ours(num_microbatches=3), summed, batches, devices=2)
+        run(ours(num_microbatches=3, microbatch_scope="step"), summed, batches, devices=2)
     remedies = re.findall(r"(microbatch_scope|num_microbatches)=('model'|1)", str(refused.value))
     assert len(remedies) == 2
     expected = run("auto", summed, batches)
@@ -142,15 +142,16 @@ def test_sums_in_some_microbatches_only() -> None:
 
     summed, batches = Summed(zoo.make_module("mlp").model, formula), zoo.make_batches("mlp", samples=7)
     with pytest.raises(RoundPipeError, match="reduction='sum', and not by adding up alone"):
-        run(ours(num_microbatches=3), summed, batches, devices=2)
+        run(ours(num_microbatches=3, microbatch_scope="step"), summed, batches, devices=2)
 
 
-def test_a_sum_over_rows_that_is_averaged_is_warned_of() -> None:
-    """Nothing tells it from a mean with weights of the user's own; so it is averaged, as ever, but not in silence."""
+def test_a_sum_over_rows_is_found_to_be_no_mean() -> None:
+    """Nothing in its graph tells it from a mean with weights of the user's own; its value does."""
     batches = zoo.make_batches("mlp", samples=7)
     rows = Summed(zoo.make_module("mlp").model, DIVIDED["sum of squares"][0])
-    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: .*loss_weight='sum'"):
-        run(ours(num_microbatches=3), rows, batches, devices=2)
+    with pytest.raises(RoundPipeError, match=r"the loss is .* instead of .*loss_weight"):
+        run(ours(num_microbatches=3, microbatch_scope="step"), rows, batches, devices=2)
+    assert_same(run("auto", rows, batches), run(ours(num_microbatches=3), rows, batches, devices=2))
     features = Summed(zoo.make_module("mlp").model, lambda x, y: (x - one_hot(y)).square().mean(0).sum())
     with warnings.catch_warnings():
         warnings.simplefilter("error", RoundPipeWarning)

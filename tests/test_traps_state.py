@@ -184,8 +184,7 @@ def _(net: Any, h: Tensor) -> Tensor:
 def flips_later(kind: str) -> Callable[[Any, Tensor], Tensor]:
     def body(net: Any, h: Tensor) -> Tensor:
         h = net.blocks[0](h)
-        net.batches = getattr(net, "batches", 0) + 1
-        if net.batches > 5:
+        if net.late:
             if kind == "layer":
                 net.blocks[2].flag = 0.5
             elif kind == "glue":
@@ -203,7 +202,12 @@ WHERE = {"layer": "'flag' of Block .in layer", "glue": "'new' of Net .outside", 
 @pytest.mark.parametrize("kind", WHERE)
 def test_what_glue_begins_to_change_later_is_refused(kind: str) -> None:
     traps = Traps()
-    traps(kind, f"{WHERE[kind]}.*did not happen in the first batch", forward=reads)(flips_later(kind))
+
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        self.model.late = batch_idx > 0
+
+    refusal = f"{WHERE[kind]}.*did not happen in the first batch"
+    traps(kind, refusal, forward=reads, on_train_batch_start=on_train_batch_start)(flips_later(kind))
     built, error = traps.refused[kind]
     with pytest.raises(RoundPipeError, match=error):
         run(ours(num_microbatches=3), traps.build(built), zoo.make_batches("mlp"), devices=2)

@@ -39,8 +39,9 @@ def expected(name: str, lora: bool, microbatches: int, samples: int = 6) -> Resu
 def train(name: str, lora: bool, devices: int, samples: int = 6, precision: str = "32-true", **options: Any) -> Result:
     """Train with the strategy."""
     batches = zoo.make_batches(name, samples=samples)
-    options = {"layers": zoo.ENTRIES[name].layers} | options
-    return run(ours(**options), module(name, lora), batches, devices=devices, precision=precision)
+    entry, given = zoo.ENTRIES[name], module(name, lora)
+    options = {"layers": entry.layers, "loss_weight": given.targets if entry.weighed else None} | options
+    return run(ours(**options), given, batches, devices=devices, precision=precision)
 
 
 @functools.cache

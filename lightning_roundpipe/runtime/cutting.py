@@ -46,11 +46,11 @@ class Cut:
 def cut_batch(engine: Engine, batch: Any) -> Cut:
     """``batch`` as the options say."""
     options = engine.options
-    if options.microbatch_scope == "model" and options.num_microbatches != 1:
+    if engine.scope.cuts_calls and options.num_microbatches != 1:
         return Cut([batch], None)
     sizes = sizes_for(engine, batch)
-    parts = microbatch.split(batch, sizes)
-    return Cut(parts, sizes, _given_weights_of(engine, parts))
+    parts = engine.columns.split(batch, sizes)
+    return Cut(parts, sizes, given_weights_of(engine, parts))
 
 
 def sizes_for(engine: Engine, batch: Any) -> list[int]:
@@ -70,7 +70,8 @@ def sizes_for(engine: Engine, batch: Any) -> list[int]:
     return microbatch.sizes_of(samples, count, size, len(engine.workers), engine.fewest_samples)
 
 
-def _given_weights_of(engine: Engine, parts: Sequence[Any]) -> Weights:
+def given_weights_of(engine: Engine, parts: Sequence[Any]) -> Weights:
+    """What the user says of how the losses of ``parts`` make up that of the batch."""
     if engine.options.loss_weight == "sum":
         return "sum"
     function = engine.options.loss_weight or getattr(engine.module, "loss_weight", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from lightning_roundpipe.runtime.compiling import forwards_of
 from lightning_roundpipe.runtime.context import thread_locals_of
 from lightning_roundpipe.runtime.control import UserLock
 from lightning_roundpipe.runtime.crew import Crew
-from lightning_roundpipe.runtime.cutting import cut_batch
 from lightning_roundpipe.runtime.evaluation import Evaluation
 from lightning_roundpipe.runtime.evaluation_parts import Parting
 from lightning_roundpipe.runtime.foresight import Order
@@ -40,7 +39,7 @@ from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_f
 from lightning_roundpipe.runtime.logs import HostMetrics
 from lightning_roundpipe.runtime.manual import ManualStep
 from lightning_roundpipe.runtime.mapped import mapped_weights
-from lightning_roundpipe.runtime.microbatch import memory_of
+from lightning_roundpipe.runtime.microbatch import Columns, memory_of
 from lightning_roundpipe.runtime.notes import remedied
 from lightning_roundpipe.runtime.queues import WorkerQueue
 from lightning_roundpipe.runtime.report import Report, report_of
@@ -48,6 +47,7 @@ from lightning_roundpipe.runtime.retries import Retries
 from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
 from lightning_roundpipe.runtime.rounding import is_surprised, is_watched
 from lightning_roundpipe.runtime.run import MicrobatchRun
+from lightning_roundpipe.runtime.scope import Scope
 from lightning_roundpipe.runtime.step import Step
 from lightning_roundpipe.runtime.sums import GradientBuffers, Reduction
 from lightning_roundpipe.runtime.trace import Trace, TracedCall
@@ -133,10 +133,15 @@ class Engine:
         self._looks, self._batch = 0, dict[int, tuple[Any, int]]()
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
-        self._interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
+        self.interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
         self.parting, models = Parting(self), models_in(module, [layer.module for layer in self.layers])
-        self._evaluating = [*self._interceptors, *(models if self.parting.possible else ())]
-        self._interceptors += models if options.microbatch_scope == "model" else []
+        self._evaluating = [*self.interceptors, *(models if self.parting.possible else ())]
+        self.scope = Scope(self, models)
+        self.columns = Columns()
+        self.rehearsing: Callable[[], contextlib.AbstractContextManager[Iterable[tuple[str, Any]]]] = lambda: (
+            contextlib.nullcontext(())
+        )
+        """Around a rehearsal: yields, by name, what user code may change that is not the module's."""
         self._buffers: dict[Hashable, GradientBuffers] = {}
         self._reserves = self._reserved = False
         """Whether they are made before a batch asks for them, and whether some were, by no batch so far."""
@@ -190,7 +195,7 @@ class Engine:
         """
         self._prepare(anew=anew)
         self._look_at(batch)
-        cut = cut_batch(self, batch)
+        cut = self.scope.cut(function, batch, rest, seed)
         self.plans = self.plan is None and not self.in_order and (cut.several or self.options.plan_text is not None)
         overlaps = self._may_overlap
         if not overlaps or (self._on_its_way is not None and self._on_its_way.control.failed):
@@ -201,7 +206,7 @@ class Engine:
         switched_off = self._set_up_step()
         try:
             with self._failing(step):
-                with intercepted(self._interceptors, step.control.fail):
+                with intercepted(self.interceptors, step.control.fail):
                     random_state.park()
                     try:
                         self._run(step, function, args, overlaps=overlaps)
@@ -224,6 +229,7 @@ class Engine:
                 plan_from(self, step)
             elif microbatches == 1:
                 self.recent = step.traces[0]
+            self.scope.refuse()
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
@@ -232,6 +238,30 @@ class Engine:
                 self._drain()
         return output
 
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[Iterable[tuple[str, Any]]]:
+        """Layers may be called as in evaluation, before a batch is trained; see `rehearsing`."""
+        self._drain()
+        if self.updates is not None:  # where an error stops the devices, gradients on their way would be lost
+            self.updates.settle()
+        self._set_up_step()
+        try:
+            with self.rehearsing() as others:
+                yield others
+        except BaseException:
+            self._drain()
+            raise
+        finally:
+            self._looked_at = True
+        self._adopt(newest=False)
+        for device in self.devices:
+            device.reset_peak()
+
+    def forget(self) -> None:
+        """What was learned of training_step does not hold any more."""
+        self._buffers.clear()
+        forget_plan(self)
+
     @held()
     @remedied()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
@@ -239,7 +269,7 @@ class Engine:
         self._prepare(anew=False)
         step, switched_off = ManualStep(self, seed, self._buffers), self._set_up_step()
         try:
-            with self._failing(step), intercepted(self._interceptors, step.control.fail):
+            with self._failing(step), intercepted(self.interceptors, step.control.fail):
                 output = step.run(function)
                 self.host_buffers.settle()
             self._end(step)

@@ -29,6 +29,7 @@ from lightning_roundpipe.runtime.context import Ambient
 from lightning_roundpipe.runtime.crew import WatchedControl
 from lightning_roundpipe.runtime.evaluation_glue import EvaluationGlue
 from lightning_roundpipe.runtime.events import Recorder
+from lightning_roundpipe.runtime.glue import GlueMode
 from lightning_roundpipe.runtime.handing import hand_back
 from lightning_roundpipe.runtime.interception import calling
 from lightning_roundpipe.runtime.interrupts import allowed
@@ -63,7 +64,8 @@ class Evaluation:
         self._calls = 0
         self._slot: Slot | None = None
         self.surroundings = Surroundings()
-        self._mode = EvaluationGlue(engine, self._stay_behind)
+        self._mode: GlueMode = EvaluationGlue(engine, self._stay_behind)
+        self._runners = engine.runners
         self._within = False
         self._watched = Watched()
         self.looked_at: list[tuple[HostLayer, Forward]] | None = None
@@ -171,6 +173,7 @@ class Evaluation:
                 Ambient.capture(engine.device_types, engine.thread_locals), state, None, contextvars.copy_context(),
                 originals, lender=self,
             )  # fmt: skip
+            self._adapt(call)
             self._calls += 1
             if self._written:
                 layer.unit.refresh()
@@ -180,7 +183,7 @@ class Evaluation:
                 self._order.see(layer)
                 self._foresee()  # [2]
                 forward = worker.run(  # [3]
-                    lambda: engine.runners[worker.index].forward(slot, call, self._boundaries), self._control
+                    lambda: self._runners[worker.index].forward(slot, call, self._boundaries), self._control
                 )
             self.go_on(worker.device)
             self._slot = slot
@@ -190,7 +193,14 @@ class Evaluation:
             if self._calls % OFTEN == 0:
                 self._boundaries.forget_dead()
             worker.post(lambda: worker.close_slot(slot), self._control)
-            return hand_back(call, None, TracedCall(layer, 0), forward, args, kwargs, self._watched)[0]
+            return self._hand_back(call, forward, args, kwargs)
+
+    def _adapt(self, call: Call) -> None:
+        """Before it runs."""
+
+    def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer's output as glue sees it."""
+        return hand_back(call, None, TracedCall(call.layer, 0), forward, args, kwargs, self._watched)[0]
 
     # -- uploading ahead ----------------------------------------------------------------------------------------------
 

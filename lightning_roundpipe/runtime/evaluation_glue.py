@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class EvaluationGlue(GlueMode):
     """Host tensors follow the device of what they meet; ``touched`` is called where a master's ``.data`` is read.
 
-    ``aside``: as in `GlueMode`.
+    ``aside``: as in `GlueMode`. ``decided`` is called where a tensor's truth value is asked for, with all so far.
     """
 
     def __init__(
@@ -24,6 +24,7 @@ class EvaluationGlue(GlueMode):
         engine: Engine,
         touched: Callable[[], None],
         aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
+        decided: Callable[[list[bool]], None] = lambda decisions: None,
     ) -> None:
         formats = engine.formats
         super().__init__(
@@ -36,11 +37,17 @@ class EvaluationGlue(GlueMode):
             aside=aside,
             buffers=engine.host_buffers,
         )
-        self._all, self._touched = engine.unit_of, touched
+        self._all, self._touched, self._decided = engine.unit_of, touched, decided
+        self.decisions: list[bool] = []
+        """Truth values of tensors that user code went by."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if isinstance(args[0] if args else None, nn.Parameter) and func == DATA and id(args[0]) in self._all:
             self._touched()
-        return super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if getattr(func, "__name__", "") == "__bool__":
+            self.decisions.append(bool(result))
+            self._decided(self.decisions)
+        return result

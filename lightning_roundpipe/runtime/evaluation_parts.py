@@ -5,7 +5,8 @@ where nobody can tell the difference:
 
     first call of its kind ── runs whole, and is looked at ── [1]   draws, logs, keeps or changes something: never cut
     second ── whole, and in parts as well ── [2]                    they differ by more than rounding: never cut
-    later ── in parts ── [3]                                        order of calls, outputs, errors: whole after all
+    later ── in parts ── [3]      order of calls, outputs, errors, branches that were not taken at [2]: whole after all
+    the 2nd, 4th, 8th, ... of these ── whole as well, as at [2]
 
 What has been looked at leaves nothing behind, so a call that goes astray in parts is simply made whole. Key-value
 caches are never cut, nor is a loss that the model computes itself: their samples have met already.
@@ -32,7 +33,7 @@ from lightning_roundpipe.runtime.arguments import flatten
 from lightning_roundpipe.runtime.belongings import Watch
 from lightning_roundpipe.runtime.call import Forward
 from lightning_roundpipe.runtime.context import Ambient
-from lightning_roundpipe.runtime.evaluation_step import EvaluationStep, go_astray
+from lightning_roundpipe.runtime.evaluation_step import Branches, EvaluationStep, go_astray
 from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.logs import log_as
 from lightning_roundpipe.runtime.model_calls import ModelCall
@@ -57,6 +58,8 @@ class _Known:
 
     Attributes:
         cut: whether they run in parts; None until that is known.
+        calls: that ran in parts; those whose number is a power of two run whole as well, and are compared.
+        branches: that its code took by the truth values of tensors in parts that were compared, as far as each went.
         trace: the layers that they call; ``spans``: of stages over these, by the number of microbatches.
     """
 
@@ -65,6 +68,8 @@ class _Known:
     trace: Trace | None = None
     seconds: list[float] = field(default_factory=list)
     spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
+    calls: int = 0
+    branches: set[tuple[bool, ...]] = field(default_factory=set)
 
 
 class Parting:
@@ -98,13 +103,26 @@ class Parting:
             return whole()
         if known.trace is None:
             return self._look(known, whole, samples)  # [1]
-        output = self._in_parts(evaluation, known, name, function, args, kwargs)
+        known.calls += 1
+        compared = known.calls & (known.calls - 1) == 0
+        branches = known.branches if compared else frozenset(known.branches)
+        output = self._in_parts(evaluation, known, name, function, args, kwargs, branches)
         self.expected = output is not None
-        if known.cut is None or output is None:
+        if output is None or compared:
             expected = whole()
-            known.cut = output is not None and _agree(expected, output[0])  # [2]
+            self._compare(known, name, expected, output)  # [2]
             return expected
         return output[0]  # [3]
+
+    def _compare(self, known: _Known, name: str, whole: Any, parts: tuple[Any] | None) -> None:
+        """A call was made ``whole``, and in ``parts``, which is None if it went astray."""
+        earlier = known.cut
+        if parts is not None or earlier is None:
+            known.cut = parts is not None and _agree(whole, parts[0])
+        if known.cut and not earlier:
+            self._engine.hints.of_evaluation(name)
+        elif earlier and not known.cut:
+            self._engine.hints.of_uneven_evaluation(name)
 
     def _hooked(self) -> bool:
         """Whether somebody listens to modules, who would be told of each part."""
@@ -176,8 +194,9 @@ class Parting:
     # -- in parts -----------------------------------------------------------------------------------------------------
 
     def _in_parts(
-        self, evaluation: Evaluation, known: _Known, name: str, function: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any] | None:
+        self, evaluation: Evaluation, known: _Known, name: str, function: Callable[..., Any], args: Any, kwargs: Any,
+        branches: Branches,
+    ) -> tuple[Any] | None:  # fmt: skip
         """The output; None if it cannot be had so."""
         engine, trace = self._engine, known.trace
         assert trace is not None
@@ -190,7 +209,7 @@ class Parting:
             except (ValueError, RoundPipeError):
                 return None
             spans = known.spans.get(len(parts)) or known.spans.setdefault(len(parts), self._spans(known, len(parts)))
-            step = EvaluationStep(engine, evaluation, trace, spans)
+            step = EvaluationStep(engine, evaluation, trace, spans, branches)
             with log_as(engine.module, go_astray):
                 step.run_parts(call, function, parts)
             try:

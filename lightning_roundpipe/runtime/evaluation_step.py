@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
     from lightning_roundpipe.runtime.evaluation import Evaluation
 
+Branches = set[tuple[bool, ...]] | frozenset[tuple[bool, ...]]
+"""Truth values of tensors, one after another, that code went by."""
+
 
 class _Astray(BaseException):
     """A part does what it may not do in parts. Not an ``Exception``, so that user code does not catch it."""
@@ -40,17 +43,22 @@ class EvaluationStep(ModelStep):
         evaluation: that it belongs to.
         trace: the layers that parts call.
         spans: of its stages.
+        branches: that the code of parts may take; a set is added to, and they may take any.
 
     Attributes:
         astray: whether a part did what it may not do.
     """
 
-    def __init__(self, engine: Engine, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...]) -> None:
+    def __init__(
+        self, engine: Engine, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...],
+        branches: Branches,
+    ) -> None:  # fmt: skip
         super().__init__(engine, (0,))
         self.recorder = evaluation.recorder
         self.belongings = None
         self.version = 0
         self.astray = False
+        self.branches = branches
         self._trace, self._spans = trace, spans
         self._device = evaluation.device
         self._unclosed = 1  # that stands for those that are not made yet
@@ -97,7 +105,7 @@ class _Part(PartRun):
         super().__init__(step, *args)
         self._evaluation_step = step
         self.segments = _Pieces(step, self.index, learning=False)
-        self.mode = EvaluationGlue(step.engine, go_astray, self.segments.paused)
+        self.mode = EvaluationGlue(step.engine, go_astray, self.segments.paused, self._decided)
 
     def forward(
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: Any, predecessor: Waiter | None
@@ -123,6 +131,14 @@ class _Part(PartRun):
 
     def _seed_of(self, layer: HostLayer) -> None:
         return None
+
+    def _decided(self, decisions: list[bool]) -> None:
+        """Its code goes by a tensor's truth value, the last of these."""
+        branches, branch = self._evaluation_step.branches, tuple(decisions)
+        if isinstance(branches, set):
+            branches.add(branch)
+        elif branch not in branches:
+            go_astray()
 
 
 class _Pieces(Segments):

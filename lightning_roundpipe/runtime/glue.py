@@ -19,7 +19,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
@@ -32,7 +31,7 @@ from lightning_roundpipe.runtime.bringing import Bringer
 from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.formats import Formats
 from lightning_roundpipe.runtime.known import Known, waits
-from lightning_roundpipe.runtime.losses import WITH_REDUCTION, Sums, reduction_of
+from lightning_roundpipe.runtime.losses import COUNTED, WITH_REDUCTION, Counts, Sums, reduction_of
 from lightning_roundpipe.runtime.tape import hook_gradient, keep_gradient, refuse_layers_between, witness
 from lightning_roundpipe.runtime.writes import IN_PLACE, touched_by
 
@@ -45,7 +44,6 @@ _VALUES = {DATA, *VIEWS}
 DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 ACCESSORS = frozenset({"__get__", "__set__", "__delete__", "requires_grad_"})
 """What is done to a tensor's attributes."""
-_COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 
 
 class Proxies:
@@ -143,7 +141,7 @@ class GlueMode(TorchFunctionMode):
         super().__init__()
         self.proxies = Proxies(read)
         self._read = read
-        self.counts: list[float] = []
+        self.counts = Counts()
         self.sums = Sums()
         self.returning = False
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
@@ -342,30 +340,36 @@ class GlueMode(TorchFunctionMode):
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a loss function returns; what it says of how microbatches make up the batch is noted."""
         reduction = reduction_of(func, args, kwargs)
-        if reduction == "mean" and func in _COUNTED:
-            self._count(args, kwargs)
+        count = self._count(args, kwargs) if reduction == "mean" and func in COUNTED else None
         result = self._call(func, func.__name__, args, kwargs)
+        if count is not None:
+            self.counts.note(result, count)
         if reduction == "sum":
-            self.sums.note(result, _COUNTED.get(func, ""))
+            self.sums.note(result, COUNTED.get(func, ""))
         return result
 
-    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def judge(self, loss: Tensor | None, samples: int) -> None:
+        """The microbatch of so many ``samples`` has its ``loss``."""
+        self.counts.judge(loss)
+        self.sums.judge(loss, samples)
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """The targets that a cross entropy is a mean over."""
         bound = dict(zip(LOSS_ARGUMENTS, args, strict=False))
         bound.update(kwargs)
         logits, target = bound["input"], bound["target"]
         if not logits.requires_grad:
-            return
+            return None
         if target.is_floating_point():
             classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
-            self.counts.append(logits.numel() / classes)
-            return
+            return float(logits.numel() / classes)
         if self._accelerator is not None and (host := self._known.on_host(target)) is not None:
             target = host
         kept = target != bound.get("ignore_index", -100)
         weight = bound.get("weight")
         # Class weights enter the denominator of a weighted mean, so they enter the count.
         count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
-        self.counts.append(float(count) if count.device.type == "cpu" else self._aside(lambda: float(count)))
+        return float(count) if count.device.type == "cpu" else float(self._aside(lambda: float(count)))
 
 
 def is_stand_in(value: object) -> bool:

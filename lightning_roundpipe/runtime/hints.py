@@ -21,6 +21,8 @@ _OVER_MICROBATCHES = (
     "batch whole."
 )
 
+_WHOLE_LOGS = "microbatch_scope='model' or num_microbatches=1 computes it from the whole batch."
+
 
 class Hints:
     """Says each thing once.
@@ -76,6 +78,95 @@ class Hints:
             "samples.",
         )
 
+    def of_the_scope(self, what: str) -> None:
+        """Parts do not give what the whole batch gives, and ``what`` differs."""
+        self.say(
+            "scope",
+            f"in parts of the batch, {what}. So training_step runs once, on the whole batch, and the calls of the "
+            "model in it are cut, which gives what the whole batch gives. microbatch_scope='model' says so beforehand.",
+        )
+
+    def of_a_loss_inside(self, layer: str) -> None:
+        """A layer computes a cross entropy."""
+        self.say(
+            "inside",
+            f"layer {layer!r} computes a cross entropy itself, whose targets are not counted: microbatches weigh by "
+            "their samples. If some batches are padded, set RoundPipeStrategy(loss_weight=...) to a function that "
+            "returns the targets of a microbatch, or compute the loss in training_step.",
+        )
+
+    def of_evaluation(self, name: str) -> None:
+        """Calls of a model are cut in evaluation."""
+        self.say(
+            "evaluation",
+            f"in evaluation, calls of {name!r} run in parts of the batch, which gave what the whole batch gives; some "
+            "later ones are compared again. num_microbatches=1 keeps them whole.",
+        )
+
+    def of_uneven_evaluation(self, name: str) -> None:
+        """They differ on a later batch."""
+        self.warn(
+            f"evaluation {name}",
+            f"in evaluation, parts of a batch gave something else than the whole batch for {name!r}, which the batches "
+            "before did not show: from here on its calls run whole. num_microbatches=1 keeps them whole from the "
+            "start.",
+        )
+
+    def of_uneven_metric(self, what: str) -> None:
+        """A metric takes unequal parts for equal ones."""
+        self.warn(
+            "uneven",
+            f"in parts of unequal sizes, {what}. A batch size that num_microbatches divides, or drop_last=True in the "
+            "data loader, avoids them; microbatch_scope='model' updates metrics with whole batches.",
+        )
+
+    def of_uneven_batches(self, what: str) -> None:
+        """Uneven parts do not give what the whole batch gives, and even ones do."""
+        self.say(
+            "uneven",
+            f"in parts of unequal sizes, {what}. So batches that cannot be cut evenly stay whole. A batch size that "
+            "num_microbatches divides, or drop_last=True in the data loader, avoids them; microbatch_scope='model' "
+            "cuts the calls of the model instead.",
+        )
+
+    def of_given_weights(self, what: str) -> None:
+        """By the user's own weights, parts do not give what the whole batch gives."""
+        self.warn(
+            "scope",
+            f"with the given loss_weight, training in parts of the batch is not that on the whole batch: {what}. Leave "
+            "loss_weight out, or let it return what a part counts in the loss of the batch; microbatch_scope='step' "
+            "makes this an error.",
+        )
+
+    def of_logs(self, undecided: Sequence[str], lost: Sequence[str]) -> None:
+        """Logged values that may not be those of the whole batch."""
+        for name in undecided:
+            self.warn(
+                f"log {name}",
+                f"the logged {name!r} was zero in the first batches, so that it could not be compared with that of the "
+                f"whole batch, and is merged as a mean of the microbatches. {_WHOLE_LOGS}",
+            )
+        for name in lost:
+            self.warn(
+                f"nan {name}",
+                f"the logged {name!r} is NaN in some microbatches of a batch, which makes that of the batch NaN. Where "
+                f"the whole batch has a value, a microbatch has nothing to average. {_WHOLE_LOGS}",
+            )
+
+    def of_no_comparison(self, why: str) -> None:
+        """It is not known whether parts give what the whole batch gives."""
+        self.say(
+            "scope",
+            f"whether training_step gives the same in parts of a batch as on the whole could not be compared: {why}. "
+            "It runs on each part; where it needs all samples at once, set microbatch_scope='model' or "
+            "num_microbatches=1.",
+        )
+
+    @property
+    def couples(self) -> bool:
+        """Whether the configuration couples samples in a way that `after_step` warns of."""
+        return any(getattr(config, "output_router_logits", False) is True for config in self._configs())
+
     def say(self, key: str, text: str) -> None:
         """Inform of ``text``, which the user need not act on."""
         if key not in self._said:
@@ -97,7 +188,7 @@ class Hints:
                 if not isinstance(module, _BatchNorm) and "buffers" not in found:
                     what = f"buffer {name!r} of {type(module).__name__} in layer {layer.name!r}"
                     found["buffers"] = f"{what} changes in every forward pass, so it is computed {_OVER_MICROBATCHES}"
-        if any(getattr(config, "output_router_logits", False) is True for config in self._configs()):
+        if self.couples:
             found["router"] = f"the router's loss (output_router_logits=True) is computed {_OVER_MICROBATCHES}"
         return found
 

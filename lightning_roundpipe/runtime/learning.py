@@ -81,7 +81,7 @@ def _cut(engine: Engine, trace: Trace, microbatches: int, limit: int | None) -> 
     assert costs is not None
     stage_s = engine.options.stage_seconds
     plan = partition_within(costs, workers, microbatches, size, limit, stage_s=stage_s)
-    if engine.options.microbatch_scope == "step":  # else gradients come when all have their outputs
+    if not engine.scope.cuts_calls:  # else gradients come when all have their outputs
         plan = ahead_within(plan, costs, workers, limit)
     seconds = run_steps(plan, costs, workers, microbatches).makespan_s
     if workers == 1 or size is not None or stage_s is not None or seconds < WORTH_S:

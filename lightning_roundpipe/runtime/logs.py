@@ -12,15 +12,15 @@ Metric objects gather over an epoch, and see each microbatch once. Their value f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.microbatch import combined
+from lightning_roundpipe.runtime.microbatch import combined, weighted_mean
 
 
 class LogRecorder:
@@ -31,14 +31,17 @@ class LogRecorder:
 
     Args:
         devices: where logged values may lie.
+        weigh: what a value that is no mean over the samples weighs, or None.
     """
 
-    def __init__(self, devices: Sequence[Device] = ()) -> None:
+    def __init__(self, devices: Sequence[Device] = (), weigh: Callable[[Any], float | None] = lambda _: None) -> None:
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
-        self._devices = devices
+        self.weights: list[float | None] = []
+        self._devices, self._weigh = devices, weigh
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         self.calls.append((name, self._kept(value), kwargs))
+        self.weights.append(self._weigh(value))
 
     def _kept(self, value: Any) -> Any:
         """``value`` as it is now: user code may write to it later."""
@@ -191,28 +194,113 @@ class BatchValue:
             vars(part).update(attributes)
 
 
-def issue(
-    module: Any, recorders: list[LogRecorder], sizes: list[int], weights: list[float],
-    losses: Sequence[Tensor] | None = None,
-) -> None:  # fmt: skip
-    """Say once what the microbatches said, on the main thread. ``losses``: as in `microbatch.combined`."""
-    merged: dict[tuple[str, int], list[tuple[int, Any, dict[str, Any]]]] = {}
+Key = tuple[str, int]
+"""A logged value: its name, and how many were logged under it before."""
+
+
+class Saying(NamedTuple):
+    """What a microbatch said under one key: its number, the value, what that weighs of itself, other arguments."""
+
+    part: int
+    value: Any
+    weight: float | None
+    kwargs: dict[str, Any]
+
+
+Said = dict[Key, list[Saying]]
+"""By logged value, what each microbatch said."""
+
+
+def gathered(recorders: Sequence[LogRecorder]) -> Said:
+    """What the microbatches said."""
+    merged: Said = {}
     for index, recorder in enumerate(recorders):
         said: dict[str, int] = {}
-        for name, value, kwargs in recorder.calls:
+        for (name, value, kwargs), weight in zip(recorder.calls, recorder.weights, strict=True):
             nth = said[name] = said.get(name, -1) + 1
-            merged.setdefault((name, nth), []).append((index, _arrived(value), kwargs))
-    for (name, _), parts in merged.items():
-        kwargs = dict(parts[-1][2])
-        given = [p[2].get("batch_size") for p in parts]
+            merged.setdefault((name, nth), []).append(Saying(index, _arrived(value), weight, kwargs))
+    return merged
+
+
+def undecided(said: Said, rules: Mapping[Key, str]) -> list[str]:
+    """Names of values that were zero as long as it was looked how they are merged, and are not any more."""
+    return [
+        key[0]
+        for key, parts in said.items()
+        if rules.get(key) == OPEN and any(bool(torch.as_tensor(p.value).any()) for p in parts)
+    ]
+
+
+def lost(said: Said, weights: Sequence[float]) -> list[str]:
+    """Names of values that are NaN in some parts only."""
+    found = []
+    for (name, _), parts in said.items():
+        counting = [p for p in parts if (weights[p.part] if p.weight is None else p.weight)]
+        numbers = [p.value for p in counting if isinstance(p.value, (float, Tensor))]
+        nans = [bool(torch.as_tensor(value).isnan().any()) for value in numbers]
+        if any(nans) and not all(nans):
+            found.append(name)
+    return found
+
+
+def issue(
+    module: Any, said: Said, sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None,
+    rules: Mapping[Key, str] | None = None,
+) -> None:  # fmt: skip
+    """Say once what the microbatches said, on the main thread.
+
+    Args:
+        module: whose ``log`` is called.
+        said: see `gathered`.
+        sizes: samples of each microbatch; ``weights``: and what it counts.
+        losses: as in `microbatch.combined`.
+        rules: how values are made of those of the microbatches that are no means, see `RULES`.
+    """
+    for (name, nth), parts in said.items():
+        kwargs = dict(parts[-1].kwargs)
+        given = [p.kwargs.get("batch_size") for p in parts]
         if None not in given:
             kwargs["batch_size"] = sum(given)
-        elif len(parts) < len(recorders):
-            kwargs["batch_size"] = sum(sizes[p[0]] for p in parts)  # else Lightning infers it from the batch, as ever
-        values = [p[1] for p in parts]
-        theirs = None if losses is None else [losses[p[0]] for p in parts]
-        reduce_fx = kwargs.get("reduce_fx", "mean")
-        module.log(name, _merged(values, reduce_fx, [weights[p[0]] for p in parts], theirs), **kwargs)
+        elif len(parts) < len(sizes):
+            kwargs["batch_size"] = sum(sizes[p.part] for p in parts)  # else Lightning infers it from the batch
+        values, rule = [p.value for p in parts], (rules or {}).get((name, nth), USUAL)
+        mine = [weights[p.part] if p.weight is None else p.weight for p in parts]
+        if rule in RULES and len(values) > 1:
+            merged: Any = ruled(rule, values, mine, [sizes[p.part] for p in parts])
+        else:
+            theirs = None if losses is None else [losses[p.part] for p in parts]
+            merged = _merged(values, kwargs.get("reduce_fx", "mean"), mine, theirs)
+        module.log(name, merged, **kwargs)
+
+
+USUAL = "by what the loss weighs"
+"""Instead of one of `RULES`: by ``reduce_fx``, and if that is a mean, by the weights of the loss."""
+OPEN = "unknown"
+"""Instead of one of `RULES`: as usual, but it is not known that this is right."""
+
+
+def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
+    return weighted_mean(list(values), list(weights))
+
+
+RULES: dict[str, Callable[[Tensor, Sequence[float], Sequence[float]], Tensor]] = {
+    "mean over samples": lambda v, weights, sizes: _mean(v, sizes),
+    "sum": lambda v, weights, sizes: v.sum(0),
+    "largest": lambda v, weights, sizes: v.amax(0),
+    "smallest": lambda v, weights, sizes: v.amin(0),
+    "exp of the mean": lambda v, weights, sizes: _mean(v.log(), weights).exp(),
+    "exp of the mean over samples": lambda v, weights, sizes: _mean(v.log(), sizes).exp(),
+    "root of the mean": lambda v, weights, sizes: _mean(v.square(), weights).sqrt(),
+    "root of the mean over samples": lambda v, weights, sizes: _mean(v.square(), sizes).sqrt(),
+}
+"""How the value of a batch may follow from those of its microbatches, where that is not as usual."""
+
+
+def ruled(rule: str, values: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> Tensor:
+    """The value of the batch by one of `RULES`."""
+    tensors = [torch.as_tensor(value).detach().cpu() for value in values]
+    made = RULES[rule](torch.stack([t.double() for t in tensors]), weights, sizes)
+    return made.to(tensors[0].dtype if tensors[0].is_floating_point() else torch.float32)
 
 
 def _merged(values: list[Any], reduce_fx: Any, weights: list[float], losses: Sequence[Tensor] | None) -> Any:

@@ -45,6 +45,8 @@ def _functions_with_a_reduction() -> dict[Callable[..., Any], tuple[int, str]]:
 
 
 WITH_REDUCTION = _functions_with_a_reduction()
+COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
+"""Those whose means are over targets, some of which may be ignored."""
 
 
 def reduction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -98,26 +100,84 @@ def _sums_rows(node: Any, samples: int) -> bool:
     return bool(shape) and int(shape[0]) == samples
 
 
+class Counts:
+    """The targets that the mean-reduced cross entropies of one microbatch have counted.
+
+    Attributes:
+        of: each that the loss is made of, once that is there: one that is logged alone weighs nothing.
+        mixed: whether the loss is made of other things that layers have computed, too.
+    """
+
+    def __init__(self) -> None:
+        self.of: list[float] = []
+        self.mixed = False
+        self._nodes: dict[Any, float] = {}
+        self._results: list[tuple[Tensor, float]] = []
+
+    def note(self, result: Any, count: float) -> None:
+        """A loss function returned ``result``, a mean over so many targets."""
+        if isinstance(result, Tensor) and result.grad_fn is not None:
+            self._nodes[result.grad_fn] = count
+            self._results.append((result.detach(), count))
+
+    def behind(self, value: Any) -> float | None:
+        """The targets that ``value`` is a mean over, if it is what a cross entropy returned; else None."""
+        for result, count in self._results if isinstance(value, Tensor) else ():
+            if value.data_ptr() == result.data_ptr() and value.shape == result.shape:
+                return count
+        return None
+
+    def judge(self, loss: Tensor | None) -> None:
+        """The microbatch has its ``loss``. Nothing of its graph is kept."""
+        nodes, self._nodes, self._results = self._nodes, {}, []
+        if loss is None or not nodes:
+            return
+        reached: set[Any] = set()
+        waiting: list[Any] = [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in reached:
+                continue
+            reached.add(node)
+            if node not in nodes:
+                self.mixed |= hasattr(node, "entry")
+                waiting += [below for below, _ in node.next_functions]
+        self.of = [count for node, count in nodes.items() if node in reached]
+
+
 class Counted(Protocol):
     """What is known of a microbatch's loss; see `runtime.glue.GlueMode`."""
 
     @property
-    def counts(self) -> list[float]: ...
+    def counts(self) -> Counts: ...
 
     @property
     def sums(self) -> Sums: ...
 
 
-def check_counts(modes: Sequence[Counted]) -> None:
+def are_spread(modes: Sequence[Counted], sizes: Sequence[int]) -> bool:
+    """Whether the targets of a first cross entropy are spread over the microbatches unlike the samples (``sizes``)."""
+    counts = [m.counts.of[0] for m in modes if m.counts.of]
+    if len(counts) < len(sizes) or not sum(counts):
+        return False
+    return any(abs(c / sum(counts) - size / sum(sizes)) > 1e-6 for c, size in zip(counts, sizes, strict=True))
+
+
+def check_counts(modes: Sequence[Counted], sizes: Sequence[int], *, mixes: bool = False) -> None:
     """Refuse losses of which it is not known how those of the microbatches make up that of the batch [3].
+
+    Args:
+        modes: of the microbatches, which have so many samples each (``sizes``).
+        mixes: whether it is known that another loss beside a cross entropy makes no difference.
 
     Raises:
         RoundPipeError: if a step computed several mean-reduced cross entropies whose targets are spread differently
-            over the microbatches, or sums and did something with them.
+            over the microbatches, or one whose targets are spread unlike the samples and another loss, or sums and did
+            something with them.
     """
     if len(modes) < 2 or all(m.sums.whole for m in modes):
         return
-    if any(m.sums.whole for m in modes) or any(m.sums.name and not m.counts for m in modes):
+    if any(m.sums.whole for m in modes) or any(m.sums.name and not m.counts.of for m in modes):
         name = next((m.sums.name for m in modes if m.sums.name), "a loss function")
         raise RoundPipeError(
             f"the loss is computed from {name} with reduction='sum', and not by adding up alone, so it is unknown how "
@@ -126,19 +186,25 @@ def check_counts(modes: Sequence[Counted]) -> None:
             "each is divided by a number of its own, such as that of its targets, set loss_weight to a function that "
             f"returns this number: RoundPipeStrategy(loss_weight=lambda batch: ...). Otherwise {_ALTERNATIVES}."
         )
-    kinds = {len(m.counts) for m in modes}
+    kinds = {len(m.counts.of) for m in modes}
     if len(kinds) > 1:
         raise RoundPipeError(
             "some microbatches of this batch computed a cross entropy and others did not, so their weights in the "
             "loss are unknown: set RoundPipeStrategy(loss_weight=...) to a function that returns the weight of a "
             f"microbatch. Otherwise {_ALTERNATIVES}."
         )
-    totals = [sum(m.counts[k] for m in modes) for k in range(kinds.pop())]
+    totals = [sum(m.counts.of[k] for m in modes) for k in range(kinds.pop())]
     for mode in modes:
-        shares = [c / t if t else 0.0 for c, t in zip(mode.counts, totals, strict=True)]
+        shares = [c / t if t else 0.0 for c, t in zip(mode.counts.of, totals, strict=True)]
         if shares and max(shares) - min(shares) > 1e-6:
             raise RoundPipeError(
                 "training_step computes several cross entropies whose numbers of targets differ between microbatches "
-                f"in different ways ({[m.counts for m in modes]}), so no single weight per microbatch gives the loss "
-                f"of the whole batch: {_ALTERNATIVES}."
+                f"in different ways ({[m.counts.of for m in modes]}), so no single weight per microbatch gives the "
+                f"loss of the whole batch: {_ALTERNATIVES}."
             )
+    if not mixes and any(m.counts.mixed for m in modes) and are_spread(modes, sizes):
+        raise RoundPipeError(
+            "the loss is a cross entropy and something else that comes from the model, and this batch's targets are "
+            f"spread over the microbatches ({[m.counts.of[0] for m in modes]}) unlike its samples ({list(sizes)}), so "
+            f"no single weight per microbatch gives the loss of the whole batch: {_ALTERNATIVES}."
+        )

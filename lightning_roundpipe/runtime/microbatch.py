@@ -70,14 +70,6 @@ def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[
     return weights
 
 
-def split(batch: Any, sizes: list[int]) -> list[Any]:
-    """The microbatches. Tensors have the batch's memory."""
-    if len(sizes) == 1:
-        return [batch]
-    listed = listed_samples(batch) is not None
-    return [part_of(batch, rows, sum(sizes), listed, Rows()) for rows in rows_of(sizes)]
-
-
 def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
     """The memory that the tensors and arrays of a batch lie in: who holds it, and what is there, by its address."""
     found: dict[int, tuple[Any, int]] = {}
@@ -87,6 +79,40 @@ def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
             values = tensor.detach().reshape(-1).resolve_neg().resolve_conj()[:_LOOKED_AT].contiguous()
             found[tensor.untyped_storage().data_ptr()] = leaf, zlib.crc32(values.view(torch.uint8).numpy().tobytes())
     return found
+
+
+class Columns:
+    """Which tensors of a batch have a row for each sample: those that had one in the first batch of the same structure.
+
+    A tensor that all samples share may have as many rows as a smaller last batch has samples.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[bool]] = {}
+
+    def split(self, batch: Any, sizes: list[int]) -> list[Any]:
+        """The microbatches. Tensors have the batch's memory."""
+        if len(sizes) == 1:
+            return [batch]
+        return [self.part(batch, rows, sum(sizes)) for rows in rows_of(sizes)]
+
+    def part(self, batch: Any, rows: slice, samples: int) -> Any:
+        """What of ``batch``, which has so many ``samples``, belongs to those of ``rows``."""
+        listed = listed_samples(batch) is not None
+        found: list[tuple[Any, bool]] = []
+
+        def see(value: Any, mine: slice | None) -> Any:
+            found.append((value, mine is not None))
+            return value
+
+        part_of(batch, rows, samples, listed, see)
+        key = tuple((type(value), value.ndim) for value, _ in found)
+        cut, taken = iter(self._known.setdefault(key, [mine for _, mine in found])), Rows()
+
+        def take(value: Any, mine: slice | None) -> Any:
+            return taken(value, mine if next(cut) else None)
+
+        return part_of(batch, rows, samples, listed, take)
 
 
 def rows_of(sizes: list[int]) -> list[slice]:

@@ -19,7 +19,7 @@ from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.runtime import microbatch
-from lightning_roundpipe.runtime.logs import issue
+from lightning_roundpipe.runtime.logs import gathered, issue
 from lightning_roundpipe.runtime.model_calls import ModelCall
 from lightning_roundpipe.runtime.model_runs import PartRun, WholeRun
 from lightning_roundpipe.runtime.portions import CallSlots, Portion, Way, portions_of
@@ -207,7 +207,7 @@ class ModelStep(Step):
     def finish(self) -> Any:
         for call in self.calls:  # what the model itself has logged
             sizes = [float(size) for size in call.sizes]
-            issue(self.engine.module, [run.logs for run in call.runs], call.sizes, sizes)
+            issue(self.engine.module, gathered([run.logs for run in call.runs]), call.sizes, sizes)
         return super().finish()
 
     def let_go(self) -> None:

@@ -71,12 +71,12 @@ class MicrobatchRun:
         self.segments = Segments(step, index, learning=self.learning)
         self.kept = self.segments.kept
         self._step, self.engine, self._control = step, (engine := step.engine), step.control
-        self.logs = LogRecorder(engine.devices)
         self.mode = GlueMode(
             engine.unit_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
             kept=self.kept, devices=engine.devices, aside=self.segments.paused,
             buffers=engine.host_buffers,
         )  # fmt: skip
+        self.logs = LogRecorder(engine.devices, self.mode.counts.behind)
         self.started = Waiter()
         self.passed = Waiter()
         """Woken when its output is there, computed once ``computed`` has passed; only its way back is left."""
@@ -135,7 +135,7 @@ class MicrobatchRun:
                 with torch._C.DisableTorchFunction():
                     self._check_after()
                 loss = loss_of(output)
-            self.mode.sums.judge(loss, self._step.sizes[self.index])
+            self.mode.judge(loss, self._step.sizes[self.index])
             self._announce()
             if loss is not None:
                 self.weight = self._step.weighing.of(self)

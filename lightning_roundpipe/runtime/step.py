@@ -29,9 +29,8 @@ from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.events import Recorder
 from lightning_roundpipe.runtime.gradients import StepGradients
 from lightning_roundpipe.runtime.interception import current
-from lightning_roundpipe.runtime.logs import issue, shadowed_log
-from lightning_roundpipe.runtime.losses import check_counts
-from lightning_roundpipe.runtime.microbatch import combined, loss_of, merge
+from lightning_roundpipe.runtime.joining import join
+from lightning_roundpipe.runtime.logs import lost, shadowed_log, undecided
 from lightning_roundpipe.runtime.notes import add_waiting_note
 from lightning_roundpipe.runtime.rounds import make_rounds
 from lightning_roundpipe.runtime.run import MicrobatchRun
@@ -352,34 +351,20 @@ class Step:
 
     def finish(self) -> Any:
         """The merged output of ``training_step``, its loss carrying the gradients; issues what was logged."""
-        outputs = [run.output for run in self.runs]
-        missing = [m for m, output in enumerate(outputs) if output is None]
-        if missing and len(missing) < len(outputs):
-            raise RoundPipeError(
-                f"training_step returned None for microbatch {missing[0]} but not for all of this batch: skip whole "
-                "batches, or set num_microbatches=1."
-            )
-        if self.weighing.given is None and not missing:
-            check_counts([run.mode for run in self.runs])
-        weights = [run.weight for run in self.runs]
-        if not any(weights):
-            weights = [float(size) for size in self.sizes]
-        losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
-        added = losses if len(losses) == len(outputs) and self.weighing.adds(self.runs[0]) else None
-        issue(self.engine.module, [run.logs for run in self.runs], self.sizes, weights, added)
-        if missing:
-            return None
-        merged = merge(outputs, self.sizes, weights, added)
-        if len(losses) < len(outputs):
-            return merged
+        rules = self.engine.scope.log_rules
+        joined = join(self.engine.module, self.runs, self.sizes, self.weighing, rules, mixes=self.engine.scope.mixes)
+        if joined.losses and len(self.runs) > 1:
+            self.engine.hints.of_logs(undecided(joined.said, rules), lost(joined.said, joined.weights))
+        if len(joined.losses) < len(self.runs):
+            return joined.output
         self._hint_at_sums()
         self.has_loss = True
         differentiable = any(run.differentiable for run in self.runs)
         gradients = self._gradients()
-        loss = gradients.loss(combined(losses, weights, added), differentiable=differentiable)
+        loss = gradients.loss(joined.loss, differentiable=differentiable)
         self.gradients = gradients
-        if isinstance(merged, Mapping):
-            return {**merged, "loss": loss}
+        if isinstance(joined.output, Mapping):
+            return {**joined.output, "loss": loss}
         return loss
 
     def _hint_at_sums(self) -> None:

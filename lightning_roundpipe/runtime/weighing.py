@@ -9,13 +9,28 @@ divided by a guess that depends on nothing but the batch, not on what runs when;
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.run import MicrobatchRun
+from lightning_roundpipe.runtime.losses import Counted
 
 Weights = Sequence[float] | Literal["sum"] | None
 """What the user says of how losses of microbatches make up that of the batch: their weights, or that they are added."""
+
+
+class Weighed(Protocol):
+    """A microbatch, as far as its weight is concerned.
+
+    Attributes:
+        index: its number.
+        mode: what its loss has shown.
+        weight: of its loss, once that is known.
+    """
+
+    index: int
+    weight: float
+
+    @property
+    def mode(self) -> Counted: ...
 
 
 class Weighing:
@@ -31,19 +46,20 @@ class Weighing:
         self._sizes = sizes
         self._guess: float | None = None if given is None or given == "sum" else sum(given)
 
-    def adds(self, run: MicrobatchRun) -> bool:
+    def adds(self, run: Weighed) -> bool:
         """Whether the losses of microbatches add up to that of the batch, as far as this one shows."""
         return len(self._sizes) > 1 and (self.given == "sum" or (self.given is None and run.mode.sums.whole))
 
-    def of(self, run: MicrobatchRun) -> float:
+    def of(self, run: Weighed) -> float:
         """What the microbatch counts, known when its loss is."""
         if len(self._sizes) == 1:
             return 1.0  # whatever it holds, even nothing
         if self.given is not None and self.given != "sum":
             return self.given[run.index]
-        return run.mode.counts[0] if run.mode.counts else float(self._sizes[run.index])
+        counts = run.mode.counts.of
+        return counts[0] if counts else float(self._sizes[run.index])
 
-    def share(self, run: MicrobatchRun) -> float:
+    def share(self, run: Weighed) -> float:
         """By what its loss is multiplied: its weight over a total that is guessed from the first one; 1 in a sum."""
         if self.adds(run):
             return 1.0
@@ -53,7 +69,7 @@ class Weighing:
             self._guess = known or float(samples)
         return run.weight / self._guess
 
-    def factor(self, runs: Iterable[MicrobatchRun]) -> float:
+    def factor(self, runs: Iterable[Weighed]) -> float:
         """What corrects the guess, when all are known."""
         if self._guess is None:
             return 1.0

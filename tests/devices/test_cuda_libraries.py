@@ -103,7 +103,7 @@ class Multiplies(pl.LightningModule):
         for layer in self.layers:
             batch = torch.tanh(layer(batch))
             if self.between:
-                batch = batch + (batch @ batch.T).mean()
+                batch = batch + (batch.unsqueeze(1) @ batch.unsqueeze(2)).squeeze(1)
         return batch.square().mean()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

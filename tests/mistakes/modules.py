@@ -58,14 +58,14 @@ def ordered(*orders: list[int]) -> list[zoo.Batch]:
     return [batch | {"order": torch.tensor(order)} for batch, order in zip(batches, orders, strict=True)]
 
 
-def returning(change: Any) -> Any:
+def returning(change: Any, **options: Any) -> Any:
     """The mistake of returning ``change(loss, batch)`` from ``training_step``."""
 
     class Returning(zoo.PlainClassifier):
         def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
             return change(self.loss_and_logits(batch)[0], batch)
 
-    return lambda user: user.fit(Returning(mlp()), num_microbatches=4)
+    return lambda user: user.fit(Returning(mlp()), num_microbatches=4, **options)
 
 
 def _frozen(user: User) -> None:
@@ -141,6 +141,11 @@ class _Elsewhere(zoo.PlainClassifier):
     def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
         logits = self.hidden[0](batch["x"])
         return F.cross_entropy(logits, batch["y"]), logits
+
+
+def samples_of(batch: zoo.Batch) -> int:
+    """What a part weighs, which says that parts are what is wanted."""
+    return len(batch["y"])
 
 
 class _Remembers(zoo.PlainClassifier):
@@ -361,21 +366,25 @@ MODULES = [
         "no loss for a part of a batch",
         "training_step returned None for microbatch … but not for all of this batch",
         "skip whole batches, or set num_microbatches=1",
-        (returning(lambda loss, batch: None if len(batch["y"]) == 1 else loss),),
+        (returning(lambda loss, batch: None if len(batch["y"]) == 1 else loss, microbatch_scope="step"),),
     ),
     Mistake(
         SECTION,
         "a cross entropy that is summed, and divided or multiplied",
         "the loss is computed from cross_entropy with reduction='sum', and not by adding up alone",
         "set RoundPipeStrategy(loss_weight='sum')",
-        (lambda user: user.fit(_Summed(mlp())),),
+        (lambda user: user.fit(_Summed(mlp()), microbatch_scope="step"),),
     ),
     Mistake(
         SECTION,
         "layers are called in another order than the first microbatch did",
         "microbatch … called layer '…' after layer '…' where layer '…' was expected",
         "Set num_microbatches=1",
-        (lambda user: user.fit(Wandering(mlp()), ordered([0, 0, 1, 1, 0, 0]), num_microbatches=3),),
+        (
+            lambda user: user.fit(
+                Wandering(mlp()), ordered([0, 0, 1, 1, 0, 0]), num_microbatches=3, microbatch_scope="step"
+            ),
+        ),
     ),
     Mistake(
         SECTION,
@@ -387,13 +396,55 @@ MODULES = [
     ),
     Mistake(
         SECTION,
+        "parts of the batch do not give what the whole batch gives, and cutting the model's calls does not help",
+        "training_step gives something else in parts of the batch than on the whole batch",
+        "num_microbatches=1 keeps the batch whole",
+        (
+            lambda user: user.fit(_Rooted(zoo.make_module("bert").model), zoo.make_batches("bert"), num_microbatches=2),
+            lambda user: user.fit(
+                _Rooted(zoo.make_module("bert").model),
+                zoo.make_batches("bert"),
+                num_microbatches=2,
+                microbatch_scope="step",
+            ),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "a cross entropy and another loss, and a batch whose targets are spread unlike its samples",
+        "the loss is a cross entropy and something else that comes from the model",
+        "set microbatch_scope='model' or num_microbatches=1",
+        (lambda user: user.fit(_Both(mlp()), _spread_later(), num_microbatches=2),),
+        finished=1,
+    ),
+    Mistake(
+        SECTION,
         "state that goes from batch to batch, with several microbatches",
         "attribute '…' of … goes from batch to batch",
         "set num_microbatches=1, or keep it out of the step",
-        (lambda user: user.fit(_Remembers(mlp()), num_microbatches=2),),
+        (lambda user: user.fit(_Remembers(mlp()), num_microbatches=2, loss_weight=samples_of),),
         finished=1,
     ),
 ]
+
+
+class _Rooted(zoo.Classifier):
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        loss, logits = super().loss_and_logits(batch)
+        return loss.sqrt(), logits
+
+
+class _Both(zoo.PlainClassifier):
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"])
+        return F.cross_entropy(logits, batch["y"]) + 0.1 * logits.square().mean(), logits
+
+
+def _spread_later() -> list[zoo.Batch]:
+    """In the second batch, targets of the first samples are missing."""
+    batches = zoo.make_batches("mlp", 2)
+    batches[1]["y"][:2] = -100
+    return batches
 
 
 class _Summed(zoo.PlainClassifier):

@@ -405,7 +405,7 @@ OTHERS = [
         SECTION,
         "`microbatch_scope` is none of its values",
         "microbatch_scope=… must be",
-        "'step' (each microbatch runs training_step) or 'model'",
+        "'auto', 'step' (each microbatch runs training_step) or 'model'",
         (options(microbatch_scope="epoch"), options(microbatch_scope=None)),
     ),
     Mistake(

@@ -64,22 +64,23 @@ def logits() -> torch.Tensor:
 def test_counted_targets(loss, count: list[float]) -> None:  # type: ignore[no-untyped-def]
     glue = mode()
     with glue:
-        loss(logits())
-    assert glue.counts == count
+        found = loss(logits())
+    glue.judge(found.sum(), 4)
+    assert glue.counts.of == count
 
 
 def counted(*counts: float) -> GlueMode:
     glue = mode()
-    glue.counts = list(counts)
+    glue.counts.of = list(counts)
     return glue
 
 
 def test_counts_that_give_no_single_weight_are_refused() -> None:
-    check_counts([counted(3, 6), counted(1, 2)])  # both spread alike
+    check_counts([counted(3, 6), counted(1, 2)], [1, 1])  # both spread alike
     with pytest.raises(RoundPipeError, match="no single weight per microbatch"):
-        check_counts([counted(3, 5), counted(1, 2)])
+        check_counts([counted(3, 5), counted(1, 2)], [1, 1])
     with pytest.raises(RoundPipeError, match="loss_weight"):
-        check_counts([counted(3), counted()])
+        check_counts([counted(3), counted()], [1, 1])
 
 
 class TestHostTensorsFollow:
@@ -257,8 +258,9 @@ def test_nobody_waits_for_labels(way: str) -> None:
     device = Nowhere()
     glue = mode(accelerator="meta", devices=[device])
     with glue:
-        WAYS[way](torch.zeros(4, 5, device="meta", requires_grad=True), LABELS)
-    assert glue.counts == [3.0]
+        loss = WAYS[way](torch.zeros(4, 5, device="meta", requires_grad=True), LABELS)
+    glue.judge(loss, 4)
+    assert glue.counts.of == [3.0]
     assert [staged.tolist() for staged in device.staged] == [LABELS.flatten().tolist()] or way.startswith("before")
     assert len(device.kept) == 1 and device.kept[0] is device.staged[0]
 
@@ -300,8 +302,10 @@ def test_labels_that_follow_from_the_hosts_are_counted_there(way: str) -> None:
     glue = mode(accelerator="meta", devices=[Nowhere()])
     with glue:
         labels = change(LABELS.to("meta"))
-        F.cross_entropy(torch.zeros(len(labels), 5, *labels.shape[1:], device="meta", requires_grad=True), labels)
-    assert glue.counts == [count]
+        logits = torch.zeros(len(labels), 5, *labels.shape[1:], device="meta", requires_grad=True)
+        loss = F.cross_entropy(logits, labels)
+    glue.judge(loss, 4)
+    assert glue.counts.of == [count]
 
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_roundpipe.runtime.logs import LogRecorder, issue, shadowed_log
+from lightning_roundpipe.runtime.logs import LogRecorder, gathered, issue, shadowed_log
 
 
 class Module(nn.Module):
@@ -29,7 +29,7 @@ def said(values: list[Any], weights: list[float], **kwargs: Any) -> Any:
     for recorder, value in zip(recorders, values, strict=True):
         recorder.log("x", value, **kwargs)
     module = Module()
-    issue(module, recorders, [2] * len(values), weights)
+    issue(module, gathered(recorders), [2] * len(values), weights)
     [(name, value, _)] = module.said
     assert name == "x"
     return value
@@ -101,7 +101,7 @@ def test_a_value_on_a_device_is_waited_for_when_logs_are_issued() -> None:
     recorder.log("x", torch.ones((), device="meta"))
     recorder.log("both", {"a": torch.ones((), device="meta"), "b": 2.0})
     assert not device.waited
-    issue(module, [recorder], [1], [1.0])
+    issue(module, gathered([recorder]), [1], [1.0])
     assert device.waited == 2
     (_, x, _), (_, both, _) = module.said
     assert float(x) == 7.0 and {key: float(value) for key, value in both.items()} == {"a": 7.0, "b": 2.0}
@@ -115,7 +115,7 @@ def test_batch_sizes_add_up() -> None:
         recorder.log("unknown", 1.0)
     recorders[1].log("once", 1.0)
     module = Module()
-    issue(module, recorders, [5, 6], [1, 1])
+    issue(module, gathered(recorders), [5, 6], [1, 1])
     expected = {"given": 7, "unknown": None, "once": 6}
     assert {name: kwargs.get("batch_size") for name, _, kwargs in module.said} == expected
 
@@ -126,7 +126,7 @@ def test_a_name_that_is_logged_twice_is_said_twice() -> None:
         recorder.log("x", 1.0)
         recorder.log("x", 5.0)
     module = Module()
-    issue(module, recorders, [1, 1], [1, 1])
+    issue(module, gathered(recorders), [1, 1], [1, 1])
     assert [float(value) for _, value, _ in module.said] == [1.0, 5.0]
 
 
@@ -139,7 +139,7 @@ def test_a_metric_is_said_as_it_is_with_the_step_value_of_all() -> None:
         for values in ([1.0, 2.0, 3.0], [10.0]):
             metric(torch.tensor(values))
             module.log("m", metric)
-    issue(module, recorders, [3, 1], [1, 1])
+    issue(module, gathered(recorders), [3, 1], [1, 1])
     assert module.said[0][1] is metric and float(metric._forward_cache) == 4.0
     assert float(metric.compute()) == 4.0
 

@@ -17,10 +17,15 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_roundpipe.runtime.microbatch import merge, sizes_of, split, weighted_mean
+from lightning_roundpipe.runtime.microbatch import Columns, merge, sizes_of, weighted_mean
 from lightning_roundpipe.runtime.samples import batch_size
 
 Pair = namedtuple("Pair", "x y")
+
+
+def split(batch: Any, sizes: list[int]) -> list[Any]:
+    """The parts of a first batch."""
+    return Columns().split(batch, sizes)
 
 
 @dataclass
@@ -321,3 +326,13 @@ def test_values_that_cannot_be_compared_are_no_error(value: Callable[[], Any]) -
 def test_an_empty_batch_is_one_microbatch() -> None:
     """Plain training runs it: a mean over nothing is NaN, which is then the user's to see."""
     assert sizes_of(0, None, None, 2) == sizes_of(0, 3, None, 2) == sizes_of(0, None, 3, 2) == [0]
+
+
+def test_what_is_cut_was_cut_in_the_first_batch() -> None:
+    """A tensor that all samples share has as many rows as the last batch has samples."""
+    columns, shared = Columns(), torch.arange(6).reshape(3, 2)
+    first = columns.split({"x": torch.ones(8, 2), "shared": shared}, [4, 4])
+    last = columns.split({"x": torch.ones(3, 2), "shared": shared}, [2, 1])
+    assert [len(part["x"]) for part in (*first, *last)] == [4, 4, 2, 1]
+    assert all(part["shared"] is shared for part in (*first, *last))
+    assert len(columns.split({"x": torch.ones(3), "shared": shared}, [2, 1])[0]["shared"]) == 2  # of another structure

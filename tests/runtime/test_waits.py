@@ -160,6 +160,14 @@ ELSEWHERE = {
     ("runtime.engine:Engine.train_manually", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
     ("runtime.engine:Engine.evaluate", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
     ("runtime.evaluation_parts:Parting._look", "self._engine.host_buffers.settle()"),  # test_evaluation_parts.py
+    (
+        "runtime.parts_check:PartsCheck._side",
+        "engine.host_buffers.settle()",
+    ),  # test_beside_statistics_of_a_batch_the_rest_is_compared
+    (
+        "runtime.engine:Engine.rehearsal",
+        "self.updates.settle()",
+    ),  # test_what_is_accumulated_outlives_an_error, where steps overlap
     ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates
     ("runtime.updates:Updates.retire", "self.settle()"),  # test_stochastic_weight_averaging
     (

@@ -1,0 +1,434 @@
+"""What user code leaves behind on Python objects: taken down before it runs, read afterwards, and put back.
+
+A rehearsal of ``training_step`` must leave no trace, so everything that it can reach and change is taken down first:
+
+    the modules' attributes and buffers ── containers, tensors, arrays, generators, helper objects in them ── [1]
+    their hooks, and the functions of the module's own class ── what closures and globals hold ── [2]
+    afterwards ── what differs from before, by path ── [3]   and all of it put back, in place ── [4]
+
+Objects keep their identity, so whoever else refers to them finds them as they were. Parameters are never copied; see
+`rehearsal` for what is written to them. What nobody can put back (generators, open files) is named, see `stuck`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.model.attributes import STRUCTURE, Container, frozen, own_attributes, refill, same
+
+_LIBRARIES = (sys.stdlib_module_names | {"builtins", "torch", "numpy", "lightning", "pytorch_lightning"}) | {
+    "lightning_fabric", "lightning_utilities", "lightning_roundpipe", "torchmetrics", "_pytest", "pytest",
+}  # fmt: skip
+"""Packages whose objects are not looked into, unless they are known below."""
+_NAMESPACES = ("SimpleNamespace", "Namespace")
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_CURSORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")), itertools.count)
+"""Iterators that a shallow copy is independent of."""
+_MANY = 100_000
+"""Items from which on a container is taken for data: what is appended to it is taken away again, and no more."""
+_TENSOR_BYTES = 1 << 30
+"""Of tensors beside parameters, from which on no copy is made of them."""
+
+ABSENT = object()
+
+
+class LeftBehind:
+    """What is reachable from some objects, as it is now.
+
+    Args:
+        root: whose modules, with their buffers and hooks, are looked at.
+        others: by name, further objects that its code may change.
+
+    Attributes:
+        stuck: what cannot be put back once it is used, by path; empty if there is no such thing.
+    """
+
+    def __init__(self, root: nn.Module, others: Iterable[tuple[str, Any]] = ()) -> None:
+        self._modules = list(root.named_modules())
+        self._others = [*others, *_code_of(root)]
+        self.stuck: list[str] = []
+        self._put: list[Callable[[], object]] = []
+        self._copies: dict[int, tuple[Any, Callable[[Any], Any], Any]] = {}
+        """Iterators by id, with how they are copied, and a copy."""
+        self._marks: dict[int, tuple[Any, ...]] = {}
+        """Tensors by id: the object, which must not die, where its memory is, and its version."""
+        self._bytes = 0
+        self._before: dict[str, Any] = {}
+        mine = {path for path, _, _ in _walk(self._modules, hooks=False)}
+        for path, value, kind in _walk([*self._modules, *self._others]):
+            self._take(path, value, kind)
+        self._outside = self._before.keys() - mine
+        """Paths of what is put back, and not compared: hooks, closures and globals."""
+        if self._bytes > _TENSOR_BYTES:
+            self.stuck.append(f"{self._bytes / 2**30:.1f} GiB of tensors that are no parameters")
+
+    # -- before -------------------------------------------------------------------------------------------------------
+
+    def _take(self, path: str, value: Any, kind: str) -> None:
+        now = functools.partial(_stands_for, self._copies)  # no method: a circle would keep copies of all tensors
+        if kind == "leaf":
+            self._before[path] = value
+        elif kind == "tensor":
+            self._marks[id(value)] = (value, value.data_ptr() if value.layout is torch.strided else 0, _version(value))
+            self._before[path] = value
+            self._bytes += value.nbytes
+            if self._bytes <= _TENSOR_BYTES:
+                self._put.append(_tensor_back(value))
+        elif kind == "array":
+            kept = value.copy()
+            self._before[path] = kept
+            self._put.append(lambda: np.copyto(value, kept))
+        elif kind == "generator":
+            get, give = _STATES[type(value)]
+            state = get(value)
+            self._before[path] = repr(state)
+            self._put.append(lambda: give(value, state))
+        elif kind == "iterator":
+            self._take_iterator(path, value)
+        elif kind == "cell":
+            held = value.cell_contents if _filled(value) else ABSENT
+            self._put.append(lambda: _fill(value, now(held)))
+        elif kind == "globals":
+            space = value.space
+            held = {name: space[name] for name in value.names}
+            self._put.append(lambda: space.update({k: now(v) for k, v in held.items()}))
+        elif kind == "many":
+            length = len(value)
+            self._before[path] = length
+            if isinstance(value, list):
+                self._put.append(lambda: value.__delitem__(slice(length, None)))
+        elif kind == "object":
+            self._put.append(_attributes_back(value, now))
+        else:
+            self._put.append(_container_back(value, now))
+
+    def _take_iterator(self, path: str, value: Any) -> None:
+        how = copy.copy if isinstance(value, _CURSORS) else copy.deepcopy
+        try:
+            self._copies[id(value)] = (value, how, how(value))
+        except Exception:
+            self.stuck.append(path)
+            return
+        self._before[path] = _position(value)
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def changes(self) -> dict[str, Any]:
+        """What of the modules differs from before [3]: by path, what is there now, or `ABSENT`. Tensors are copies."""
+        found: dict[str, Any] = {}
+        seen = set()
+        for path, value, kind in _walk(self._modules, hooks=False):
+            seen.add(path)
+            before = self._before.get(path, ABSENT)
+            if kind == "leaf":
+                if before is ABSENT or type(before) is not type(value) or _differ(before, value):
+                    found[path] = value
+            elif kind == "tensor":
+                mark = self._marks.get(id(value))
+                same_memory = mark is not None and value.layout is torch.strided and mark[1] == value.data_ptr()
+                if before is not value or not same_memory or mark is None or mark[2] != _version(value):
+                    found[path] = value.detach().cpu().clone()
+            elif kind == "array":
+                if before is ABSENT or before.shape != value.shape or not np.array_equal(before, value):
+                    found[path] = torch.from_numpy(value.copy()) if value.dtype.kind in "fiub" else repr(value)
+            elif kind == "generator":
+                now = repr(_STATES[type(value)][0](value))
+                if now != before:
+                    found[path] = now
+            elif kind == "iterator":
+                if (position := _position(value)) != before:
+                    found[path] = position
+            elif kind == "many" and len(value) != before:
+                found[path] = len(value)
+        gone = (path for path in self._before if path not in seen and path not in self._outside)
+        return found | dict.fromkeys(gone, ABSENT)
+
+    def put_back(self) -> None:
+        """Everything is as it was [4]."""
+        for put in self._put:
+            put()
+
+
+class Attributes:
+    """Those of some modules, as they are now; without buffers, and without what is in helper objects."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._held = [(m, {k: (v, frozen(v)) for k, v in own_attributes(m).items()}) for m in modules]
+
+    def put_back(self) -> None:
+        """They are as they were."""
+        for module, held in self._held:
+            space = module.__dict__
+            for name in own_attributes(module).keys() - held.keys():
+                del space[name]
+            for name, (value, contents) in held.items():
+                if isinstance(value, Container) and not same(value, contents):
+                    refill(value, contents, nested=False)
+                if name != "forward" and space.get(name, ABSENT) is not value:
+                    space[name] = value
+
+
+# -- walking -----------------------------------------------------------------------------------------------------------
+
+
+def _walk(roots: Iterable[tuple[str, Any]], *, hooks: bool = True) -> Iterator[tuple[str, Any, str]]:
+    """Everything that is reachable and may change: path, object, and what kind it is; each object once.
+
+    ``hooks``: what functions and hooks keep as well.
+    """
+    seen: set[int] = set()
+    waiting = deque(roots)
+    while waiting:
+        path, value = waiting.popleft()
+        if isinstance(value, _IMMUTABLE):
+            yield path, value, "leaf"
+            continue
+        if isinstance(value, nn.Parameter) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        kind = _kind(value)
+        if kind == "nothing" or (not hooks and kind in ("function", "method")):
+            continue
+        if kind not in ("tuple", "function", "method"):
+            yield path, value, kind
+        # Depth first: paths must not depend on how much there is elsewhere.
+        waiting.extendleft(reversed(list(_inside(path, value, kind))))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, np.ndarray):
+        return "array" if value.dtype.kind != "O" and value.flags.writeable else "nothing"
+    if type(value) in _STATES:
+        return "generator"
+    if isinstance(value, nn.Module):
+        return "object"
+    if isinstance(value, tuple):
+        return "tuple"
+    if isinstance(value, (list, dict, set, deque)):
+        return "many" if len(value) > _MANY else "container"
+    if isinstance(value, types.CellType):
+        return "cell"
+    if isinstance(value, types.FunctionType):
+        return "function" if not _is_library(value.__module__) else "nothing"
+    if isinstance(value, types.MethodType):
+        return "method"
+    if isinstance(value, _Globals):
+        return "globals"
+    if isinstance(value, types.GeneratorType) or (isinstance(value, Iterator) and not isinstance(value, io.IOBase)):
+        return "iterator"
+    if isinstance(value, (type, types.ModuleType, io.IOBase)):
+        return "nothing"
+    if hasattr(value, "__dict__") and (not _is_library(type(value).__module__) or type(value).__name__ in _NAMESPACES):
+        return "object"
+    return "object" if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else "nothing"
+
+
+def _inside(path: str, value: Any, kind: str) -> Iterator[tuple[str, Any]]:
+    if kind == "object":
+        lightning = isinstance(value, nn.Module)
+        for name, item in _attributes(value).items():
+            if lightning and name in ("_parameters", "_modules"):
+                continue
+            inner = item.items() if lightning and name == "_buffers" else ((name, item),)
+            for key, held in inner:
+                yield f"{path}.{key}" if path else key, held
+    elif kind == "container" and isinstance(value, dict):
+        for key, item in list(value.items()):
+            yield f"{path}[{key!r}]", item
+    elif kind == "tuple" or (kind == "container" and isinstance(value, (list, deque))):
+        if kind == "container":
+            yield f"len({path})", len(value)
+        for index, item in enumerate(value):
+            yield f"{path}[{index}]", item
+    elif kind == "container":
+        yield f"{path}", repr(sorted(map(repr, value)))
+    elif kind == "cell" and _filled(value):
+        yield path, value.cell_contents
+    elif kind == "globals":
+        yield from ((f"{path}{name}", value.space[name]) for name in value.names)
+    elif kind == "function":
+        yield from _of_function(path, value)
+    elif kind == "method":
+        yield path, value.__self__
+        yield path, value.__func__
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", {}))
+    for owner in type(value).__mro__:
+        slots = owner.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+class _Globals:
+    """Names in a module's namespace that a function refers to."""
+
+    def __init__(self, names: list[str], space: dict[str, Any]) -> None:
+        self.names, self.space = names, space
+
+
+def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function keeps [2]."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        if name != "__class__":
+            yield name, cell
+    space = function.__globals__
+    names = [n for n in code.co_names if n in space and _is_state(space[n])]
+    if names:
+        yield "", _Globals(names, space)
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a global may be, or keep, what user code counts in."""
+    return not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType))
+
+
+def _code_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The functions of the module's own classes."""
+    for module in {type(m): m for m in root.modules()}.values():
+        for owner in type(module).__mro__:
+            if not _is_library(owner.__module__):
+                for name, value in vars(owner).items():
+                    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+                    if isinstance(function, types.FunctionType):
+                        yield f"{owner.__name__}.{name}", function
+                    elif not name.startswith("__") and isinstance(value, (list, dict, set, deque)):
+                        yield f"{owner.__name__}.{name}", value
+
+
+def _is_library(name: str | None) -> bool:
+    return str(name).partition(".")[0] in _LIBRARIES or str(name).startswith("transformers.")
+
+
+# -- kinds -------------------------------------------------------------------------------------------------------------
+
+_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    np.random.RandomState: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
+    np.random.Generator: (
+        lambda g: copy.deepcopy(g.bit_generator.state),
+        lambda g, state: setattr(g.bit_generator, "state", state),
+    ),
+    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+}
+
+
+def _stands_for(copies: dict[int, tuple[Any, Callable[[Any], Any], Any]], value: Any) -> Any:
+    """What is put back in the place of ``value``: for an iterator, one that has not been used."""
+    if (known := copies.get(id(value))) is None:
+        return value
+    return known[1](known[2])
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _tensor_back(tensor: Tensor) -> Callable[[], None]:
+    kept, version = tensor.detach().clone(), _version(tensor)
+    where = tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+    def put() -> None:
+        moved = tensor.layout is torch.strided and tensor.data_ptr() != where
+        if version >= 0 and not moved and _version(tensor) == version:
+            return
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            if tensor.shape == kept.shape:
+                tensor.detach().copy_(kept)
+            else:
+                tensor.data = kept.clone()
+
+    return put
+
+
+def _attributes_back(value: Any, now: Callable[[Any], Any]) -> Callable[[], None]:
+    held = _attributes(value)
+    parts = {name: dict(held[name]) for name in STRUCTURE if isinstance(value, nn.Module) and name in held}
+
+    def put() -> None:
+        space = getattr(value, "__dict__", {})
+        for name in space.keys() - held.keys():
+            del space[name]
+        for name, item in held.items():
+            item = now(item)
+            if name in space or name not in _attributes(value):
+                if space.get(name, ABSENT) is not item:
+                    space[name] = item
+            elif getattr(value, name) is not item:
+                object.__setattr__(value, name, item)
+        for name, items in parts.items():
+            if [*map(id, space[name].values())] != [*map(id, items.values())]:
+                space[name].clear()
+                space[name].update(items)
+
+    return put
+
+
+def _container_back(value: Any, now: Callable[[Any], Any]) -> Callable[[], None]:
+    held = copy.copy(list(value.items()) if isinstance(value, dict) else list(value))
+
+    def put() -> None:
+        current = list(value.items()) if isinstance(value, dict) else list(value)
+        wanted = [(k, now(v)) for k, v in held] if isinstance(value, dict) else [now(v) for v in held]
+        if len(current) == len(wanted) and all(_is_item(a, b) for a, b in zip(current, wanted, strict=True)):
+            return
+        value.clear()
+        if isinstance(value, (dict, set)):
+            value.update(wanted)
+        else:
+            value.extend(wanted)
+
+    return put
+
+
+def _is_item(a: Any, b: Any) -> bool:
+    if type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2:
+        return a[0] is b[0] and a[1] is b[1]
+    return a is b
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _fill(cell: types.CellType, value: Any) -> None:
+    if value is ABSENT:
+        if _filled(cell):
+            del cell.cell_contents
+    else:
+        cell.cell_contents = value
+
+
+def _position(iterator: Any) -> str:
+    """Where an iterator is, as far as it says so."""
+    try:
+        return repr(iterator) if isinstance(iterator, itertools.count) else repr(copy.copy(iterator).__reduce__()[2:])
+    except Exception:
+        return ""
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return bool(a != b) and not (a != a and b != b)

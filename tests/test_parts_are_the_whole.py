@@ -1,0 +1,698 @@
+"""Parts are the whole: what training_step gives in parts of a batch is compared with what it gives on the whole batch.
+
+Each kind of training_step equals plain training, by parts or by the calls of its model, or is refused by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from harness import assert_same, loader, ours, run, trainer_of
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from lightning_roundpipe import RoundPipeWarning
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.model_step import ModelStep
+from lightning_roundpipe.runtime.parts_check import PartsCheck, Verdict
+
+Batch = dict[str, Tensor]
+WIDTH = 16
+SLOW = pytest.mark.slow
+COUNTS = [(2, 2), *(pytest.param(*counts, marks=SLOW) for counts in ((1, 1), (4, 1), (4, 2)))]
+"""Microbatches and devices."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+class Module(pl.LightningModule):
+    """``step`` is what a test is about: called with the module, the logits and the batch, it returns the loss."""
+
+    def __init__(self, step: Callable[[Any, Tensor, Batch], Any], **attributes: Any) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.model = Net()
+        self.step = step
+        for name, value in attributes.items():
+            if type(value) is Tensor:
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.step(self, self.model(batch["x"]), batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches(count: int = 3, samples: int = 8) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        {
+            "x": torch.randn(samples, 6, generator=generator),
+            "y": torch.randint(0, 5, (samples,), generator=generator),
+        }
+        for _ in range(count)
+    ]
+
+
+def entropy(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(logits, batch["y"])
+
+
+LAYERS = ["Linear", "Block"]
+
+
+def trained(module: Any, data: Any, microbatches: int, devices: int, **options: Any) -> Any:
+    strategy = ours(num_microbatches=microbatches, layers=LAYERS, **options)
+    return run(strategy, module, data, devices=devices)
+
+
+def cut_by(result: Any) -> str:
+    """What was cut, as the slots show: a step in parts has a fused stage."""
+    return "step" if "fused" in {slot["phase"] for slot in result.report["slots"]} else "model"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    from lightning_roundpipe import strategy
+
+    lines: list[str] = []
+    monkeypatch.setattr(strategy, "rank_zero_info", lines.append)
+    yield lines
+
+
+# ------------------------------------------------------------------------------- what counts in training_step (kind 13)
+
+
+def anneals(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.calls += 1
+    return entropy(module, logits, batch) * (1 - 0.1 * module.calls)
+
+
+def moves_a_buffer(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = F.mse_loss(logits, module.center.clone().expand_as(logits))
+    module.center.mul_(0.9).add_(logits.detach().mean(0), alpha=0.1)
+    return loss
+
+
+def fills_a_codebook(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    near = torch.cdist(logits, module.codes).argmin(1)
+    loss = F.mse_loss(logits, module.codes[near])
+    with torch.no_grad():
+        for code in near.unique():
+            module.codes[code] += 0.3 * (logits[near == code].mean(0) - module.codes[code])
+    return loss
+
+
+def keeps_a_queue(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    keys = torch.stack(list(module.queue)) if module.queue else logits.new_zeros(1, 5)
+    module.queue.append(logits.detach().mean(0))
+    return entropy(module, logits, batch) + 0.1 * (logits @ keys.T).square().mean()
+
+
+def takes_the_next(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return entropy(module, logits, batch) * next(module.scales)
+
+
+def draws_of_its_own(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return entropy(module, logits, batch) * float(module.generator.random())
+
+
+class Schedule:
+    """A helper that is no module."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def step(self) -> float:
+        self.seen += 1
+        return 1 / self.seen
+
+
+def asks_a_helper(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return entropy(module, logits, batch) * module.schedule.step()
+
+
+def keeps_outputs(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    module.outputs.append(float(loss))
+    return loss
+
+
+COUNTING: dict[str, tuple[Any, Callable[[], dict[str, Any]]]] = {
+    "anneals": (anneals, lambda: {"calls": 0}),
+    "moves a buffer": (moves_a_buffer, lambda: {"center": torch.zeros(5)}),
+    "fills a codebook": (fills_a_codebook, lambda: {"codes": torch.eye(5)}),
+    "keeps a queue": (keeps_a_queue, lambda: {"queue": []}),
+    "takes the next": (takes_the_next, lambda: {"scales": itertools.count(1)}),
+    "draws of its own": (draws_of_its_own, lambda: {"generator": np.random.default_rng(1)}),
+    "asks a helper": (asks_a_helper, lambda: {"schedule": Schedule()}),
+    "keeps outputs": (keeps_outputs, lambda: {"outputs": []}),
+}
+
+
+def left_on(module: Any) -> Any:
+    helper = getattr(module, "schedule", None)
+    generator = getattr(module, "generator", None)
+    return (
+        getattr(module, "calls", None), list(getattr(module, "queue", ())), helper and helper.seen,
+        repr(getattr(module, "scales", None)), generator and generator.bit_generator.state["state"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("microbatches", "devices"), COUNTS)
+@pytest.mark.parametrize("kind", COUNTING)
+def test_what_counts_how_often_it_runs(kind: str, microbatches: int, devices: int) -> None:
+    step, attributes = COUNTING[kind]
+    data = batches()
+    plain = run("auto", Module(step, **attributes()), data)
+    result = trained(Module(step, **attributes()), data, microbatches, devices)
+    assert_same(plain, result)
+    if kind != "keeps a queue":
+        assert left_on(result.module) == left_on(plain.module)
+    else:
+        torch.testing.assert_close(result.module.queue, plain.module.queue)
+    if kind == "keeps outputs":
+        assert result.module.outputs == pytest.approx(plain.module.outputs, rel=1e-4)
+    if microbatches > 1:
+        assert cut_by(result) == "model"
+
+
+@pytest.mark.parametrize("kind", ["anneals", "moves a buffer", "keeps a queue"])
+def test_asserted_parts_that_count_are_refused(kind: str) -> None:
+    step, attributes = COUNTING[kind]
+    with pytest.raises(RoundPipeError, match=r"is .* instead of .*microbatch_scope='model'.*num_microbatches=1"):
+        trained(Module(step, **attributes()), batches(), 2, 2, microbatch_scope="step")
+
+
+# ----------------------------------------------------------------------------------------------- loss weights (kind 14)
+
+
+def padded(samples: int = 8, *, evenly: bool = False) -> list[Batch]:
+    data = batches(samples=samples)
+    for batch in data:
+        batch["y"][1 : (1 if evenly else samples // 2)] = -100
+        batch["z"] = batch["x"][:, :5] * 2
+    return data
+
+
+def logs_another(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.log("entropy", F.cross_entropy(logits, batch["y"]))
+    return F.mse_loss(logits, batch["z"])
+
+
+def adds_another(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(logits, batch["y"]) + F.mse_loss(logits, batch["z"])
+
+
+def masks_its_own(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    mask = (batch["y"] >= 0).float()
+    return ((logits - batch["z"]).square().mean(1) * mask).sum() / mask.sum()
+
+
+def contrasts(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    scores = F.normalize(logits, dim=1) @ F.normalize(batch["z"], dim=1).T
+    return F.cross_entropy(scores * 5, torch.arange(len(scores)))
+
+
+def takes_the_root(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return F.mse_loss(logits, batch["z"]).sqrt()
+
+
+def sums_rows(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return (logits - batch["z"]).square().sum() / 10
+
+
+def spreads(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    return F.mse_loss(logits, batch["z"]) - 0.1 * logits.std(0).mean()
+
+
+LOSSES = {
+    "logs another": logs_another,
+    "adds another": adds_another,
+    "masks its own": masks_its_own,
+    "contrasts": contrasts,
+    "takes the root": takes_the_root,
+    "sums rows": sums_rows,
+    "spreads": spreads,
+}
+
+
+@pytest.mark.parametrize(("microbatches", "devices"), COUNTS)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_that_are_no_mean_by_their_targets(kind: str, microbatches: int, devices: int) -> None:
+    data = padded()
+    plain = run("auto", Module(LOSSES[kind]), data)
+    result = trained(Module(LOSSES[kind]), data, microbatches, devices)
+    assert_same(plain, result)
+    if microbatches > 1:
+        assert cut_by(result) == ("step" if kind == "logs another" else "model")
+
+
+def test_a_cross_entropy_beside_another_loss_on_a_rare_batch() -> None:
+    """In the first batch each sample has as many targets as any other, so that parts are the whole there."""
+    data = [padded(evenly=True)[0], padded()[1]]
+    with pytest.raises(RoundPipeError, match=r"a cross entropy and something else .*spread over the microbatches"):
+        trained(Module(adds_another), data, 2, 2)
+    result = trained(Module(adds_another), data, 2, 2, microbatch_scope="model")
+    assert_same(run("auto", Module(adds_another), data), result)
+
+
+def test_given_weights_that_are_wrong_are_said() -> None:
+    with pytest.warns(RoundPipeWarning, match=r"^roundpipe: with the given loss_weight.*the loss is .* instead of"):
+        trained(Module(masks_its_own), padded(), 2, 2, loss_weight=lambda batch: len(batch["x"]))
+
+
+def test_given_weights_that_are_right(recwarn: pytest.WarningsRecorder) -> None:
+    data = padded()
+    result = trained(Module(masks_its_own), data, 2, 2, loss_weight=lambda batch: (batch["y"] >= 0).sum())
+    assert_same(run("auto", Module(masks_its_own), data), result)
+    assert not [w for w in recwarn if "loss_weight" in str(w.message)]
+
+
+# ---------------------------------------------------------------------------------------------- logged values (kind 15)
+
+
+class Logging(Module):
+    """Logs what is no mean."""
+
+    def __init__(self) -> None:
+        super().__init__(entropy)
+        self.accuracy = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        logits = self.model(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"])
+        right = (logits.argmax(1) == batch["y"]).float()
+        self.log("perplexity", loss.exp())
+        self.log("samples", float(len(logits)))
+        self.log("targets", (batch["y"] >= 0).sum().float())
+        self.log("rmse", (logits.softmax(1) - F.one_hot(batch["y"].clamp(min=0), 5)).square().mean().sqrt())
+        self.log("largest", logits.max())
+        self.log("smallest", logits.min())
+        self.log("accuracy", right.mean())
+        self.log("rate", 0.1)
+        return loss
+
+
+@pytest.mark.parametrize(("microbatches", "devices"), COUNTS)
+def test_logged_values_follow_from_those_of_parts(microbatches: int, devices: int) -> None:
+    data = batches(samples=9)
+    for batch in data:
+        batch["y"][:3] = -100  # means over samples are no means over targets
+    plain, result = run("auto", Logging(), data), trained(Logging(), data, microbatches, devices)
+    assert_same(plain, result)
+    if microbatches > 1:
+        assert cut_by(result) == "step"
+
+
+def spread(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    module.log("spread", logits.std())
+    return entropy(module, logits, batch)
+
+
+def sums_in_a_metric(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    module.total(loss)
+    module.log("total", module.total)
+    return loss
+
+
+def lists(module: Any, logits: Tensor, batch: Batch) -> Any:
+    return {"loss": entropy(module, logits, batch), "means": [logits.detach().mean()] * 2, "names": ["a", "b", "c"]}
+
+
+def grows_with_parts(module: Any, logits: Tensor, batch: Batch) -> Any:
+    return {"loss": entropy(module, logits, batch), "chunks": [len(logits)]}
+
+
+OTHERS: dict[str, tuple[Any, Callable[[], dict[str, Any]], str]] = {
+    "spread": (spread, dict, "model"),
+    "sums in a metric": (sums_in_a_metric, lambda: {"total": torchmetrics.SumMetric()}, "model"),
+    "lists": (lists, dict, "step"),
+    "grows with parts": (grows_with_parts, dict, "model"),
+}
+
+
+@pytest.mark.parametrize(("microbatches", "devices"), COUNTS)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_logged_values_and_outputs_that_do_not(kind: str, microbatches: int, devices: int) -> None:
+    step, attributes, scope = OTHERS[kind]
+    data = batches()
+    plain = run("auto", Module(step, **attributes()), data)
+    result = trained(Module(step, **attributes()), data, microbatches, devices)
+    assert_same(plain, result)
+    for one, other in zip(plain.outputs, result.outputs, strict=True):
+        if isinstance(one, dict):
+            assert other.get("chunks") == one.get("chunks") and other.get("names") == one.get("names")
+    if microbatches > 1:
+        assert cut_by(result) == scope
+
+
+def test_a_value_that_is_zero_at_first_is_looked_at_again() -> None:
+    """A count that is zero is the sum and the mean of its parts."""
+
+    def counts_rare(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        module.log("rare", (batch["y"] == 4).sum().float())
+        return entropy(module, logits, batch)
+
+    data = batches(4)
+    data[0]["y"].clamp_(max=3)
+    data[1]["y"][:] = 4
+    assert_same(run("auto", Module(counts_rare), data), trained(Module(counts_rare), data, 2, 2))
+
+
+def logs_a_rare_target(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    rare = batch["y"] == 4
+    module.log("counted", F.cross_entropy(logits, torch.where(rare, batch["y"], -100)))
+    if module.by_hand:
+        module.log("by hand", (logits.square().mean(1) * rare).sum() / rare.sum())
+    return F.mse_loss(logits, F.one_hot(batch["y"], 5).float())
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_part_without_what_a_logged_value_is_a_mean_of(by_hand: bool) -> None:
+    """By what the engine counts, it weighs nothing; else its NaN is said."""
+    data = batches(2)
+    for batch in data:
+        batch["y"][:] = torch.tensor([4, 1, 2, 4, 4, 0, 1, 4])
+    data[1]["y"][4:] = 1
+    module = Module(logs_a_rare_target, by_hand=by_hand)
+    if not by_hand:
+        assert_same(run("auto", module, data), trained(module, data, 2, 2))
+        return
+    with pytest.warns(RoundPipeWarning, match="^roundpipe: the logged 'by hand' is NaN in some microbatches"):
+        trained(module, data, 2, 2)
+
+
+# ---------------------------------------------------------------------------------------------------- later batches
+
+
+def averages_in_a_metric(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    loss = entropy(module, logits, batch)
+    module.average(loss)
+    module.log("average", module.average, on_step=False, on_epoch=True)
+    return loss
+
+
+def leaves_the_odd_one_out(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+    even = len(logits) // 2 * 2
+    return entropy(module, logits[:even], {"y": batch["y"][:even]})
+
+
+def test_batches_that_are_cut_unevenly_are_another_kind(said: list[str]) -> None:
+    """Even parts are the whole, and uneven ones are not: such batches stay whole."""
+    data = [*batches(), *batches(2, samples=7)]
+    result = trained(Module(leaves_the_odd_one_out), data, 2, 2)
+    assert_same(run("auto", Module(leaves_the_odd_one_out), data), result)
+    assert result.report["microbatches"] == 1
+    assert len([line for line in said if line.startswith("roundpipe: in parts of unequal sizes")]) == 1
+
+
+def test_a_metric_that_takes_unequal_parts_for_equal_ones_is_said() -> None:
+    module = Module(averages_in_a_metric, average=torchmetrics.MeanMetric())
+    assert_same(run("auto", module, batches()), trained(module, batches(), 2, 2))
+    with pytest.warns(RoundPipeWarning, match="^roundpipe: in parts of unequal sizes, metric 'average'.*='model'"):
+        trained(module, [*batches(), *batches(2, samples=7)], 2, 2)
+
+
+def test_a_tensor_that_all_samples_share() -> None:
+    """Has as many rows as the last batch has samples."""
+
+    def classifies(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(logits @ batch["shared"].T, batch["y"] % 3)
+
+    data = [*batches(), *batches(1, samples=3)]
+    for batch in data:
+        batch["shared"] = torch.arange(15.0).reshape(3, 5).cos()
+    assert_same(run("auto", Module(classifies), data), trained(Module(classifies), data, 2, 2))
+
+
+class LossHead(nn.Linear):
+    """Computes the loss itself."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(x), y)
+
+
+def test_a_cross_entropy_inside_a_layer_is_said(said: list[str]) -> None:
+    class Inside(Module):
+        def __init__(self) -> None:
+            super().__init__(entropy)
+            self.loss = LossHead(5, 5)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            loss: Tensor = self.loss(self.model(batch["x"]), batch["y"])
+            return loss
+
+    with pytest.raises(RoundPipeError, match=r"the loss is .* instead of"):
+        run(ours(num_microbatches=2, layers=[*LAYERS, "LossHead"]), Inside(), padded(), devices=2)
+    [line] = [line for line in said if "computes a cross entropy itself" in line]
+    assert line.startswith("roundpipe: layer 'loss'") and "loss_weight" in line
+    weighed = ours(num_microbatches=2, layers=[*LAYERS, "LossHead"], loss_weight=lambda batch: (batch["y"] >= 0).sum())
+    assert_same(run("auto", Inside(), padded()), run(weighed, Inside(), padded(), devices=2))
+
+
+# ---------------------------------------------------------------------------------------------------- the check itself
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+    found: list[Verdict] = []
+    real = PartsCheck.find_out
+
+    def find_out(self: Any, models: Any) -> Verdict:
+        found.append(real(self, models))
+        return found[-1]
+
+    monkeypatch.setattr(PartsCheck, "find_out", find_out)
+    return found
+
+
+def test_it_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What training_step does to all that it can reach is as if it had never been rehearsed."""
+    seen: list[Any] = []
+    tally = {"calls": 0, "inner": [0]}
+    number = 0
+
+    class Leaving(Module):
+        kept: ClassVar[list[int]] = []
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            nonlocal number
+            number += 1
+            seen.append(len(batch["x"]))
+            tally["calls"] += 1
+            tally["inner"][0] += 1
+            self.kept.append(1)
+            self.fresh = True
+            self.table[0] = 5
+            self.counter += 1
+            next(self.steps)
+            self.array += 1
+            self.generator.random()
+            self.logger.log_metrics({"directly": 1.0})
+            self.accuracy(torch.ones(2), torch.ones(2))
+            self.lr_schedulers().step()
+            self.optimizers().param_groups[0]["momentum"] *= 0.5
+            with torch.no_grad():
+                self.scale.add_(1)
+            return entropy(self, self.model(batch["x"]), batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    found: dict[str, Any] = {}
+    real = PartsCheck.find_out
+
+    def state(engine: Any) -> Any:
+        module = engine.module
+        return repr(
+            (
+                seen, tally, number, module.kept, hasattr(module, "fresh"), module.table.tolist(),
+                module.counter.tolist(), module.steps, module.array.tolist(), module.generator.bit_generator.state,
+                module.accuracy.update_count, module.trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+                [{k: v for k, v in g.items() if k != "params"} for g in module.optimizers().param_groups],
+                module.scale.tolist(),
+                torch.get_rng_state().tolist(), np.random.get_state()[2],
+            )
+        )  # fmt: skip
+
+    def find_out(self: Any, models: Any) -> Any:
+        found["before"] = state(self._engine)
+        verdict = real(self, models)
+        found["after"], found["verdict"] = state(self._engine), verdict
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PartsCheck, "find_out", find_out)
+    module = Leaving(
+        entropy, table=torch.zeros(2), counter=torch.zeros(()), steps=itertools.count(), array=np.zeros(2),
+        generator=np.random.default_rng(0), accuracy=torchmetrics.Accuracy("binary"), scale=nn.Parameter(torch.ones(2)),
+    )  # fmt: skip
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trained(module, batches(), 2, 2)
+    assert found["verdict"].why_not == "" and found["verdict"].parts is not None
+    assert found["after"] == found["before"]
+
+
+@pytest.mark.parametrize("draws", ["dropout", "noise", "drop path", "reparametrises", "timesteps"])
+def test_random_numbers_are_the_same_for_a_sample(draws: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        if draws == "dropout":
+            logits = F.dropout(logits, 0.5, module.training)
+        elif draws == "noise":
+            logits = logits + torch.randn_like(logits)
+        elif draws == "drop path":
+            logits = logits * logits.new_empty((len(logits), 1)).bernoulli_(0.5)
+        elif draws == "reparametrises":
+            logits = torch.distributions.Normal(logits, logits.exp()).rsample()
+        else:
+            logits = logits * torch.randint(1, 9, (len(logits),)).unsqueeze(1)
+        return entropy(module, logits, batch)
+
+    found = looked_at(monkeypatch)
+    trained(Module(step), batches(1), 2, 2)
+    assert [(v.parts, v.why_not) for v in found] == [(None, "")]
+
+
+def test_random_numbers_that_parts_cannot_share_are_said_once(said: list[str]) -> None:
+    def mixes(module: Any, logits: Tensor, batch: Batch) -> Tensor:
+        return entropy(module, 0.5 * logits + 0.5 * logits[torch.randperm(len(logits))], batch)
+
+    trained(Module(mixes), batches(), 2, 2)
+    [line] = [line for line in said if "could not be compared" in line]
+    assert line.startswith("roundpipe: ") and "random numbers" in line and "num_microbatches=1" in line
+
+
+def test_the_scope_is_said_once(said: list[str]) -> None:
+    trained(Module(contrasts), padded(), 2, 2)
+    [line] = [line for line in said if "microbatch_scope='model'" in line]
+    assert line.startswith("roundpipe: ") and " instead of " in line
+
+
+def test_whole_batches_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = looked_at(monkeypatch)
+    trained(Module(contrasts), padded(), 1, 2)
+    trained(Module(contrasts), padded(), 2, 2, microbatch_scope="model")
+    assert not found
+
+
+def test_neither_is_refused_with_the_value_and_the_remedies() -> None:
+    """The model's own forward couples the samples, so that cutting its calls does not help."""
+
+    class Coupled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0))
+
+    module = Module(entropy)
+    module.model = Coupled()
+    error = r"the loss is [\d.]+ instead of [\d.]+ \(compared on 4 samples.*loss_weight.*microbatch_scope='model'.*=1"
+    with pytest.raises(RoundPipeError, match=error):
+        trained(module, batches(), 2, 2)
+
+
+class Keeps(Module):
+    """Keeps what it returns for the end of the epoch, beside a layer with batch statistics or one with a buffer."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__(entropy, outputs=[])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            self.model.blocks[0] = norm()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.outputs.append(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm1d(WIDTH), lambda: spectral_norm(nn.Linear(WIDTH, WIDTH))])
+def test_beside_statistics_of_a_batch_the_rest_is_compared(norm: Any, said: list[str]) -> None:
+    """They would hide what else differs, here and where calls are cut."""
+    module = Keeps(norm)
+    strategy = ours(num_microbatches=2, layers=["Linear", "Block", type(module.model.blocks[0])])
+    trainer_of(strategy).fit(module, loader(batches()))
+    assert len(module.outputs) == 3
+    [line] = [line for line in said if "microbatch_scope='model'" in line]
+    assert "the length of 'outputs' is 2 instead of 1" in line
+
+
+def test_an_error_names_what_training_step_changes() -> None:
+    with pytest.raises(RoundPipeError, match=r"is [\d.]+ instead of [\d.]+ .*another value in 'calls', which"):
+        trained(Module(anneals, calls=0), batches(), 2, 2, microbatch_scope="step")
+
+
+class FailsOnFive(Module):
+    """Before any layer is waited for."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if len(batch["x"]) == 5:
+            raise ValueError("five samples")
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_is_accumulated_outlives_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rehearsal between two batches: gradients of the first one are on their way to the host."""
+    failed, real = [], PartsCheck._rehearse
+    monkeypatch.setattr(
+        PartsCheck, "_rehearse", lambda *args: (verdict := real(*args), failed.append(verdict.why_not))[0]
+    )
+    data = [*batches(1), *batches(1, samples=7), *batches(2)]
+    options: Any = {"accumulate_grad_batches": 2, "blocking": False, "watch": False}
+    slow = {"bandwidth": 3e5, "latency": 0.003}
+    strategy = ours(num_microbatches=2, layers=LAYERS, emulation=slow)
+    result = run(strategy, FailsOnFive(entropy), data, devices=2, **options)
+    assert_same(run("auto", FailsOnFive(entropy), data, **options), result)
+    assert "ValueError: five samples" in failed
+
+
+@SLOW
+def test_without_the_check_training_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above see what they are about."""
+    monkeypatch.setattr(PartsCheck, "find_out", lambda self, models: Verdict(0))
+    for kind in ("takes the root", "contrasts"):
+        with pytest.raises(AssertionError):
+            assert_same(run("auto", Module(LOSSES[kind]), padded()), trained(Module(LOSSES[kind]), padded(), 2, 2))
+    with pytest.raises(AssertionError):
+        assert_same(run("auto", Logging(), batches()), trained(Logging(), batches(), 2, 2))
+
+
+def test_a_model_step_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[bool] = []
+    real = ModelStep.__init__
+    monkeypatch.setattr(ModelStep, "__init__", lambda self, *a, **k: (ran.append(True), real(self, *a, **k))[1])
+    trained(Module(takes_the_root), padded(), 2, 2)
+    assert len(ran) == 3 and math.isfinite(len(ran))
