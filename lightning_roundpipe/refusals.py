@@ -72,9 +72,9 @@ def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -
     lazy = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise MisconfigurationException(
-            f"{', '.join(map(repr, lazy[:_NAMED]))}: of a lazy module that has not been called yet, so there is nothing "
-            "to place. Call the model once on a batch in configure_model(), under torch.no_grad(), or give the module its "
-            "input size (nn.Linear instead of nn.LazyLinear)."
+            f"{', '.join(map(repr, lazy[:_NAMED]))}: of a lazy module that has not been called yet, so there is "
+            "nothing to place. Call the model once on a batch in configure_model(), under torch.no_grad(), or give the "
+            "module its input size (nn.Linear instead of nn.LazyLinear)."
         )
     for name, parameter in module.named_parameters():
         if parameter.device.type not in ("cpu", "meta"):

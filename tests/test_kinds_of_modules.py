@@ -181,7 +181,7 @@ def test_lazy_modules_are_refused_until_they_have_values(kind: Any) -> None:
         check(methods | {"configure_model": configure_model}, 2, 2)
 
 
-# ----------------------------------------------------------------------------------------------- tensors that are sparse
+# ---------------------------------------------------------------------------------------------- tensors that are sparse
 
 
 class Propagate(nn.Module):

@@ -145,8 +145,8 @@ def _check_matches(root: nn.Module, want: str | type, hits: Sequence[nn.Module])
     if any(map(_is_scripted, hits)):
         raise ValueError(
             f"layers={shown} names a module compiled by TorchScript, or one that holds such a module, which cannot be "
-            "copied to a worker: give the LightningModule the module itself, or leave it out to have it run between the "
-            "layers."
+            "copied to a worker: give the LightningModule the module itself, or leave it out to have it run between "
+            "the layers."
         )
     if not any(True for m in hits for _ in m.parameters()):
         raise ValueError(

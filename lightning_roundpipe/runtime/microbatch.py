@@ -70,6 +70,17 @@ def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[
     return weights
 
 
+def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
+    """The memory that the tensors and arrays of a batch lie in: who holds it, and what is there, by its address."""
+    found: dict[int, tuple[Any, int]] = {}
+    for leaf in tree_iter(batch):
+        tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu":
+            values = tensor.detach().reshape(-1).resolve_neg().resolve_conj()[:_LOOKED_AT].contiguous()
+            found[tensor.untyped_storage().data_ptr()] = leaf, zlib.crc32(values.view(torch.uint8).numpy().tobytes())
+    return found
+
+
 class Columns:
     """Which tensors of a batch have a row for each sample: those that had one in the first batch of the same structure.
 
@@ -86,7 +97,10 @@ class Columns:
         return [self.part(batch, rows, sum(sizes)) for rows in rows_of(sizes)]
 
     def part(self, batch: Any, rows: slice, samples: int, *, copied: bool = False) -> Any:
-        """What of ``batch``, which has so many ``samples``, belongs to those of ``rows``; ``copied``: apart."""
+        """What of ``batch``, which has so many ``samples``, belongs to those of ``rows``.
+
+        ``copied``: in memory of its own, to which user code may write.
+        """
         listed = listed_samples(batch) is not None
         found: list[tuple[Any, bool]] = []
 
@@ -96,28 +110,15 @@ class Columns:
 
         part_of(batch, rows, samples, listed, see)
         key = tuple((type(value), value.ndim) for value, _ in found)
-        cut = iter(self._known.setdefault(key, [mine for _, mine in found]))
-
-        take_rows = Rows()
+        cut, taken = iter(self._known.setdefault(key, [mine for _, mine in found])), Rows()
 
         def take(value: Any, mine: slice | None) -> Any:
-            part = take_rows(value, mine if next(cut) else None)
+            part = taken(value, mine if next(cut) else None)
             if copied and isinstance(part, Tensor):
-                return part.clone() if not part.requires_grad else part
+                return part if part.requires_grad else part.clone()
             return part.copy() if copied and isinstance(part, np.ndarray) else part
 
         return part_of(batch, rows, samples, listed, take)
-
-
-def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
-    """The memory that the tensors and arrays of a batch lie in: who holds it, and what is there, by its address."""
-    found: dict[int, tuple[Any, int]] = {}
-    for leaf in tree_iter(batch):
-        tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
-        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu":
-            values = tensor.detach().reshape(-1).resolve_neg().resolve_conj()[:_LOOKED_AT].contiguous()
-            found[tensor.untyped_storage().data_ptr()] = leaf, zlib.crc32(values.view(torch.uint8).numpy().tobytes())
-    return found
 
 
 def rows_of(sizes: list[int]) -> list[slice]:
