@@ -97,6 +97,12 @@ def _on_a_gpu(user: User) -> None:
     user.fit(zoo.PlainClassifier(model))
 
 
+def _lazy(user: User) -> None:
+    model = mlp()
+    model.head = nn.LazyLinear(5)
+    user.fit(zoo.PlainClassifier(model))
+
+
 def _on_meta(change: Any) -> Any:
     """The mistake of leaving what ``change`` does to a model on the meta device."""
 
@@ -270,6 +276,13 @@ MODULES = [
         "parameter '…' is on device cuda:0 already",
         "Build the model on the CPU (no .cuda(), no device_map)",
         (_on_a_gpu,),
+    ),
+    Mistake(
+        SECTION,
+        "a lazy module (`nn.LazyLinear` and others) that has not been called",
+        "'…': of a lazy module that has not been called yet, so there is nothing to place",
+        "Call the model once on a batch in configure_model(), under torch.no_grad(), or give the module its input size",
+        (_lazy,),
     ),
     Mistake(
         SECTION,
