@@ -216,6 +216,11 @@ class Options:
         self._check_modes()
 
     @property
+    def asks_for_parts(self) -> bool:
+        """Whether the user says how many microbatches there are, or in which stages they run."""
+        return self.num_microbatches is not None or self.microbatch_size is not None or self.plan_text is not None
+
+    @property
     def plan_text(self) -> str | None:
         """The stages by hand; None where a policy makes the plan."""
         return None if self.plan in PLAN_POLICIES else self.plan

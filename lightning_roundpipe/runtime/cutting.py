@@ -63,8 +63,10 @@ def sizes_for(engine: Engine, batch: Any) -> list[int]:
             return [1]
     try:
         samples = batch_size(batch)
-    except NoSamples:
-        if count is None and size is None:  # parts were not asked for
+    except ValueError as error:
+        if not engine.options.asks_for_parts:
+            if not isinstance(error, NoSamples):
+                engine.hints.of_a_whole_batch(str(error))
             return [1]
         raise
     return microbatch.sizes_of(samples, count, size, len(engine.workers), engine.fewest_samples)

@@ -129,6 +129,13 @@ class Hints:
             "cuts the calls of the model instead.",
         )
 
+    def of_a_whole_batch(self, why: str) -> None:
+        """Batches cannot be cut, and parts were not asked for."""
+        self.say(
+            "whole",
+            f"training runs each batch whole, which keeps one device busy at a time: it cannot be cut, as {why}",
+        )
+
     def of_given_weights(self, what: str) -> None:
         """By the user's own weights, parts do not give what the whole batch gives."""
         self.warn(

@@ -172,6 +172,9 @@ class PartsCheck:
             if found is None or found.why_not or (found.raised and not verdict.why_not):
                 found = verdict
         assert found is not None
+        if found.why_not and len(self._sizes) > 2 and not self._left.stuck:  # a few samples may not be taken out of it
+            verdict = self._rehearse(0, sum(self._sizes[:-1]), self._sizes[-1], models)
+            found = found if verdict.why_not else verdict
         return found
 
     def _candidates(self) -> Iterator[tuple[int, int, int, bool]]:

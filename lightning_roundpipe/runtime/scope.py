@@ -3,7 +3,8 @@
 microbatch_scope="model" ── the calls
 "step", "auto" ── the first batch that is cut, and the first that is cut unevenly: are parts the whole? ── [1]
                   they are ── the batch ── [2]      they are not, and cut calls are ── the calls ── [3]
-                  neither ── an error, once the engine has had its say ── [4]   a later batch: it stays whole ── [5]
+                  neither ── an error, once the engine has had its say ── [4]
+                  later batches alone, or none can be cut and that was not asked for ── they stay whole ── [5]
 """
 
 from __future__ import annotations
@@ -122,6 +123,9 @@ class Scope:
         elif not first:
             engine.hints.of_uneven_batches(what)
             self._whole.add(uneven)  # [5]
+        elif auto and verdict.raised and verdict.model is not None and not engine.options.asks_for_parts:
+            engine.hints.of_a_whole_batch(what)
+            self._whole = {False, True}  # [5]
         elif not auto or verdict.model is not None:
             self._refusal = not_the_whole(what, verdict.left, auto=auto)
         else:

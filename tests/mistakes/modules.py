@@ -482,7 +482,9 @@ class _Weighted(zoo.PlainClassifier):
 
 
 def _constant_first(user: User) -> None:
-    user.fit(_Weighted(mlp()), [{"scale": torch.ones(3)} | batch for batch in zoo.make_batches("mlp", 3)])
+    user.fit(
+        _Weighted(mlp()), [{"scale": torch.ones(3)} | batch for batch in zoo.make_batches("mlp", 3)], num_microbatches=2
+    )
 
 
 SECTION = "The batch"
@@ -496,7 +498,7 @@ BATCHES = [
     ),
     Mistake(
         SECTION,
-        "the batch can be taken for one of several sizes",
+        "several microbatches are asked for, and the batch can be taken for one of several sizes",
         "the size of the batch cannot be told: …",
         "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1",
         (_constant_first, _batches([torch.ones(4), torch.ones(5)])),
