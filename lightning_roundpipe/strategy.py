@@ -454,7 +454,8 @@ class RoundPipeStrategy(OneProcess):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """As in the base class; callbacks may have replaced the optimizer or added groups to it."""
         if self._engine is not None:
-            self._attach()  # training_step comes within the optimizer's step
+            if self._running()[0].automatic_optimization:
+                self._attach()  # training_step comes within the optimizer's step
             former = {key for key, known in self._former.items() if known() is not None}  # no gradients come to them
             refuse_foreign_parameters([optimizer], self._engine.unit_of.keys() | former)
         run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
