@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.microbatch import combined, weighted_mean
 
@@ -91,6 +92,28 @@ def log_as(module: nn.Module, stand_in: Callable[..., None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _refusing_others(module: Any) -> Iterator[None]:
+    """A ``module.log`` bound before, for which `log_as` cannot stand in, would log the values of each microbatch."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RoundPipeError(
+            "self.log was called through a reference that was taken before training_step, such as one that was handed "
+            "to another module; its values would be those of single microbatches. Call self.log of the LightningModule "
+            "in training_step itself."
+        )
+
+    trainer = getattr(module, "_trainer", None)
+    results = None if trainer is None else trainer._results
+    if results is not None:
+        results.log = refuse
+    try:
+        yield
+    finally:
+        if results is not None:
+            del results.log
+
+
+@contextlib.contextmanager
 def shadowed_log(module: Any, current: Any, *, several: bool) -> Iterator[None]:
     """Send ``module.log`` to ``current().log`` (the calling microbatch's recorder, of ``several`` or the only one)."""
 
@@ -102,6 +125,7 @@ def shadowed_log(module: Any, current: Any, *, several: bool) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(log_as(module, log))
+        stack.enter_context(_refusing_others(module))
         for metric in module.modules() if several else ():
             if isinstance(metric, Metric):
                 stack.enter_context(BatchValue(metric))

@@ -28,7 +28,7 @@ from lightning_roundpipe.runtime.context import Ambient, adopt
 from lightning_roundpipe.runtime.control import Control, Waiter
 from lightning_roundpipe.runtime.events import Recorder
 from lightning_roundpipe.runtime.gradients import StepGradients
-from lightning_roundpipe.runtime.interception import current
+from lightning_roundpipe.runtime.interception import Inside, current
 from lightning_roundpipe.runtime.joining import join
 from lightning_roundpipe.runtime.logs import lost, shadowed_log, undecided
 from lightning_roundpipe.runtime.notes import add_waiting_note
@@ -265,6 +265,11 @@ class Step:
     @staticmethod
     def _current_log() -> Any:
         context = current()
+        if isinstance(context, Inside):
+            raise RoundPipeError(
+                f"self.log was called in layer {context.name!r}, which runs once for each microbatch and again for its "
+                "backward. Let the layer return what is to be logged, and call self.log in training_step itself."
+            )
         if not isinstance(context, MicrobatchRun):
             raise RoundPipeError(
                 "self.log was called from a thread that the user's code started inside training_step; log from "

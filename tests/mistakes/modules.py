@@ -97,6 +97,16 @@ def _on_a_gpu(user: User) -> None:
     user.fit(zoo.PlainClassifier(model))
 
 
+def _logging(bound: bool) -> Any:
+    def fit(user: User) -> None:
+        module = zoo.PlainClassifier(mlp())
+        log = module.log
+        module.model.blocks[0].up.register_forward_hook(lambda *_: (log if bound else module.log)("norm", 1.0))
+        user.fit(module, num_microbatches=1)
+
+    return fit
+
+
 def _lazy(user: User) -> None:
     model = mlp()
     model.head = nn.LazyLinear(5)
@@ -276,6 +286,20 @@ MODULES = [
         "parameter '…' is on device cuda:0 already",
         "Build the model on the CPU (no .cuda(), no device_map)",
         (_on_a_gpu,),
+    ),
+    Mistake(
+        SECTION,
+        "`self.log` in a layer",
+        "self.log was called in layer '…', which runs once for each microbatch and again for its backward",
+        "Let the layer return what is to be logged, and call self.log in training_step itself",
+        (_logging(bound=False),),
+    ),
+    Mistake(
+        SECTION,
+        "`self.log` through a reference that was taken before",
+        "self.log was called through a reference that was taken before training_step",
+        "Call self.log of the LightningModule in training_step itself",
+        (_logging(bound=True),),
     ),
     Mistake(
         SECTION,
