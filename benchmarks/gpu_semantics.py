@@ -51,7 +51,7 @@ class Tuned(pl.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
         self.log("train_loss", loss, prog_bar=True)
-        self.mean_loss.update(loss.detach())
+        self.mean_loss.update(loss.detach(), weight=(batch["labels"][:, 1:] != -100).sum())  # parts differ in targets
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
