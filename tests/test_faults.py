@@ -82,6 +82,9 @@ def check(batch: int, where: str, sample: int, time: int, num_microbatches: int,
     error = fail(batch, *planted, again=again, probed=probed, num_microbatches=num_microbatches, **options)
     if error is None:
         return  # it does not come there a second time
+    if batch == 0 and num_microbatches > 1 and where == "hook inside" and type(error) is RoundPipeError:
+        assert "Boom: planted" in str(error)  # raised once, in the comparison of parts, which says so
+        return
     assert type(error) is Boom and error.args == ("planted",)
     said = notes(error)
     inside = re.fullmatch(r"block (\d)( backward)?|hook inside", where)

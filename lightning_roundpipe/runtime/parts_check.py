@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ class Verdict:
         why_not: why it could not be found out; empty if it was.
         left: attributes and buffers that training_step changes, by path, if parts differ.
         announced: whether all that differs comes from layers with batch statistics.
-        raised: whether training_step raises an error on a part; ``error``: which.
+        raised: whether training_step raises an error on a part; ``trace``: its traceback.
         lopsided: whether a part counts nothing, so that the other one is all.
         spread: whether its targets were spread unlike its samples.
         losses_inside: layers that compute a cross entropy themselves, whose targets nobody counts.
@@ -99,7 +100,7 @@ class Verdict:
     spread: bool = False
     losses_inside: list[str] = field(default_factory=list)
     rules: dict[Key, list[str]] = field(default_factory=dict)
-    error: Exception | None = None
+    trace: str = ""
 
 
 @dataclass
@@ -214,7 +215,7 @@ class PartsCheck:
                     raise
                 except Exception as error:
                     verdict.parts, verdict.raised = Difference("training_step", "a result", _named(error)), True
-                    verdict.error = error
+                    verdict.trace = "".join(traceback.format_exception(error))
                 gathers = verdict.parts is not None and self._layers_gather(whole)
                 if gathers:
                     whole = self._side(whole_batch(), [one + two], draws, steady=True)

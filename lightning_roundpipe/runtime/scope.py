@@ -53,8 +53,8 @@ class Scope:
         self._whole: set[bool] = set()
         """Those that stay whole."""
         self._refusal = ""
-        self._cause: Exception | None = None
-        """What training_step has raised on a part, if that is why."""
+        self._cause = ""
+        """The traceback of what training_step has raised on a part, if that is why. The error would hold memory."""
         if engine.options.microbatch_scope == "model":
             self._cut_calls()
 
@@ -77,7 +77,10 @@ class Scope:
             RoundPipeError: if so, and the engine has refused nothing.
         """
         if self._refusal:
-            raise RoundPipeError(self._refusal) from self._cause
+            error = RoundPipeError(self._refusal)
+            if self._cause:
+                error.add_note(self._cause)
+            raise error
 
     def _cut_calls(self) -> None:
         self.cuts_calls = True
@@ -129,7 +132,7 @@ class Scope:
             engine.hints.of_a_whole_batch(what)
             self._whole = {False, True}  # [5]
         elif not auto or verdict.model is not None:
-            self._refusal, self._cause = not_the_whole(what, verdict.left, auto=auto), verdict.error
+            self._refusal, self._cause = not_the_whole(what, verdict.left, auto=auto), verdict.trace
         else:
             engine.hints.of_the_scope(what)
             self._cut_calls()  # [3]
