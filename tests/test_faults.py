@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, _utils
 from torch.utils.data._utils import signal_handling
 
+from lightning_roundpipe.config import RoundPipeError
+
 
 @pytest.fixture(autouse=True)
 def _cleared() -> Iterator[None]:
