@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -60,14 +59,17 @@ class Difference:
 
     Attributes:
         what: it is.
-        whole: what it is for the whole; ``parts``: and for the parts.
+        whole: what it is for the whole; None: ``what`` raises ``parts`` instead.
+        parts: what it is for the parts.
     """
 
     what: str
-    whole: str
+    whole: str | None
     parts: str
 
     def __str__(self) -> str:
+        if self.whole is None:
+            return f"{self.what} raises {self.parts}"
         return f"{self.what} is {self.parts} instead of {self.whole}"
 
 
@@ -82,7 +84,7 @@ class Verdict:
         why_not: why it could not be found out; empty if it was.
         left: attributes and buffers that training_step changes, by path, if parts differ.
         announced: whether all that differs comes from layers with batch statistics.
-        raised: whether training_step raises an error on a part; ``trace``: its traceback.
+        raised: whether training_step raises an error on a part.
         lopsided: whether a part counts nothing, so that the other one is all.
         spread: whether its targets were spread unlike its samples.
         losses_inside: layers that compute a cross entropy themselves, whose targets nobody counts.
@@ -100,7 +102,6 @@ class Verdict:
     spread: bool = False
     losses_inside: list[str] = field(default_factory=list)
     rules: dict[Key, list[str]] = field(default_factory=dict)
-    trace: str = ""
 
 
 @dataclass
@@ -214,8 +215,7 @@ class PartsCheck:
                 except CannotRehearse:
                     raise
                 except Exception as error:
-                    verdict.parts, verdict.raised = Difference("training_step", "a result", _named(error)), True
-                    verdict.trace = "".join(traceback.format_exception(error))
+                    verdict.parts, verdict.raised = Difference("training_step", None, _named(error)), True
                 gathers = verdict.parts is not None and self._layers_gather(whole)
                 if gathers:
                     whole = self._side(whole_batch(), [one + two], draws, steady=True)
@@ -262,7 +262,7 @@ class PartsCheck:
         try:
             return self._side(batch, [sum(sizes)], draws, models, cut, steady=steady)
         except Exception as error:
-            return Difference("training_step", "a result", _named(error))
+            return Difference("training_step", None, _named(error))
 
     def _side(
         self, batches: list[Any], sizes: list[int], draws: SameDraws, models: Sequence[ModelInterceptor] = (),

@@ -53,8 +53,6 @@ class Scope:
         self._whole: set[bool] = set()
         """Those that stay whole."""
         self._refusal = ""
-        self._cause = ""
-        """The traceback of what training_step has raised on a part, if that is why. The error would hold memory."""
         if engine.options.microbatch_scope == "model":
             self._cut_calls()
 
@@ -77,10 +75,7 @@ class Scope:
             RoundPipeError: if so, and the engine has refused nothing.
         """
         if self._refusal:
-            error = RoundPipeError(self._refusal)
-            if self._cause:
-                error.add_note(self._cause)
-            raise error
+            raise RoundPipeError(self._refusal)
 
     def _cut_calls(self) -> None:
         self.cuts_calls = True
@@ -131,8 +126,10 @@ class Scope:
         elif auto and verdict.raised and verdict.model is not None and not engine.options.asks_for_parts:
             engine.hints.of_a_whole_batch(what)
             self._whole = {False, True}  # [5]
+        elif verdict.raised and (not auto or verdict.model is not None):
+            engine.hints.of_no_comparison(what)  # the step raises the error as well, or shows that parts do not
         elif not auto or verdict.model is not None:
-            self._refusal, self._cause = not_the_whole(what, verdict.left, auto=auto), verdict.trace
+            self._refusal = not_the_whole(what, verdict.left, auto=auto)
         else:
             engine.hints.of_the_scope(what)
             self._cut_calls()  # [3]
