@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,7 +44,7 @@ def one_thread() -> None:
 
 @pytest.fixture
 def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Everything is large. The lengths of all parts that were stepped."""
+    """Everything is large, and takes its time. The lengths of all parts that were stepped."""
     monkeypatch.setattr(sums, "STREAMED", 1)
     monkeypatch.setattr(sums, "PART", PART)
     monkeypatch.setattr(updates, "PIECE", 0)  # what is large is alone
@@ -52,6 +53,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def step_part(self: Any, values: Any, key: int, gradient: Tensor, start: int, end: int) -> None:
         lengths.append(end - start)
+        time.sleep(2e-3)  # so that the next step comes while these small parts are still being stepped
         real(self, values, key, gradient, start, end)
 
     monkeypatch.setattr(Shadow, "step_part", step_part)
