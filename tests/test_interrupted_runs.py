@@ -119,8 +119,9 @@ def test_what_a_signal_ends_goes_on(number: signal.Signals, working_folder: Path
 
 
 def test_a_second_signal_does_not_wait(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], working_folder: Path
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], working_folder: Path,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
     """Then nothing more is written, and what was written before is named."""
     step = CausalLM.training_step
 
@@ -132,6 +133,8 @@ def test_a_second_signal_does_not_wait(
         return step(self, batch, batch_idx)
 
     monkeypatch.setattr(CausalLM, "training_step", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     handlers = [signal.getsignal(number) for number in WAYS]
     with pytest.raises(SystemExit) as exit_:
         run(monkeypatch, *QUICK, "callbacks.checkpoint.every_n_train_steps=2")
