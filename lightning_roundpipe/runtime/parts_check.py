@@ -33,6 +33,7 @@ from lightning_roundpipe.runtime.left_behind import ABSENT, Attributes, LeftBehi
 from lightning_roundpipe.runtime.logs import RULES, USUAL, Key, Said, gathered, ruled, shadowed_log
 from lightning_roundpipe.runtime.losses import are_spread
 from lightning_roundpipe.runtime.microbatch import detached, loss_of
+from lightning_roundpipe.runtime.own_backward import OwnBackwards
 from lightning_roundpipe.runtime.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
 from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
 from lightning_roundpipe.runtime.weighing import Weighing, Weights
@@ -117,6 +118,7 @@ class _Shown:
     metrics: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
     alike: bool = True
+    backwards: OwnBackwards | None = None
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
         """Stands in for the module's."""
@@ -209,7 +211,7 @@ class PartsCheck:
                 return [self._take(start, 0, one), self._take(start, one, one + two)]
 
             with without_dropout():
-                whole = self._side(whole_batch(), [one + two], draws)
+                whole = self._side(whole_batch(), [one + two], draws, OwnBackwards(one + two, lambda: draws.rows))
                 try:
                     verdict.parts = self._in_parts(whole, parts(), sizes, draws, verdict)
                 except CannotRehearse:
@@ -218,14 +220,15 @@ class PartsCheck:
                     verdict.parts, verdict.raised = Difference("training_step", None, _named(error)), True
                 gathers = verdict.parts is not None and self._layers_gather(whole)
                 if gathers:
-                    whole = self._side(whole_batch(), [one + two], draws, steady=True)
+                    backwards = OwnBackwards(one + two, lambda: draws.rows)
+                    whole = self._side(whole_batch(), [one + two], draws, backwards, steady=True)
                     found = self._in_parts(whole, parts(), sizes, draws, verdict, steady=True)
                     verdict.parts, verdict.announced = found or verdict.parts, found is None
                 if verdict.parts is not None and not verdict.announced:
                     kept = [path.removeprefix("len(").partition("[")[0].rstrip(")") for path in whole.left]
                     verdict.left = [*dict.fromkeys(path for path in kept if self._counts(path))]
                     if models:
-                        shown = self._model_side(whole_batch(), sizes, models, draws, steady=gathers)
+                        shown = self._model_side(whole, whole_batch(), sizes, models, draws, steady=gathers)
                         verdict.model = self._compare(whole, shown, sizes)
         except CannotRehearse as error:
             verdict.why_not = str(error)
@@ -246,7 +249,8 @@ class PartsCheck:
         self, whole: _Shown, parts: list[Any], sizes: list[int], draws: SameDraws, verdict: Verdict, *,
         steady: bool = False,
     ) -> Difference | None:  # fmt: skip
-        shown = self._side(parts, sizes, draws, steady=steady)
+        backwards = OwnBackwards(sum(sizes), lambda: draws.rows, whole.backwards)
+        shown = self._side(parts, sizes, draws, backwards, steady=steady)
         found = self._compare(whole, shown, sizes, verdict)
         verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
         if found is not None and not (whole.alike and shown.alike):
@@ -254,26 +258,29 @@ class PartsCheck:
         return found
 
     def _model_side(
-        self, batch: list[Any], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws, *, steady: bool
-    ) -> _Shown | Difference:
+        self, whole: _Shown, batch: list[Any], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws,
+        *, steady: bool,
+    ) -> _Shown | Difference:  # fmt: skip
         def cut(samples: int) -> list[int]:
             return sizes if samples == sum(sizes) else microbatch.sizes_of(samples, 2, None, 1)
 
+        backwards = OwnBackwards(sum(sizes), lambda: draws.rows, whole.backwards)
         try:
-            return self._side(batch, [sum(sizes)], draws, models, cut, steady=steady)
+            return self._side(batch, [sum(sizes)], draws, backwards, models, cut, steady=steady)
         except Exception as error:
             return Difference("training_step", None, _named(error))
 
     def _side(
-        self, batches: list[Any], sizes: list[int], draws: SameDraws, models: Sequence[ModelInterceptor] = (),
-        cut: Callable[[int], list[int]] | None = None, *, steady: bool = False,
+        self, batches: list[Any], sizes: list[int], draws: SameDraws, backwards: OwnBackwards,
+        models: Sequence[ModelInterceptor] = (), cut: Callable[[int], list[int]] | None = None, *, steady: bool = False,
     ) -> _Shown:  # fmt: skip
         """Run training_step on each of ``batches`` [1] [2] [3]; ``steady``: layers find their buffers as they were."""
         if self._lost is not None:
             raise self._lost
-        engine, shown = self._engine, _Shown()
+        engine, shown = self._engine, _Shown(backwards=backwards)
         interceptors = [i for i in engine.interceptors if isinstance(i, Interceptor)]
         runs: list[Rehearsal] = []
+        losses: list[Tensor | None] = []
         weighing = Weighing(sizes, self._weigh(batches) if len(batches) > 1 else None)
         current: list[Rehearsal] = []
         before = {id(m): m._update_count for m in self._modules.values() if isinstance(m, Metric)}
@@ -292,7 +299,7 @@ class PartsCheck:
                 shadowed_log(self._root, lambda: current[-1].logs, several=len(batches) > 1),
             ):
                 for index, (batch, rows) in enumerate(zip(batches, microbatch.rows_of(sizes), strict=True)):
-                    run = Rehearsal(engine, index, draws, self._written, self._order, cut, renew)
+                    run = Rehearsal(engine, index, draws, self._written, self._order, backwards, cut, renew)
                     current.append(run)
                     draws.begin(rows)
                     own.put_back()  # what a layer sets on itself, each microbatch finds as the step began
@@ -311,7 +318,12 @@ class PartsCheck:
                     run.output = detached(output)
                     engine.host_buffers.settle()
                     runs.append(run)
+                    losses.append(loss)
             joined = join(shown, runs, sizes, weighing, mixes=True)
+            for run, loss, rows, weight in zip(runs, losses, microbatch.rows_of(sizes), joined.weights, strict=False):
+                if loss is not None:
+                    draws.begin(rows)
+                    run.look_back("the loss", [loss], 1.0 if joined.added else weight / sum(joined.weights))
             shown.spread = len(runs) > 1 and are_spread([run.mode for run in runs], sizes)
             shown.said, shown.weights = gathered([run.logs for run in runs]), joined.weights
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
@@ -356,6 +368,8 @@ class PartsCheck:
         comparison.see_logs(whole, parts)
         for name in {**whole.metrics, **parts.metrics}:
             comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
+        if whole.backwards is not None and parts.backwards is not None:
+            comparison.see_backwards(whole.backwards, parts.backwards)
         comparison.see("what it returns", _without_loss(whole.output), _without_loss(parts.output))
         for path in {**whole.left, **parts.left}:
             if self._counts(path):
@@ -443,6 +457,15 @@ class _Comparison:
                 if self._alike(whole, _number(ruled(rule, values, weights, sizes))):
                     found.append(rule)
         return found
+
+    def see_backwards(self, whole: OwnBackwards, parts: OwnBackwards) -> None:
+        """Compare the gradients in which backward code of the user's own has a hand."""
+        for one, other in whole.different(parts, self._tolerance):
+            at = max((0, 1), key=lambda i: abs(float(one.sums[i] - other.sums[i])))
+            self.found = self.found or Difference(
+                f"a sum over the gradient of {one.of}, in whose backward {one.code} runs once for each part,",
+                f"{float(one.sums[at]):.6g}", f"{float(other.sums[at]):.6g}",
+            )  # fmt: skip
 
     def see_left(self, path: str, whole: Any, parts: Any) -> None:
         """Compare what is left at ``path``; of what has a row for each sample, the last part's rows are left."""

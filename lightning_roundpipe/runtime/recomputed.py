@@ -58,7 +58,7 @@ class Outcome:
     def of(cls, tensors: Sequence[Tensor], values: dict[str, Any]) -> Outcome:
         """Waits for the device. ``values``: as they were before the call."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            rows = [_sums(t.detach()) for t in tensors]
+            rows = [sums_of(t.detach()) for t in tensors]
             sums = torch.stack(rows).tolist() if rows else []
         return cls(tuple((t.shape, t.dtype) for t in tensors), sums, values)
 
@@ -108,8 +108,8 @@ def refuse_difference(
     )
 
 
-def _sums(tensor: Tensor) -> Tensor:
-    """Two sums that depend on the places of values, and the norm, as float64."""
+def sums_of(tensor: Tensor) -> Tensor:
+    """Two sums that depend on the places of values, and the norm, as float64. The sums are linear."""
     zeros = torch.zeros(3, dtype=torch.float64, device=tensor.device)
     if tensor.layout is not torch.strided or not tensor.numel():
         return zeros

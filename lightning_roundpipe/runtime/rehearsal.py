@@ -1,7 +1,8 @@
 """``training_step`` on a few samples, forward only, before anything is trained: to see what it does.
 
 It runs as evaluation does, on the calling thread, each layer on a worker for as long as it computes; but in training
-mode and with grad between layers, so that losses show what they are made of. Layers keep no graph. What must not happen
+mode and with grad between layers, so that losses show what they are made of. Layers keep no graph; one that runs backward
+code of the user's own is looked at first, see `own_backward`. What must not happen
 in a rehearsal is kept from happening, or can be undone:
 
     self.log ── a recorder ── [1]       writes to parameters ── each is copied before, and put back ── [2]
@@ -16,7 +17,7 @@ import contextlib
 import functools
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_roundpipe.runtime import microbatch
 from lightning_roundpipe.runtime.arguments import flatten
-from lightning_roundpipe.runtime.call import Call, Forward
+from lightning_roundpipe.runtime.call import Call, Forward, Ran
 from lightning_roundpipe.runtime.calls import Runner
 from lightning_roundpipe.runtime.compiling import Forwards
 from lightning_roundpipe.runtime.context import Ambient
@@ -36,10 +37,12 @@ from lightning_roundpipe.runtime.evaluation import Evaluation
 from lightning_roundpipe.runtime.foresight import Order
 from lightning_roundpipe.runtime.glue import DATA, GlueMode
 from lightning_roundpipe.runtime.handing import hand_back
-from lightning_roundpipe.runtime.interception import Inside, current
+from lightning_roundpipe.runtime.interception import Inside, calling, current
 from lightning_roundpipe.runtime.logs import LogRecorder
 from lightning_roundpipe.runtime.losses import COUNTED, reduction_of
 from lightning_roundpipe.runtime.model_calls import ModelCall
+from lightning_roundpipe.runtime.own_backward import End, OwnBackwards, code_in, hooked
+from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.tape import Entry
 from lightning_roundpipe.runtime.trace import TracedCall
 from lightning_roundpipe.runtime.weights import HostLayer
@@ -66,12 +69,14 @@ class Rehearsal(Evaluation):
         draws: random numbers that its samples get.
         written: copies of parameters that are written to.
         order: that layers are called in, as far as earlier rehearsals have shown.
+        backwards: takes down what backward code of the user's own gives.
         cut: sizes of the parts that a call of the model is cut into, by its number of samples; None: it is whole.
         renew: called before each of these parts.
     """
 
     def __init__(
         self, engine: Engine, index: int, draws: SameDraws, written: Written, order: Order,
+        backwards: OwnBackwards,
         cut: Callable[[int], list[int]] | None = None, renew: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__(engine)
@@ -88,8 +93,8 @@ class Rehearsal(Evaluation):
         self._mode = self.mode
         self.logs = LogRecorder(engine.devices, self.mode.counts.behind)
         self._order = order
-        self._draws, self._cut, self._renew = draws, cut, renew
-        self._runners = [_Runner(engine, worker, draws) for worker in engine.workers]
+        self._draws, self._cut, self._renew, self._backwards = draws, cut, renew, backwards
+        self._runners = [_Runner(engine, worker, draws, backwards) for worker in engine.workers]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with Ambient.capture(self._engine.device_types).entered(), self._draws:
@@ -127,6 +132,20 @@ class Rehearsal(Evaluation):
     def _adapt(self, call: Call) -> None:
         call.requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in call.originals]
         call.graph = call.ambient.grad  # which costs nothing where nothing requires grad
+        self.look_back(f"the code in front of layer {call.layer.name!r}", call.originals)
+
+    def look_back(self, place: str, values: Iterable[Any], share: float | None = None) -> None:
+        """Take down what the backward of code between layers gives, if it is the user's own.
+
+        Args:
+            place: of the code.
+            values: what it computes.
+            share: of a loss in that of the batch.
+        """
+        roots = [v for v in values if isinstance(v, Tensor) and v.requires_grad and v.grad_fn is not None]
+        code, ends = code_in(roots)
+        if ends and (code := hooked(code, self._draws.hooked)):
+            self._backwards.see(place, roots, ends, code, share)
 
     def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traced, entry = TracedCall(call.layer, 0), None
@@ -155,11 +174,35 @@ class _Part:
 class _Runner(Runner):
     """Layers as they are written, which draw what the rehearsal's samples are given."""
 
-    def __init__(self, engine: Engine, worker: Any, draws: SameDraws) -> None:
+    def __init__(self, engine: Engine, worker: Any, draws: SameDraws, backwards: OwnBackwards) -> None:
         super().__init__(
             worker, lambda: engine.randomness, engine.formats, lambda: False, Forwards(), masters=engine.unit_of
         )
-        self._draws = draws
+        self._draws, self._backwards = draws, backwards
+        self._names = {id(p): name for name, p in engine.module.named_parameters()}
+
+    def _run(self, slot: Slot, call: Call, *args: Any, **kwargs: Any) -> Ran:
+        outside, self._draws.hooked = self._draws.hooked, False
+        try:
+            ran = super()._run(slot, call, *args, **kwargs)
+            roots = [t for t in ran.tensors() if t.requires_grad]
+            if roots and (code := hooked(code_in(roots)[0], self._draws.hooked)):
+                self._look_back(call, ran, roots, code)
+        finally:
+            self._draws.hooked = outside
+        return ran
+
+    def _look_back(self, call: Call, ran: Ran, roots: list[Tensor], code: str) -> None:
+        name, replica = call.layer.name, self._worker.replica(call.layer)
+        ends = [End(f"an argument of layer {name!r}", t) for t in ran.given.values() if t.requires_grad]
+        for master, parameter in zip(call.layer.masters, replica.parameters, strict=True):
+            if parameter.requires_grad:
+                ends.append(End(f"parameter {self._names.get(id(master), 'of layer ' + repr(name))!r}", parameter))
+        assert ran.inlet is not None
+        with self._device.permit(), calling(Inside(name)), ran.inlet:
+            self._backwards.see(f"layer {name!r}", roots, ends, code)
+        for parameter in replica.parameters:
+            parameter.grad = None  # which code that runs a backward of its own has put there
 
     @contextlib.contextmanager
     def _watching(self, layer: HostLayer) -> Iterator[None]:
@@ -224,11 +267,18 @@ class _RehearsalGlue(GlueMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if func is Tensor.register_hook and not _is_known(args[0]):
+            return func(*args, **(kwargs or {}))  # it may be called several times here; see `tape.hook_gradient`
         if func == DATA or name in ("__set__", "detach", "copy_") or IN_PLACE.fullmatch(name) or "_foreach" in name:
             for value in tree_iter(args[:1]):
                 if isinstance(value, nn.Parameter) and id(value) in self._all and not _is_setting(func):
                     self._about_to_write(value)
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _is_known(tensor: Tensor) -> bool:
+    """Whether hooks on ``tensor`` are the strategy's to call."""
+    return isinstance(tensor, nn.Parameter) or hasattr(tensor.grad_fn, "entry")
 
 
 def _is_setting(func: Callable[..., Any]) -> bool:
@@ -294,17 +344,25 @@ class SameDraws(TorchFunctionMode):
         self._states: list[Any] = []
         self._others: Any = None
         self._alike = True
+        self.hooked = False
+        """Whether this run has put a hook on a tensor."""
         self.losses_inside: dict[str, None] = {}
         """Layers that compute a mean cross entropy themselves."""
 
     def begin(self, rows: slice) -> None:
         """A run of ``rows`` of the whole batch begins."""
         self._rows = self._narrowed = rows
+        self.hooked = False
         for generator in self._generators:
             generator.manual_seed(self._seed)
         random.seed(self._seed)
         np.random.seed(self._seed & 0xFFFFFFFF)
         self._states, self._others = self._now(), _others()
+
+    @property
+    def rows(self) -> slice:
+        """What runs now."""
+        return self._narrowed
 
     @property
     def alike(self) -> bool:
@@ -334,6 +392,7 @@ class SameDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in COUNTED and isinstance(layer := current(), Inside) and reduction_of(func, args, kwargs) == "mean":
             self.losses_inside[layer.name] = None
+        self.hooked |= func is Tensor.register_hook
         draw = self._draw(func, args, kwargs)
         if draw is None:
             return func(*args, **kwargs)
