@@ -216,7 +216,8 @@ class Runner:
             choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
             computing = self._computing(slot, kind, where, call.microbatch, counter)
             borrowing = self._borrowing(call.layer, call.lender)
-            with computing, saved, calling(Inside(name)), watching, choosing, borrowing:
+            observed = self._observed(call.layer, again=kind != "forward")
+            with computing, saved, calling(Inside(name)), watching, choosing, borrowing, observed:
                 output = call.context.run(collecting, forwards.of(call.layer, replica), *args, **kwargs)
         if isinstance(borrowing, Borrowing):
             call.layer.borrows = borrowing.found
@@ -225,6 +226,8 @@ class Runner:
             self._refuse_written(call.layer, written)
         refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], name)
         ran = Ran(inlet, Flat.of(output, given), doors.sides(given, name), given, recording)
+        if ran.sides:
+            call.layer.observers.act()
         if carried:
             replica.drop_written()
         return ran
@@ -234,6 +237,12 @@ class Runner:
         if lender is None or self._forwards.compiled or layer.borrows == []:
             return contextlib.nullcontext()
         return Borrowing(self._masters, lender, self._device.torch_device, layer.borrows or [])
+
+    def _observed(self, layer: HostLayer, *, again: bool) -> contextlib.AbstractContextManager[None]:
+        """Hooks that only look are left out where the layer runs ``again``; a compiled one has them in its code."""
+        if self._forwards.compiled:
+            return contextlib.nullcontext()
+        return layer.observers.watched(self._worker.replica(layer).modules, again=again)
 
     def _recording(self, call: Call, leaves: list[Any]) -> Recording | None:
         """To write down what the call chooses, if it is recomputed and may choose at all."""

@@ -68,7 +68,8 @@ def plan_from(engine: Engine, step: Step) -> None:
         except ValueError as error:
             raise DoesNotFit(f"{error}{libraries_note(engine.options, engine.devices)}") from None
     if buffer := trace.torn_buffer(plan):
-        _run_in_order(engine, buffer)
+        why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
+        run_in_order(engine, why, "plan must have these calls in one forward stage, or be left out.")
         return
     lead = lead_within(plan, engine.costs, len(engine.workers), limit, engine.devices[0].lead_bytes)
     _reserve_for(engine, plan, trace, _room(engine, plan, limit, lead), lead)
@@ -119,10 +120,14 @@ def _room(engine: Engine, plan: Plan, limit: int | None, lead: int) -> int | Non
     return None if limit is None else max(0, limit - device_bytes(plan, engine.costs, len(engine.workers)) - lead)
 
 
-def _run_in_order(engine: Engine, buffer: str) -> None:
-    why = f"{buffer} is changed by several calls of each microbatch, and what is in it depends on their order"
+def run_in_order(engine: Engine, why: str, remedy: str) -> None:
+    """Microbatches run one after another from now on.
+
+    Raises:
+        ValueError: if a plan was asked for, with the ``remedy``.
+    """
     if engine.options.plan_text is not None:
-        raise ValueError(f"{why}: plan must have these calls in one forward stage, or be left out.")
+        raise ValueError(f"{why}: {remedy}")
     engine.in_order = True
     engine.hints.say("order", f"{why}, so microbatches run one after another, without a plan.")
 
@@ -153,7 +158,7 @@ def forget_plan(engine: Engine) -> None:
     """Other parameters are trained now, so that gradients flow elsewhere; or a weight that travels cast was used
     otherwise. Everything is learned again."""
     engine.trace, engine.recent, engine.plan, engine.costs = None, None, None, None
-    engine.in_order = False
+    engine.in_order = engine.scope.in_order
     engine.probed.clear()
     engine.walked.clear()
     for layer in engine.layers:

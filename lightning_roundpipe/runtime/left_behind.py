@@ -16,6 +16,7 @@ import copy
 import functools
 import io
 import itertools
+import os
 import random
 import sys
 import types
@@ -58,7 +59,7 @@ class LeftBehind:
 
     def __init__(self, root: nn.Module, others: Iterable[tuple[str, Any]] = ()) -> None:
         self._modules = list(root.named_modules())
-        self._others = [*others, *_code_of(root)]
+        self._others = [*others, *code_of(root)]
         self.stuck: list[str] = []
         self._put: list[Callable[[], object]] = []
         self._copies: dict[int, tuple[Any, Callable[[Any], Any], Any]] = {}
@@ -67,8 +68,8 @@ class LeftBehind:
         """Tensors by id: the object, which must not die, where its memory is, and its version."""
         self._bytes = 0
         self._before: dict[str, Any] = {}
-        mine = {path for path, _, _ in _walk(self._modules, hooks=False)}
-        for path, value, kind in _walk([*self._modules, *self._others]):
+        mine = {path for path, _, _ in walk(self._modules, hooks=False)}
+        for path, value, kind in walk([*self._modules, *self._others]):
             self._take(path, value, kind)
         self._outside = self._before.keys() - mine
         """Paths of what is put back, and not compared: hooks, closures and globals."""
@@ -102,9 +103,9 @@ class LeftBehind:
             held = value.cell_contents if _filled(value) else ABSENT
             self._put.append(lambda: _fill(value, now(held)))
         elif kind == "globals":
-            space = value.space
-            held = {name: space[name] for name in value.names}
-            self._put.append(lambda: space.update({k: now(v) for k, v in held.items()}))
+            self._put.append(_globals_back(value, now))
+        elif kind == "class":
+            self._put.append(_class_back(value, now))
         elif kind == "many":
             length = len(value)
             self._before[path] = length
@@ -130,7 +131,7 @@ class LeftBehind:
         """What of the modules differs from before [3]: by path, what is there now, or `ABSENT`. Tensors are copies."""
         found: dict[str, Any] = {}
         seen = set()
-        for path, value, kind in _walk(self._modules, hooks=False):
+        for path, value, kind in walk(self._modules, hooks=False):
             seen.add(path)
             before = self._before.get(path, ABSENT)
             if kind == "leaf":
@@ -162,6 +163,20 @@ class LeftBehind:
             put()
 
 
+def names_in(value: Any, kind: str) -> dict[str, Any] | None:
+    """What an object, a class or a namespace holds now, by name; None for other kinds of `walk`."""
+    if kind == "globals":
+        return value.held()  # type: ignore[no-any-return]
+    return _attributes(value) if kind == "object" else _class_attributes(value) if kind == "class" else None
+
+
+def state_of(value: Any, kind: str) -> list[Any]:
+    """What a cell, a generator or an iterator holds now."""
+    if kind == "cell":
+        return [value.cell_contents] if _filled(value) else []
+    return [repr(_STATES[type(value)][0](value)) if kind == "generator" else _position(value)]
+
+
 class Attributes:
     """Those of some modules, as they are now; without buffers, and without what is in helper objects."""
 
@@ -184,12 +199,12 @@ class Attributes:
 # -- walking -----------------------------------------------------------------------------------------------------------
 
 
-def _walk(roots: Iterable[tuple[str, Any]], *, hooks: bool = True) -> Iterator[tuple[str, Any, str]]:
+def walk(roots: Iterable[tuple[str, Any]], *, hooks: bool = True) -> Iterator[tuple[str, Any, str]]:
     """Everything that is reachable and may change: path, object, and what kind it is; each object once.
 
     ``hooks``: what functions and hooks keep as well.
     """
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # which keeps all of them alive, so that each has an id of its own
     waiting = deque(roots)
     while waiting:
         path, value = waiting.popleft()
@@ -198,9 +213,9 @@ def _walk(roots: Iterable[tuple[str, Any]], *, hooks: bool = True) -> Iterator[t
             continue
         if isinstance(value, nn.Parameter) or id(value) in seen:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         kind = _kind(value)
-        if kind == "nothing" or (not hooks and kind in ("function", "method")):
+        if kind == "nothing" or (not hooks and kind in ("function", "method", "class")):
             continue
         if kind not in ("tuple", "function", "method"):
             yield path, value, kind
@@ -231,11 +246,15 @@ def _kind(value: Any) -> str:
         return "globals"
     if isinstance(value, types.GeneratorType) or (isinstance(value, Iterator) and not isinstance(value, io.IOBase)):
         return "iterator"
-    if isinstance(value, (type, types.ModuleType, io.IOBase)):
+    if isinstance(value, type):
+        return "nothing" if _is_library(value.__module__) else "class"
+    if isinstance(value, (types.ModuleType, io.IOBase)):
         return "nothing"
-    if hasattr(value, "__dict__") and (not _is_library(type(value).__module__) or type(value).__name__ in _NAMESPACES):
-        return "object"
-    return "object" if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else "nothing"
+    if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
+        kind = type(value)
+        known = not _is_library(kind.__module__) or kind.__name__ in _NAMESPACES
+        return "object" if known or isinstance(value, torch.optim.lr_scheduler.LRScheduler) else "nothing"
+    return "nothing"
 
 
 def _inside(path: str, value: Any, kind: str) -> Iterator[tuple[str, Any]]:
@@ -247,6 +266,11 @@ def _inside(path: str, value: Any, kind: str) -> Iterator[tuple[str, Any]]:
             inner = item.items() if lightning and name == "_buffers" else ((name, item),)
             for key, held in inner:
                 yield f"{path}.{key}" if path else key, held
+        yield type(value).__name__, type(value)
+    elif kind == "class":
+        for name, held in _class_attributes(value).items():
+            yield f"{path}.{name}", held.__func__ if isinstance(held, (staticmethod, classmethod)) else held
+        yield from ((base.__name__, base) for base in value.__bases__)
     elif kind == "container" and isinstance(value, dict):
         for key, item in list(value.items()):
             yield f"{path}[{key!r}]", item
@@ -260,7 +284,7 @@ def _inside(path: str, value: Any, kind: str) -> Iterator[tuple[str, Any]]:
     elif kind == "cell" and _filled(value):
         yield path, value.cell_contents
     elif kind == "globals":
-        yield from ((f"{path}{name}", value.space[name]) for name in value.names)
+        yield from ((f"{path}{name}", held) for name, held in value.held().items())
     elif kind == "function":
         yield from _of_function(path, value)
     elif kind == "method":
@@ -284,6 +308,10 @@ class _Globals:
     def __init__(self, names: list[str], space: dict[str, Any]) -> None:
         self.names, self.space = names, space
 
+    def held(self) -> dict[str, Any]:
+        """By name, what is there, as far as there is anything that user code may count in."""
+        return {name: self.space[name] for name in self.names if _is_state(self.space.get(name, os))}
+
 
 def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function keeps [2]."""
@@ -291,28 +319,24 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str,
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         if name != "__class__":
             yield name, cell
-    space = function.__globals__
-    names = [n for n in code.co_names if n in space and _is_state(space[n])]
+    yield path, function.__dict__
+    names = [n for n in code.co_names if _is_state(function.__globals__.get(n))]
     if names:
-        yield "", _Globals(names, space)
+        yield "", _Globals(names, function.__globals__)
 
 
 def _is_state(value: Any) -> bool:
     """Whether a global may be, or keep, what user code counts in."""
-    return not isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType))
+    return not isinstance(value, (types.ModuleType, types.BuiltinFunctionType))
 
 
-def _code_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The functions of the module's own classes."""
-    for module in {type(m): m for m in root.modules()}.values():
-        for owner in type(module).__mro__:
-            if not _is_library(owner.__module__):
-                for name, value in vars(owner).items():
-                    function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-                    if isinstance(function, types.FunctionType):
-                        yield f"{owner.__name__}.{name}", function
-                    elif not name.startswith("__") and isinstance(value, (list, dict, set, deque)):
-                        yield f"{owner.__name__}.{name}", value
+def _class_attributes(owner: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+
+
+def code_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The classes of the module's modules, with the functions in them."""
+    yield from ((kind.__name__, kind) for kind in {type(module): None for module in root.modules()})
 
 
 def _is_library(name: str | None) -> bool:
@@ -379,6 +403,31 @@ def _attributes_back(value: Any, now: Callable[[Any], Any]) -> Callable[[], None
             if [*map(id, space[name].values())] != [*map(id, items.values())]:
                 space[name].clear()
                 space[name].update(items)
+
+    return put
+
+
+def _globals_back(value: _Globals, now: Callable[[Any], Any]) -> Callable[[], None]:
+    held = value.held()
+
+    def put() -> None:
+        for name in value.held().keys() - held.keys():
+            del value.space[name]
+        value.space.update({name: now(item) for name, item in held.items()})
+
+    return put
+
+
+def _class_back(value: type, now: Callable[[Any], Any]) -> Callable[[], None]:
+    held = _class_attributes(value)
+
+    def put() -> None:
+        there = _class_attributes(value)
+        for name in there.keys() - held.keys():
+            delattr(value, name)
+        for name, item in held.items():
+            if there.get(name, ABSENT) is not (item := now(item)):
+                setattr(value, name, item)
 
     return put
 

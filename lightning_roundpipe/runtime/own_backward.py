@@ -94,7 +94,7 @@ class OwnBackwards:
             gradients = [self._gradient(place, i, root, share) for i, root in enumerate(roots)]
             for zeros in (False, True):
                 given = [torch.zeros_like(g) for g in gradients] if zeros else gradients
-                at = [end.at for end in ends]
+                at: Any = [end.at for end in ends]
                 found = torch.autograd.grad(roots, at, given, retain_graph=True, allow_unused=True)
                 for i, (end, gradient) in enumerate(zip(ends, found, strict=True)):
                     arrived = self.arrived.setdefault((place, i, zeros), Arrived(code, end.of))
@@ -133,7 +133,7 @@ class OwnBackwards:
         return placed
 
     def _whole_shape(self, place: str, what: Any, shape: torch.Size) -> tuple[torch.Size, slice | None]:
-        """What a tensor of ``shape`` has in the whole batch, and where its rows are there, if it has rows of samples."""
+        """The shape in the whole batch, and where the rows of a tensor of ``shape`` are there, if it has such."""
         if self._whole is None:
             self._shapes.setdefault((place, what), set()).add(shape)
             return shape, None
@@ -149,7 +149,7 @@ class OwnBackwards:
 
     def _count(self) -> int:
         rows = self._rows()
-        return rows.stop - rows.start
+        return int(rows.stop - rows.start)
 
 
 def code_in(roots: Sequence[Tensor]) -> tuple[str, list[End]]:

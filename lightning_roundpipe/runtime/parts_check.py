@@ -29,10 +29,11 @@ from lightning_roundpipe.runtime.arguments import flatten
 from lightning_roundpipe.runtime.foresight import Order
 from lightning_roundpipe.runtime.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.joining import join
-from lightning_roundpipe.runtime.left_behind import ABSENT, Attributes, LeftBehind
+from lightning_roundpipe.runtime.left_behind import ABSENT, Attributes, LeftBehind, code_of
 from lightning_roundpipe.runtime.logs import RULES, USUAL, Key, Said, gathered, ruled, shadowed_log
 from lightning_roundpipe.runtime.losses import are_spread
 from lightning_roundpipe.runtime.microbatch import detached, loss_of
+from lightning_roundpipe.runtime.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.own_backward import OwnBackwards
 from lightning_roundpipe.runtime.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
 from lightning_roundpipe.runtime.rng import GlobalRandomState, derive
@@ -89,6 +90,7 @@ class Verdict:
         lopsided: whether a part counts nothing, so that the other one is all.
         spread: whether its targets were spread unlike its samples.
         losses_inside: layers that compute a cross entropy themselves, whose targets nobody counts.
+        shared: what is changed that microbatches share, by whose code does that; see `OutsideWrites`.
         rules: how logged values may be made of those of the parts: `USUAL`, or some of `logs.RULES`.
     """
 
@@ -102,6 +104,7 @@ class Verdict:
     lopsided: bool = False
     spread: bool = False
     losses_inside: list[str] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)
     rules: dict[Key, list[str]] = field(default_factory=dict)
 
 
@@ -149,7 +152,9 @@ class PartsCheck:
         self._written = Written(names)
         self._inside = {id(m) for layer in engine.layers for m in layer.module.modules()}
         self._modules = dict(self._root.named_modules())
+        others = list(others)
         self._left = LeftBehind(self._root, others)
+        self._outside = OutsideWrites(self._modules.items(), [*others, *code_of(self._root)], self._inside)
         self._order = Order()
         self._lost: Exception | None = None
         """The error after which the engine cannot go on."""
@@ -236,7 +241,7 @@ class PartsCheck:
             verdict.why_not = _named(error)
         finally:
             state.restore()
-        verdict.losses_inside = list(draws.losses_inside)
+        verdict.losses_inside, verdict.shared = list(draws.losses_inside), self._outside.found
         return verdict
 
     def _take(self, start: int, first: int, last: int) -> Any:
@@ -299,7 +304,9 @@ class PartsCheck:
                 shadowed_log(self._root, lambda: current[-1].logs, several=len(batches) > 1),
             ):
                 for index, (batch, rows) in enumerate(zip(batches, microbatch.rows_of(sizes), strict=True)):
-                    run = Rehearsal(engine, index, draws, self._written, self._order, backwards, cut, renew)
+                    run = Rehearsal(
+                        engine, index, draws, self._written, self._order, backwards, self._outside, cut, renew
+                    )
                     current.append(run)
                     draws.begin(rows)
                     own.put_back()  # what a layer sets on itself, each microbatch finds as the step began
@@ -329,6 +336,7 @@ class PartsCheck:
             shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
             shown.metrics = dict(self._values(before))
             shown.left = self._left.changes() | self._written.changes()
+            self._outside.narrow()
         finally:
             for layer, borrows, reaches_out in learned:
                 layer.borrows, layer.reaches_out = borrows, reaches_out

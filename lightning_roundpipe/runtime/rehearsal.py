@@ -1,9 +1,9 @@
 """``training_step`` on a few samples, forward only, before anything is trained: to see what it does.
 
 It runs as evaluation does, on the calling thread, each layer on a worker for as long as it computes; but in training
-mode and with grad between layers, so that losses show what they are made of. Layers keep no graph; one that runs backward
-code of the user's own is looked at first, see `own_backward`. What must not happen
-in a rehearsal is kept from happening, or can be undone:
+mode and with grad between layers, so that losses show what they are made of. Layers keep no graph; where backward code
+of the user's own is in it, it is looked at first (`own_backward`). What must not happen in a rehearsal is kept from
+happening, or can be undone:
 
     self.log ── a recorder ── [1]       writes to parameters ── each is copied before, and put back ── [2]
     dropout ── passes through ── [3]    other random numbers ── the same ones for a sample, in whatever part ── [4]
@@ -41,6 +41,7 @@ from lightning_roundpipe.runtime.interception import Inside, calling, current
 from lightning_roundpipe.runtime.logs import LogRecorder
 from lightning_roundpipe.runtime.losses import COUNTED, reduction_of
 from lightning_roundpipe.runtime.model_calls import ModelCall
+from lightning_roundpipe.runtime.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.own_backward import End, OwnBackwards, code_in, hooked
 from lightning_roundpipe.runtime.slots import Slot
 from lightning_roundpipe.runtime.tape import Entry
@@ -70,13 +71,14 @@ class Rehearsal(Evaluation):
         written: copies of parameters that are written to.
         order: that layers are called in, as far as earlier rehearsals have shown.
         backwards: takes down what backward code of the user's own gives.
+        outside: looks at what layers change outside of them.
         cut: sizes of the parts that a call of the model is cut into, by its number of samples; None: it is whole.
         renew: called before each of these parts.
     """
 
     def __init__(
         self, engine: Engine, index: int, draws: SameDraws, written: Written, order: Order,
-        backwards: OwnBackwards,
+        backwards: OwnBackwards, outside: OutsideWrites,
         cut: Callable[[int], list[int]] | None = None, renew: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__(engine)
@@ -94,10 +96,12 @@ class Rehearsal(Evaluation):
         self.logs = LogRecorder(engine.devices, self.mode.counts.behind)
         self._order = order
         self._draws, self._cut, self._renew, self._backwards = draws, cut, renew, backwards
+        self._outside = outside
         self._runners = [_Runner(engine, worker, draws, backwards) for worker in engine.workers]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with Ambient.capture(self._engine.device_types).entered(), self._draws:
+            self._outside.begin()
             return super().run(function, args, kwargs)
 
     @property
@@ -109,7 +113,10 @@ class Rehearsal(Evaluation):
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._cut is None or self._within:
-            return super().call(layer, args, kwargs)
+            self._outside.enter(layer.name)
+            output = super().call(layer, args, kwargs)
+            self._outside.leave(layer.name)
+            return output
         whole = super().call
         return self.call_model(layer.name, lambda *a, **k: whole(layer, a, k), args, kwargs)
 
@@ -122,6 +129,7 @@ class Rehearsal(Evaluation):
         for part_args, part_kwargs in parts:
             self._draws.narrow(len(call.runs), call.sizes)
             self._renew()
+            self._outside.begin()
             with self.within_model():
                 output = function(*part_args, **part_kwargs)
             call.runs.append(_Part(*flatten(output), self))  # type: ignore[arg-type]

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.cutting import Cut, cut_batch, given_weights_of
 from lightning_roundpipe.runtime.interrupts import allowed
+from lightning_roundpipe.runtime.learning import run_in_order
 from lightning_roundpipe.runtime.logs import OPEN, USUAL, Key
+from lightning_roundpipe.runtime.outside_writes import BETWEEN
 from lightning_roundpipe.runtime.parts_check import PartsCheck, described, in_both, not_the_whole
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class Scope:
         self._engine, self._models = engine, models
         self.cuts_calls = False
         self.log_rules: dict[Key, str] = {}
+        self.in_order = False
+        """Whether layers change what is outside of them, so that microbatches must run one after another."""
         self.mixes = False
         """Whether targets that are spread unlike the samples were seen to make no difference."""
         self._fitting: dict[Key, list[str]] = {}
@@ -106,12 +110,26 @@ class Scope:
         self._fitting = in_both(self._fitting, verdict.rules)
         self.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}
         self._looks[uneven] = self._looks.get(uneven, 0) + 1 if OPEN in self.log_rules.values() else LOOKS
+        if verdict.shared and not self.in_order:
+            self._keep_in_order(*next(iter(verdict.shared.items())))
         if verdict.losses_inside and not self._is_weighed:
             engine.hints.of_a_loss_inside(verdict.losses_inside[0])
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not)
         elif verdict.parts is not None and not (verdict.announced or engine.hints.couples):
             self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again)
+
+    def _keep_in_order(self, place: str, what: str) -> None:
+        """The code of ``place`` changes ``what``, which another microbatch would find."""
+        self.in_order = True
+        if self._engine.plan is not None:
+            self._engine.forget()
+        code = "code between layers" if place == BETWEEN else f"code inside layer {place!r} (a hook, perhaps)"
+        run_in_order(
+            self._engine,
+            f"{code} changes {what!r}, which microbatches share and each of them changes",
+            "leave plan out, or set num_microbatches=1.",
+        )
 
     def _part_ways(self, verdict: Verdict, *, auto: bool, uneven: bool, first: bool) -> None:
         """Parts are not the whole."""

@@ -29,6 +29,7 @@ from lightning_roundpipe.model.replica import parameter_places, unique_parameter
 from lightning_roundpipe.runtime.buffers import HostBuffers
 from lightning_roundpipe.runtime.flats import Flat, Segment, aligned
 from lightning_roundpipe.runtime.formats import Formats, widen
+from lightning_roundpipe.runtime.observers import Observers
 from lightning_roundpipe.runtime.units import Unit
 from lightning_roundpipe.runtime.uses import Uses
 
@@ -82,6 +83,8 @@ class HostLayer:
         self.chooses: bool | None = False
         """Whether its forward makes choices that its recomputation has to make again, as far as it has been seen. None:
         its recomputation makes others."""
+        self.observers = Observers()
+        """Hooks inside of it that only look."""
         self.moving: list[str] = []
         """What its code may read that was seen to change from one step to another."""
         self._values: dict[str, Any] | None = None

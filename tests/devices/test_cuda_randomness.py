@@ -61,7 +61,7 @@ def test_who_begins_to_draw_on_the_host_later_is_refused(
 
     monkeypatch.setattr(torch.nn.Sequential, "forward", forward)
     # Which of the two workers' stages finds the generator moved is a matter of time; the message says "or beside it".
-    with pytest.raises(RoundPipeError, match="random numbers were drawn in .*layer .* or beside it"):
+    with pytest.raises(RoundPipeError, match=r"random numbers were drawn in .*layer .* or beside it"):
         run(strategy(), DROPPING, _wide(8), devices=2)
 
 

@@ -1,0 +1,81 @@
+"""Forward hooks on modules inside a layer that only look: they run with the forward, and not when it is run again.
+
+In plain training such a hook runs once for each forward. Here the layer's code may run several times: to be recomputed
+for its backward, and in the first batch to find out what the layer does. A hook that was seen to return nothing, to
+change no tensor and no attribute and to hook nothing else is left out of these runs, so that what it counts or keeps is
+what it would be otherwise. A hook that does any of that is part of what the layer computes, and runs each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+class Observers:
+    """Of one layer; shared by its copies on all workers.
+
+    Attributes:
+        acting: by module, kind and key of a hook, whether it does more than look; hooks that have not run yet are not
+            in it.
+    """
+
+    def __init__(self) -> None:
+        self.acting: dict[tuple[int, str, int], bool] = {}
+
+    def watched(self, modules: Sequence[nn.Module], *, again: bool) -> contextlib.AbstractContextManager[None]:
+        """For one run of a copy, whose ``modules`` have the hooks of the layer's; ``again``: not the forward."""
+        if not any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+            return contextlib.nullcontext()
+        return self._watched(modules, again)
+
+    @contextlib.contextmanager
+    def _watched(self, modules: Sequence[nn.Module], again: bool) -> Iterator[None]:
+        replaced: list[tuple[nn.Module, str, dict[int, Any], OrderedDict[int, Any]]] = []
+        for index, module in enumerate(modules):
+            for kind in _KINDS:
+                if hooks := module.__dict__[kind]:
+                    mine = self._those((index, kind), hooks, again)
+                    replaced.append((module, kind, hooks, mine))
+                    module.__dict__[kind] = OrderedDict(mine)
+        try:
+            yield
+        finally:
+            for module, kind, hooks, mine in replaced:
+                now, module.__dict__[kind] = module.__dict__[kind], hooks
+                hooks.update({key: hook for key, hook in now.items() if key not in mine})  # registered meanwhile
+
+    def act(self) -> None:
+        """The forward has set attributes of the layer's modules: hooks may have done that."""
+        self.acting.update(dict.fromkeys(self.acting, True))
+
+    def _those(self, place: tuple[int, str], hooks: dict[int, Any], again: bool) -> OrderedDict[int, Any]:
+        found: OrderedDict[int, Any] = OrderedDict()
+        for key, hook in hooks.items():
+            acts = self.acting.get((*place, key))
+            if acts or (again and acts is None):
+                found[key] = hook
+            elif not again:
+                found[key] = functools.partial(self._run, (*place, key), hook)
+        return found
+
+    def _run(self, place: tuple[int, str, int], hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = [t for t in tree_iter((args[1:], kwargs)) if isinstance(t, Tensor)]
+        before = [*map(_mark, tensors)]
+        result = hook(*args, **kwargs)
+        acts = self.acting.get(place, False)  # it may run several times in one forward
+        self.acting[place] = acts or result is not None or before != [*map(_mark, tensors)]
+        return result
+
+
+def _mark(tensor: Tensor) -> tuple[int, int, bool]:
+    hooks = tensor._backward_hooks
+    return (-1 if tensor.is_inference() else tensor._version, len(hooks) if hooks else 0, tensor.retains_grad)
