@@ -92,6 +92,8 @@ class Step:
         self.undisturbed = engine.undisturbed
         self.slots: list[Slot] = []
         self._sums: dict[tuple[int, int], HostGradients] = {}
+        self._adding: dict[int, Slot] = {}
+        """Without a plan: the last slot that adds to a sum, by its id."""
         self.weighing = Weighing(sizes, weights)
         self.plan: Plan | None = None
         self._unclosed = self._running = 0
@@ -341,6 +343,8 @@ class Step:
 
     def _open(self, slot: Slot) -> None:
         self.slots.append(slot)
+        for sums in slot.sums.values():
+            slot.predecessor, self._adding[id(sums)] = self._adding.get(id(sums)), slot
         worker = self.engine.workers[slot.worker]
         worker.run(lambda: worker.open(slot), self.control)
 
