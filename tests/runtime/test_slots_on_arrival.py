@@ -50,4 +50,6 @@ def test_a_slot_adds_to_what_the_one_before_has_sent(
     monkeypatch.setattr(Worker, "close_slot", late)
     batch = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
     expected = run("auto", kind(), batch, steps=2)
-    assert_same(expected, run(ours(num_microbatches=3, microbatch_scope=scope), kind(), batch, steps=2, devices=devices))
+    assert_same(
+        expected, run(ours(num_microbatches=3, microbatch_scope=scope), kind(), batch, steps=2, devices=devices)
+    )

@@ -1,0 +1,281 @@
+"""State that the engine cannot keep apart for each microbatch, and hooks inside layers, which run once."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from harness import assert_same, ours, run
+from torch import Tensor, nn
+
+from lightning_roundpipe.runtime.hints import Hints
+from lightning_roundpipe.runtime.outside_writes import OutsideWrites
+
+KEPT: Any = None
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    value: Any = None
+
+
+class Shelf:
+    """What a class keeps."""
+
+    value: ClassVar[Any] = None
+    single: ClassVar[Any] = None
+
+    @classmethod
+    def get(cls) -> Any:
+        if cls.single is None:
+            cls.single = cls()
+        return cls.single
+
+
+def remembers() -> None:
+    """Keeps something in an attribute of its own."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Module(pl.LightningModule):
+    """Keeps what its second layer gives in ``place``, and reads it behind the last one."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block() for _ in range(4)).double()
+        self.place = place
+        self.helper, self.slotted, self.queue = Shelf(), Slotted(), collections.deque([None], maxlen=1)
+        self.nested, self.holder = {"a": {"b": None}}, nn.Module()
+        self.tensor, self.array = torch.zeros(6, dtype=torch.float64), np.zeros(6)
+        held = [None]
+        self.put, self.take = (lambda value: held.__setitem__(0, value)), (lambda: held[0])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        h = batch
+        for i, block in enumerate(self.blocks):
+            h = block(h)
+            if i == 1:
+                WAYS[self.place][0](self, h)
+        return h.square().mean() + (h * WAYS[self.place][1](self)).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _global(module: Module, value: Tensor) -> None:
+    global KEPT
+    KEPT = value.detach()
+
+
+Way = tuple[Callable[[Module, Tensor], Any], Callable[[Module], Any]]
+WAYS: dict[str, Way] = {
+    "object": (lambda m, h: setattr(m.helper, "value", h), lambda m: m.helper.value),
+    "object, detached": (lambda m, h: setattr(m.helper, "value", h.detach()), lambda m: m.helper.value),
+    "slots": (lambda m, h: setattr(m.slotted, "value", h), lambda m: m.slotted.value),
+    "closure": (lambda m, h: m.put(h.detach()), lambda m: m.take()),
+    "global": (_global, lambda m: KEPT),
+    "class": (lambda m, h: setattr(Shelf, "value", h.detach()), lambda m: Shelf.value),
+    "own class": (lambda m, h: setattr(Module, "kept", h.detach()), lambda m: Module.kept),  # type: ignore[attr-defined]
+    "singleton": (lambda m, h: setattr(Shelf.get(), "x", h.detach()), lambda m: Shelf.get().x),
+    "function": (lambda m, h: setattr(remembers, "x", h.detach()), lambda m: remembers.x),  # type: ignore[attr-defined]
+}
+APART: dict[str, Way] = {
+    "attribute": (lambda m, h: setattr(m, "kept", h), lambda m: m.kept),
+    "queue": (lambda m, h: m.queue.append(h.detach()), lambda m: m.queue[-1]),
+    "nested": (lambda m, h: m.nested["a"].update(b=h), lambda m: m.nested["a"]["b"]),
+    "another module": (lambda m, h: setattr(m.holder, "kept", h), lambda m: m.holder.kept),
+}
+LIKE_THE_WHOLE: dict[str, Way] = {
+    "tensor": (lambda m, h: m.tensor.copy_(h[0].detach().sign()), lambda m: m.tensor),
+    "array": (lambda m, h: m.array.__setitem__(slice(None), h[0].detach().sign()), lambda m: torch.as_tensor(m.array)),
+}
+"""Of which the whole batch keeps what its first sample gives."""
+WAYS |= APART | LIKE_THE_WHOLE
+
+
+def batches(count: int = 3) -> list[Tensor]:
+    return list(torch.randn(count, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why microbatches run one after another."""
+    said: list[str] = []
+    real = Hints.say
+
+    def say(self: Hints, key: str, text: str) -> None:
+        if key == "order":
+            said.append(text)
+        real(self, key, text)
+
+    monkeypatch.setattr(Hints, "say", say)
+    return said
+
+
+@pytest.mark.parametrize(("microbatches", "devices"), [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize("place", [place for place in WAYS if place not in LIKE_THE_WHOLE])
+def test_each_finds_what_it_has_kept(place: str, microbatches: int, devices: int, told: list[str]) -> None:
+    expected = run("auto", Module(place), batches())
+    assert_same(expected, run(ours(num_microbatches=microbatches), Module(place), batches(), devices=devices))
+    assert len(told) == (microbatches > 1 and place not in APART)
+
+
+@pytest.mark.parametrize("place", LIKE_THE_WHOLE)
+def test_memory_that_is_written_to(place: str, told: list[str]) -> None:
+    """One microbatch after another, as plain training that accumulates gradients would."""
+    parts = [part for batch in batches() for part in batch.chunk(4)]
+    expected = run("auto", Module(place), parts, accumulate_grad_batches=4)
+    strategy = ours(num_microbatches=4, loss_weight=lambda part: 1.0)
+    trained = run(strategy, Module(place), batches(), devices=2)
+    assert told, "it is not the whole batch's"
+    for name, value in expected.state.items():
+        torch.testing.assert_close(trained.state[name], value)
+
+
+def test_without_the_look_it_is_another_microbatchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run("auto", Module("object, detached"), batches())
+    monkeypatch.setattr(OutsideWrites, "_see", lambda *_: None)
+    plan = "forward 0 1 2; fused 3; backward 2 1 0; round 4"
+    strategy = ours(num_microbatches=4, plan=plan)
+    with pytest.raises(AssertionError):
+        assert_same(expected, run(strategy, Module("object, detached"), batches(), devices=2))
+
+
+def test_a_plan_that_was_asked_for_is_refused() -> None:
+    strategy = ours(num_microbatches=4, plan="forward 0-2; fused 3; backward 0-2; round 4")
+    with pytest.raises(ValueError, match=r"code between layers changes 'helper\.value'.*: leave plan out"):
+        run(strategy, Module("object"), batches(), devices=2)
+
+
+class Behind(Module):
+    """What changes behind the last layer alone is read by nobody on the way."""
+
+    def __init__(self) -> None:
+        super().__init__("attribute")
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.helper.last = float(loss)  # type: ignore[attr-defined]
+        return loss
+
+
+def test_what_changes_at_the_end_keeps_the_plan(told: list[str]) -> None:
+    run(ours(num_microbatches=4), Behind(), batches(), devices=2)
+    assert not told
+
+
+# -- hooks inside layers -----------------------------------------------------------------------------------------------
+
+
+class Hooked(Module):
+    """``kind`` of hooks on modules inside its layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("attribute")
+        self.kind = kind
+
+    def on_fit_start(self) -> None:
+        self.seen: list[Any] = []
+        self.kept_by_hooks: dict[int, Tensor] = {}
+        for i, block in enumerate(self.blocks):
+            HOOKS[self.kind](self, i, block)
+
+
+def _changing(module: Hooked, i: int, block: Any) -> None:
+    block.up.register_forward_hook(lambda m, args, out: 0.5 * out)
+
+
+def _in_place(module: Hooked, i: int, block: Any) -> None:
+    def hook(m: Any, args: Any, out: Tensor) -> None:
+        out.mul_(0.5)
+
+    block.up.register_forward_hook(hook)
+
+
+def _setting(module: Hooked, i: int, block: Any) -> None:
+    """As weight normalisation does."""
+    block.up.register_forward_pre_hook(lambda m, args: setattr(m, "factor", 0.5 * args[0].mean(-1, keepdim=True)))
+    block.up.register_forward_hook(lambda m, args, out: out * m.factor)
+
+
+def _hooking(module: Hooked, i: int, block: Any) -> None:
+    """Its hook hooks the tensor."""
+
+    def hook(m: Any, args: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda grad: 2 * grad)
+
+    block.up.register_forward_hook(hook)
+
+
+HOOKS: dict[str, Callable[[Any, int, Any], Any]] = {
+    "list": lambda m, i, block: block.up.register_forward_hook(lambda _, args, out: m.seen.append((i, len(out)))),
+    "before": lambda m, i, block: block.down.register_forward_pre_hook(lambda _, args: m.seen.append(args[0].shape)),
+    "keywords": lambda m, i, block: block.up.register_forward_hook(
+        lambda _, args, kwargs, out: m.seen.append((i, len(kwargs))), with_kwargs=True
+    ),
+    "dict": lambda m, i, block: block.up.register_forward_hook(
+        lambda _, args, out: m.kept_by_hooks.__setitem__(i, out.detach().clone())
+    ),
+    "changing": _changing,
+    "in place": _in_place,
+    "setting": _setting,
+    "hooking": _hooking,
+}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_inside_layers(kind: str, devices: int) -> None:
+    """They run as often as in plain training, in its order, with its values; those that act act each time."""
+    expected = run("auto", Hooked(kind), batches())
+    trained = run(ours(num_microbatches=1), Hooked(kind), batches(), devices=devices)
+    assert_same(expected, trained)
+    assert trained.module.seen == expected.module.seen
+    assert trained.module.kept_by_hooks.keys() == expected.module.kept_by_hooks.keys()
+    for key, value in expected.module.kept_by_hooks.items():
+        torch.testing.assert_close(trained.module.kept_by_hooks[key], value)
+
+
+@pytest.mark.parametrize("kind", ["dict", "changing", "in place", "setting", "hooking"])
+def test_hooks_inside_layers_of_microbatches(kind: str) -> None:
+    expected = run("auto", Hooked(kind), batches())
+    trained = run(ours(num_microbatches=4), Hooked(kind), batches(), devices=2)
+    assert_same(expected, trained)
+    for key, value in expected.module.kept_by_hooks.items():
+        torch.testing.assert_close(trained.module.kept_by_hooks[key], value[-2:])
+
+
+class Reading(Hooked):
+    """Computes with what a hook inside a layer has kept."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(kept.square().mean() for kept in self.kept_by_hooks.values()) * loss  # type: ignore[no-any-return]
+
+
+def test_what_hooks_kept_is_the_microbatchs(told: list[str]) -> None:
+    """`expected` accumulates: the product of two means is not that of the whole batch."""
+    parts = [part for batch in batches() for part in batch.chunk(4)]
+    expected = run("auto", Reading("dict"), parts, accumulate_grad_batches=4)
+    strategy = ours(num_microbatches=4, loss_weight=lambda part: 1.0)
+    trained = run(strategy, Reading("dict"), batches(), devices=2)
+    assert len(told) == 1 and "inside layer 'blocks.0'" in told[0]
+    for name, value in expected.state.items():
+        torch.testing.assert_close(trained.state[name], value)
