@@ -6,6 +6,8 @@ patched or a thread waiting for ever. So while the engine works the signal is he
 others, which is what it nearly always does, or until the engine is done. A second Ctrl-C is not held back: somebody
 wants to leave at any price.
 
+Nor is anything raised in a finalizer, whoever's it is: Python would print it, and go on.
+
 The same goes for ``SIGCHLD``: torch's data loader raises from its handler when one of its processes has died.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -54,7 +57,7 @@ class _Hold:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and any(known == number for known, _ in self._pending)
         # When it is gone, a handler that was set meanwhile may still call this one, as torch's for SIGCHLD does.
-        if self.open or self._gone or (again and not self._leaving):
+        if (self.open and not _is_finalizing(frame)) or self._gone or (again and not self._leaving):
             self._call(number, frame)
         else:
             self._pending.append((number, frame))
@@ -67,6 +70,16 @@ class _Hold:
             raise
 
 
+def _is_finalizing(frame: FrameType | None) -> bool:
+    """Whether ``frame`` runs because an object goes."""
+    while frame is not None:
+        if frame.f_code is _FINALIZER or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FINALIZER = weakref.finalize.__call__.__code__
 _current: _Hold | None = None
 
 

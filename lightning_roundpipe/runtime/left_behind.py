@@ -87,34 +87,17 @@ class LeftBehind:
             self._before[path] = value
             self._bytes += value.nbytes
             if self._bytes <= _TENSOR_BYTES:
-                self._put.append(_tensor_back(value))
-        elif kind == "array":
-            kept = value.copy()
-            self._before[path] = kept
-            self._put.append(lambda: np.copyto(value, kept))
-        elif kind == "generator":
-            get, give = _STATES[type(value)]
-            state = get(value)
-            self._before[path] = repr(state)
-            self._put.append(lambda: give(value, state))
+                self._put.append(put_back_of(value, kind))
         elif kind == "iterator":
             self._take_iterator(path, value)
-        elif kind == "cell":
-            held = value.cell_contents if _filled(value) else ABSENT
-            self._put.append(lambda: _fill(value, now(held)))
-        elif kind == "globals":
-            self._put.append(_globals_back(value, now))
-        elif kind == "class":
-            self._put.append(_class_back(value, now))
-        elif kind == "many":
-            length = len(value)
-            self._before[path] = length
-            if isinstance(value, list):
-                self._put.append(lambda: value.__delitem__(slice(length, None)))
-        elif kind == "object":
-            self._put.append(_attributes_back(value, now))
         else:
-            self._put.append(_container_back(value, now))
+            if kind == "array":
+                self._before[path] = value.copy()
+            elif kind == "generator":
+                self._before[path] = repr(_STATES[type(value)][0](value))
+            elif kind == "many":
+                self._before[path] = len(value)
+            self._put.append(put_back_of(value, kind, now))
 
     def _take_iterator(self, path: str, value: Any) -> None:
         how = copy.copy if isinstance(value, _CURSORS) else copy.deepcopy
@@ -161,6 +144,30 @@ class LeftBehind:
         """Everything is as it was [4]."""
         for put in self._put:
             put()
+
+
+def put_back_of(value: Any, kind: str, now: Callable[[Any], Any] = lambda item: item) -> Callable[[], object]:
+    """What makes ``value``, of a kind of `walk`, what it is now; ``now`` gives what is put in the place of an item."""
+    if kind == "tensor":
+        return _tensor_back(value)
+    if kind == "array":
+        kept = value.copy()
+        return lambda: np.copyto(value, kept)
+    if kind == "generator":
+        get, give = _STATES[type(value)]
+        state = get(value)
+        return lambda: give(value, state)
+    if kind == "cell":
+        held = value.cell_contents if _filled(value) else ABSENT
+        return lambda: _fill(value, now(held))
+    if kind == "many":
+        length = len(value)
+        return lambda: value.__delitem__(slice(length, None)) if isinstance(value, list) else None
+    if kind == "globals":
+        return _globals_back(value, now)
+    if kind == "class":
+        return _class_back(value, now)
+    return _attributes_back(value, now) if kind == "object" else _container_back(value, now)
 
 
 def names_in(value: Any, kind: str) -> dict[str, Any] | None:

@@ -6,14 +6,17 @@ others. A rehearsal shows whether there is anything else:
 
     training_step on the whole batch ── which objects does it change at all? ── [1]   most often none
     training_step on parts of it ── which of them while a layer runs ── [2]   or before its last call of one ── [3]
+    a part once more, which at every call finds what another one has there ── does it give something else? ── [4]
 
-What is changed only behind the last call is read by nobody who is still on the way.
+What is changed only behind the last call is read by nobody who is still on the way, and what is only counted or written
+down harms nobody.
 """
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_roundpipe.model.attributes import Container, own_attributes
-from lightning_roundpipe.runtime.left_behind import names_in, state_of, walk
+from lightning_roundpipe.runtime.left_behind import names_in, put_back_of, state_of, walk
 
 _MOST_BYTES = 1 << 26
 """Of an array, from which on only its first bytes are looked at."""
@@ -68,6 +71,7 @@ class OutsideWrites:
 
     Attributes:
         found: what is changed, by the name of the layer whose code does, or `BETWEEN`.
+        clashes: the same where a layer changes what is kept apart between layers.
     """
 
     def __init__(
@@ -85,6 +89,10 @@ class OutsideWrites:
         ]
         self._narrow = False
         self.found: dict[str, str] = {}
+        self.clashes: dict[str, str] = {}
+        self._record: list[list[Callable[[], object]]] | None = None
+        self._recorded: list[list[Callable[[], object]]] = []
+        self._replay: Iterator[list[Callable[[], object]]] | None = None
 
     def narrow(self) -> None:
         """Look at nothing any more but what has changed meanwhile [1]; at first, there is nothing else to see."""
@@ -104,10 +112,37 @@ class OutsideWrites:
         """The layer has run [2]."""
         self._see(layer, self._watched)
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While a part runs, whose state another is to find."""
+        self._record = self._recorded = []
+        try:
+            yield
+        finally:
+            self._record = None
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """While another one does [4]."""
+        self._replay, self._recorded = iter(self._recorded), []
+        try:
+            yield
+        finally:
+            self._replay = None
+
     def _see(self, place: str, those: Iterable[_Watched]) -> None:
-        if self._narrow and self._watched:
-            if place not in self.found and (path := next(filter(None, (w.change() for w in those)), None)) is not None:
-                self.found[place] = path
+        if not (self._narrow and self._watched):
+            return
+        if self._record is not None:
+            shared = (watched for watched in self._watched if not watched.apart and watched.kind != "iterator")
+            self._record.append([put_back_of(watched.value, watched.kind) for watched in shared])
+        elif self._replay is not None:
+            for put in next(self._replay, ()):
+                put()
+        else:
+            for watched in those:
+                if (path := watched.change()) is not None:
+                    (self.clashes if watched.apart else self.found).setdefault(place, path)
             self._look()
 
     def _look(self) -> None:

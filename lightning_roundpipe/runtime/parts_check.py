@@ -229,6 +229,8 @@ class PartsCheck:
                     whole = self._side(whole_batch(), [one + two], draws, backwards, steady=True)
                     found = self._in_parts(whole, parts(), sizes, draws, verdict, steady=True)
                     verdict.parts, verdict.announced = found or verdict.parts, found is None
+                if not verdict.raised:
+                    verdict.shared = self._shared(parts, sizes, draws)
                 if verdict.parts is not None and not verdict.announced:
                     kept = [path.removeprefix("len(").partition("[")[0].rstrip(")") for path in whole.left]
                     verdict.left = [*dict.fromkeys(path for path in kept if self._counts(path))]
@@ -241,7 +243,7 @@ class PartsCheck:
             verdict.why_not = _named(error)
         finally:
             state.restore()
-        verdict.losses_inside, verdict.shared = list(draws.losses_inside), self._outside.found
+        verdict.losses_inside = list(draws.losses_inside)
         return verdict
 
     def _take(self, start: int, first: int, last: int) -> Any:
@@ -261,6 +263,32 @@ class PartsCheck:
         if found is not None and not (whole.alike and shown.alike):
             raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
         return found
+
+    def _shared(self, parts: Callable[[], list[Any]], sizes: list[int], draws: SameDraws) -> dict[str, str]:
+        """What one part must not find of another, by whose code changes it; see `outside_writes`."""
+        outside = self._outside
+        if outside.clashes or not outside.found:
+            return outside.clashes
+
+        def run(index: int) -> _Shown:
+            backwards = OwnBackwards(sum(sizes), lambda: draws.rows)
+            return self._side([parts()[index]], [sizes[index]], draws, backwards)
+
+        alone = run(0)
+        with outside.recording():
+            run(1)
+        try:
+            with outside.replaying():
+                beside = run(0)
+        except CannotRehearse:
+            raise
+        except Exception:
+            return outside.found
+        comparison = _Comparison(self._tolerance(), sizes)
+        comparison.see("the loss", alone.loss, beside.loss)
+        comparison.see_logs(alone, beside)
+        comparison.see("what it returns", alone.output, beside.output)
+        return outside.found if comparison.found else {}
 
     def _model_side(
         self, whole: _Shown, batch: list[Any], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -225,3 +226,41 @@ def test_other_threads_have_nothing_to_do_with_it() -> None:
         done.set()
         thread.join()
     assert not failed
+
+
+class Thing:
+    """May be referred to weakly."""
+
+
+class Going:
+    def __init__(self, order: list[str]) -> None:
+        self.order = order
+
+    def __del__(self) -> None:
+        self.order.append("begins")
+        press()
+        self.order.append("ends")
+
+
+@pytest.mark.parametrize("way", ["finalizer", "del"])
+def test_an_interrupt_is_not_lost_in_a_finalizer(way: str) -> None:
+    """What is raised there Python prints, and goes on."""
+    order: list[str] = []
+
+    def goes() -> None:
+        order.append("begins")
+        press()
+        order.append("ends")
+
+    def user_code() -> None:
+        thing: Any = Going(order) if way == "del" else Thing()
+        if way == "finalizer":
+            weakref.finalize(thing, goes)
+        del thing
+
+    with pytest.raises(KeyboardInterrupt), held(), allowed():
+        user_code()
+        order.append("goes on")
+        with allowed():  # as when it calls a layer
+            order.append("not reached")
+    assert order == ["begins", "ends", "goes on"]
