@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -108,3 +109,9 @@ def _threads_that_matter(before: set[threading.Thread]) -> list[threading.Thread
 def _ours(thread: threading.Thread) -> bool:
     homes = [type(thread).__module__, getattr(getattr(thread, "_target", None), "__module__", None) or ""]
     return "roundpipe" in thread.name.lower() or any(home.startswith("lightning_roundpipe") for home in homes)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the collector, which many tests call, does not walk through it each time."""
+    gc.collect()
+    gc.freeze()

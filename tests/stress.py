@@ -188,10 +188,16 @@ def batches(case: Case) -> list[dict[str, Tensor]]:
             y[1] = -100
         if case.empty is not None and case.empty[0] == index and case.empty[1] < len(parts) > 1:
             y[parts[case.empty[1]]] = -100
-        if case.skips is not None and case.skips[0] == index and case.skips[1] < len(parts):
+        earlier = [i for i in range(index) if case.sizes[i] > 1]
+        compared = _uneven(case, index) in {_uneven(case, i) for i in earlier}  # or it is not cut
+        if case.skips is not None and case.skips[0] == index and case.skips[1] < len(parts) and compared:
             skips[parts[case.skips[1]]] = True
         made.append({"x": x, "y": y, "id": torch.arange(size), "skips": skips})
     return made
+
+
+def _uneven(case: Case, index: int) -> bool:
+    return len({len(part) for part in parts_of(case.sizes[index], case.microbatches)}) > 1
 
 
 def parts_of(size: int, microbatches: int) -> tuple[Tensor, ...]:

@@ -60,6 +60,7 @@ def test_json_says_all_that_the_table_does(command: Any) -> None:
     assert host["AdamW's two moments, fp32"] == 8 * weights
 
 
+@pytest.mark.slow
 def test_gradients_that_travel_narrow_take_half_the_link_and_more_of_the_host(command: Any) -> None:
     wide, narrow = (
         json.loads(command(*TINY_4090, "format=json", "microbatches=8", "workers=2", *given)[1])
@@ -138,6 +139,7 @@ def test_adapters_need_less(command: Any) -> None:
     assert lora["tokens_per_s"] > full["tokens_per_s"]
 
 
+@pytest.mark.slow
 def test_experts_with_adapters(command: Any, tmp_path: Path) -> None:
     """Their weights are adapted as parameters, which PEFT does under an autocast that needs a device with one."""
     settings = {
@@ -207,7 +209,11 @@ def test_stages_of_a_given_length(command: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "first"), [(4, "microbatch_size=1 microbatches=64"), (2, "sequence_length=138 microbatch_size=1")]
+    ("memory", "first"),
+    [
+        (4, "microbatch_size=1 microbatches=64"),
+        pytest.param(2, "sequence_length=138 microbatch_size=1", marks=pytest.mark.slow),
+    ],
 )
 def test_what_does_not_fit_is_an_answer_with_what_would(command: Any, memory: int, first: str) -> None:
     """Each was tried: with its settings, the same command has the same figure. The least change is first."""
@@ -252,6 +258,7 @@ def test_where_nothing_fits_that_is_said(command: Any) -> None:
     assert "Take devices with more memory, or a smaller model." in text
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_left_out_first(command: Any) -> None:
     """And settings that only together help are tried together."""
     options = (*TINY_4090[:3], "microbatches=8", "microbatch_size=1", "workers=2")
@@ -359,6 +366,7 @@ def test_what_is_assumed_of_the_host_is_said(command: Any, tmp_path: Path) -> No
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_settings_of_adapters_and_of_the_model(command: Any) -> None:
     def trained(*arguments: str) -> int:
         return int(
@@ -383,6 +391,7 @@ def test_precision_in_lightnings_spellings(given: str, meant: str) -> None:
     assert parse(plan.PlanOptions, [f"precision={given}"]).precision == meant
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> None:
     """What is found fits, and one unit more does not; the budget is named."""
     config = LlamaConfig(

@@ -31,8 +31,8 @@ LLAMA = 6
         pytest.param("bert", False, harness.per_call(6, 4), {}, marks=pytest.mark.slow),
         pytest.param("t5", False, harness.per_call(9, 4), {}, marks=pytest.mark.slow),
         pytest.param("llama", False, harness.single(LLAMA, 4), {}, marks=pytest.mark.slow),
-        ("llama", False, harness.halves(LLAMA, 4), {"staleness": 1}),
-        ("t5", False, harness.halves(9, 4), {}),
+        pytest.param("llama", False, harness.halves(LLAMA, 4), {"staleness": 1}, marks=pytest.mark.slow),
+        pytest.param("t5", False, harness.halves(9, 4), {}, marks=pytest.mark.slow),
         pytest.param("vit", False, harness.halves(6, 4), {}, marks=pytest.mark.slow),
     ],
 )

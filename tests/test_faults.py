@@ -99,7 +99,7 @@ def check(batch: int, where: str, sample: int, time: int, num_microbatches: int,
 
 
 @pytest.mark.timeout(300)
-@settings(faults, max_examples=8, derandomize=True, database=None)
+@settings(faults, max_examples=6, derandomize=True, database=None)
 @given(drawn=planted())
 def test_an_exception_anywhere(drawn: dict[str, Any]) -> None:
     check(**drawn)
@@ -108,7 +108,7 @@ def test_an_exception_anywhere(drawn: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @seed(int(os.environ.get("STRESS_SEED", "0")))
-@settings(faults, max_examples=300, database=None)
+@settings(faults, max_examples=120, database=None)
 @given(drawn=planted())
 def test_many_exceptions(drawn: dict[str, Any]) -> None:
     """The same ones each time; another ``STRESS_SEED`` gives others."""

@@ -143,7 +143,8 @@ def test_half_precision_is_as_near_as_another_split(name: str, steps: int) -> No
     assert off <= 2 * apart, f"off by {off:.3g}, different splits by {apart:.3g}"
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_the_same_bits_on_any_number_of_workers_and_under_any_plan(staleness: int) -> None:
     module = Trained(OPTIMIZERS["adamw"], schedule=True)
     results = [
@@ -225,7 +226,7 @@ def delayed(module: Trained, batches: list[Any], *, clip: float | None = None, a
     ("name", "clip", "accumulate", "microbatches"),
     [
         ("momentum", None, 1, 4),
-        ("adamw", 0.3, 3, 4),
+        pytest.param("adamw", 0.3, 3, 4, marks=pytest.mark.slow),
         pytest.param("adamw", 0.3, 1, 4, marks=pytest.mark.slow),
         pytest.param("adamw", None, 3, 4, marks=pytest.mark.slow),
         pytest.param("adamw", None, 1, 1, marks=pytest.mark.slow),

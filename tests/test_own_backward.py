@@ -189,10 +189,9 @@ def batches() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", [*LINEAR, *IN_LAYERS, *BETWEEN, *OF_THE_LOSS])
-@pytest.mark.parametrize("devices", [1, 2])
-def test_the_whole_batch_is_as_plain(kind: str, devices: int) -> None:
+def test_the_whole_batch_is_as_plain(kind: str) -> None:
     expected = run("auto", Module(kind), batches())
-    assert_same(expected, run(ours(num_microbatches=1), Module(kind), batches(), devices=devices))
+    assert_same(expected, run(ours(num_microbatches=1), Module(kind), batches(), devices=2))
 
 
 @pytest.mark.parametrize("kind", LINEAR)

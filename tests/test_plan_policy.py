@@ -59,9 +59,9 @@ def planned(result: Result) -> tuple[str, Any]:
 
 
 SEVERAL: list[Any] = [
-    ("llama", {"lora": True}),
+    pytest.param("llama", {"lora": True}, marks=pytest.mark.slow),
     ("llama", {"precision": "bf16-mixed", "memory_budget": "200KB"}),
-    ("gpt_oss", {"precision": "bf16-true"}),
+    pytest.param("gpt_oss", {"precision": "bf16-true"}, marks=pytest.mark.slow),
     ("qwen3_moe", {}),
     pytest.param("t5", {"staleness": 1}, marks=pytest.mark.slow),
     pytest.param("batch_norm", {"compile_layers": {"backend": "aot_eager"}}, marks=pytest.mark.slow),

@@ -23,6 +23,7 @@ def _run(where: Path, marked: str) -> None:
     assert done.returncode in (0, nothing), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_on_a_second_device() -> None:
     _run(HOME, "not slow")

@@ -253,7 +253,7 @@ def variants(name: str, lora: bool) -> list[tuple[int, dict[str, Any]]]:
     ("name", "lora", "count"),
     [
         ("qwen3", True, 4),
-        ("t5", False, 4),
+        pytest.param("t5", False, 4, marks=pytest.mark.slow),
         *(pytest.param(n, lora, 8, marks=pytest.mark.slow) for n, lora in sorted(SOME)),
     ],
 )

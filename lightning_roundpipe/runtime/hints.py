@@ -120,14 +120,21 @@ class Hints:
             "data loader, avoids them; microbatch_scope='model' updates metrics with whole batches.",
         )
 
-    def of_uneven_batches(self, what: str) -> None:
-        """Uneven parts do not give what the whole batch gives, and even ones do."""
-        self.say(
-            "uneven",
-            f"in parts of unequal sizes, {what}. So batches that cannot be cut evenly stay whole. A batch size that "
-            "num_microbatches divides, or drop_last=True in the data loader, avoids them; microbatch_scope='model' "
-            "cuts the calls of the model instead.",
-        )
+    def of_later_batches(self, what: str, *, uneven: bool) -> None:
+        """Parts of one kind, uneven or even, do not give what the whole batch gives, and those of the other one do."""
+        if uneven:
+            self.say(
+                "uneven",
+                f"in parts of unequal sizes, {what}. So batches that cannot be cut evenly stay whole. A batch size "
+                "that num_microbatches divides, or drop_last=True in the data loader, avoids them; "
+                "microbatch_scope='model' cuts the calls of the model instead.",
+            )
+        else:
+            self.say(
+                "even",
+                f"in parts of equal sizes, which come for the first time, {what}. So batches that can be cut evenly "
+                "stay whole; microbatch_scope='model' cuts the calls of the model instead.",
+            )
 
     def of_a_whole_batch(self, why: str) -> None:
         """Batches cannot be cut, and parts were not asked for."""

@@ -139,7 +139,7 @@ class Scope:
         elif not first and verdict.parts is not None and verdict.parts.what.startswith("metric"):
             engine.hints.of_uneven_metric(what)  # which has seen parts of earlier batches
         elif not first:
-            engine.hints.of_uneven_batches(what)
+            engine.hints.of_later_batches(what, uneven=uneven)
             self._whole.add(uneven)  # [5]
         elif auto and verdict.raised and verdict.model is not None and not engine.options.asks_for_parts:
             engine.hints.of_a_whole_batch(what)

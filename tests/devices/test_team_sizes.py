@@ -100,6 +100,7 @@ def test_every_thread_has_the_team_that_torch_was_told() -> None:
     assert found["after"] == found["before"] == 1
 
 
+@pytest.mark.slow
 @linux
 def test_by_default_emulated_devices_share_the_cores() -> None:
     """And the process has afterwards what it had before."""
@@ -164,6 +165,7 @@ for count in (1, 4):
 """
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_number_of_devices() -> None:
     """With one thread for torch, and more for OpenMP, which a new thread would take for its first product."""
     environment = os.environ | {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "passive"}

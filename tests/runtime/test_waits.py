@@ -308,7 +308,11 @@ def noticed(wait: Wait, seed: int) -> str:
         return "\n".join(ordering.faults if ordering else stress.wrong(run, expected))
 
 
-@pytest.mark.parametrize("wait", WAITS, ids=str)
+@pytest.mark.parametrize(
+    "wait",
+    [wait if i % 3 == 0 else pytest.param(wait, marks=pytest.mark.slow) for i, wait in enumerate(WAITS)],
+    ids=str,
+)
 def test_a_wait_that_is_missing_is_noticed(wait: Wait) -> None:
     assert any(noticed(wait, seed) for seed in range(TRIES)), f"nothing shows without {wait.line!r}"
 
