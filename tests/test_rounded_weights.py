@@ -179,7 +179,7 @@ def scale(self: Any, x: Tensor) -> Tensor:
 
 
 def lookup(self: Any, x: Tensor) -> Tensor:
-    return F.linear(x, self.weight) + F.embedding(torch.arange(len(x)) % WIDTH, self.weight)
+    return F.linear(x, self.weight) + F.embedding((x[:, 0] > 0).long(), self.weight)
 
 
 def without_autocast(self: Any, x: Tensor) -> Tensor:

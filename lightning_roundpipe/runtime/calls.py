@@ -226,7 +226,7 @@ class Runner:
             self._refuse_written(call.layer, written)
         refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], name)
         ran = Ran(inlet, Flat.of(output, given), doors.sides(given, name), given, recording)
-        if ran.sides:
+        if ran.sides or output[1]:
             call.layer.observers.act()
         if carried:
             replica.drop_written()

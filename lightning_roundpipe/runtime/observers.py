@@ -54,7 +54,7 @@ class Observers:
                 hooks.update({key: hook for key, hook in now.items() if key not in mine})  # registered meanwhile
 
     def act(self) -> None:
-        """The forward has set attributes of the layer's modules: hooks may have done that."""
+        """The forward has set attributes of the layer's modules, or collected something: hooks may have done that."""
         self.acting.update(dict.fromkeys(self.acting, True))
 
     def _those(self, place: tuple[int, str], hooks: dict[int, Any], again: bool) -> OrderedDict[int, Any]:

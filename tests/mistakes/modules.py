@@ -179,6 +179,19 @@ class _Remembers(zoo.PlainClassifier):
         return F.cross_entropy(logits, batch["y"]), logits
 
 
+class _Shares(zoo.PlainClassifier):
+    """Computes with what a hook on a layer has kept, where each microbatch keeps its own."""
+
+    def on_fit_start(self) -> None:
+        kept: list[Tensor] = []
+        self.model.blocks[0].register_forward_hook(lambda block, args, out: kept.__setitem__(slice(None), [out]))
+        self.take = lambda: kept[0].square().mean()
+
+    def loss_and_logits(self, batch: zoo.Batch) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["x"])
+        return F.cross_entropy(logits, batch["y"]) + self.take(), logits
+
+
 @torch.jit.script
 def _added(x: Tensor, bias: Tensor) -> Tensor:
     return x + bias
@@ -453,6 +466,17 @@ MODULES = [
         "set microbatch_scope='model' or num_microbatches=1",
         (lambda user: user.fit(_Both(mlp()), _spread_later(), num_microbatches=2),),
         finished=1,
+    ),
+    Mistake(
+        SECTION,
+        "a `plan`, and user code that changes globals, helper objects or the like while microbatches are on their way",
+        "code between layers changes '…', which microbatches share",
+        "leave plan out, or set num_microbatches=1",
+        (
+            lambda user: user.fit(
+                _Shares(mlp()), num_microbatches=2, plan="forward none; fused 0-5; backward none; round 2"
+            ),
+        ),
     ),
     Mistake(
         SECTION,
