@@ -82,7 +82,8 @@ def same_loggers() -> Iterator[None]:
     streams = [(h, h.stream) for log in loggers for h in log.handlers if type(h) is logging.StreamHandler]
     yield
     for log, (level, disabled, propagate, filters, handlers) in zip(loggers, before, strict=True):
-        log.setLevel(level)
+        if log.level != level:  # to set it takes a walk through all loggers
+            log.setLevel(level)
         log.disabled, log.propagate, log.filters[:] = disabled, propagate, filters
         if log is not logging.root:  # whose handlers are pytest's own
             log.handlers[:] = handlers

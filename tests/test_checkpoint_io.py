@@ -225,6 +225,7 @@ def train_and_save(path: Path) -> None:
     trainer.fit(copy.deepcopy(MODULE), harness.loader(SAME))
 
 
+@pytest.mark.slow
 def test_killed_while_training(tmp_path: Path) -> None:
     """A checkpoint after each step, always in the same place: training goes on from it as if nothing had been."""
     draw = random.Random(0)

@@ -268,6 +268,7 @@ def test_weights_from_files(
     assert summary["val_loss_after"] < summary["val_loss_before"]
 
 
+@pytest.mark.slow
 def test_plain_lightning_is_a_choice(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The comparison: same losses, on one device, and null for what only roundpipe knows."""
     summaries = []

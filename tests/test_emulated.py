@@ -41,7 +41,10 @@ def plain(steps: int) -> Result:
     return run("auto", module("llama", False), zoo.make_batches("llama", steps))
 
 
-@pytest.mark.parametrize(("name", "lora"), MODELS)
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [*MODELS[::4], *(pytest.param(*model, marks=pytest.mark.slow) for model in MODELS[1:4])],
+)
 @pytest.mark.parametrize(
     "emulation",
     [

@@ -77,7 +77,7 @@ def trains_again(trainer: pl.Trainer) -> None:
     harness.assert_tensors_same(faulty.plainly().state, dict(module.state_dict()))
 
 
-@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("batch", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_device_that_is_too_small(batch: int) -> None:
     """Whatever the room is, it is enough or there is an error; and with more and more of it, that comes later."""
     seen: list[str] = []

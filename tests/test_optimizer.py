@@ -287,7 +287,7 @@ class GlueWeights(Trained):
         return loss
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_weights_that_glue_reads(staleness: int) -> None:
     module = GlueWeights(OPTIMIZERS["adamw"])
     strategy = ours(num_microbatches=3, layers=LAYERS, staleness=staleness, emulation={"delay_seed": 2})
@@ -466,7 +466,7 @@ class Exploding(Trained):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("latency", [0.0, 0.03])
+@pytest.mark.parametrize("latency", [0.0, pytest.param(0.03, marks=pytest.mark.slow)])
 def test_a_step_that_fails_leaves_whole_updates(latency: float) -> None:
     """Gradients may be on their way still when the next step fails, which stops the devices."""
     module, states = Exploding(OPTIMIZERS["adamw"]), []

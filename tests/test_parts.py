@@ -146,7 +146,7 @@ def test_an_optimizer_without_a_kernel_of_parts_steps_whole_layers(optimizer: An
 
 
 @pytest.mark.parametrize("plan", [harness.per_call(CALLS, 2), harness.single(CALLS, 4), harness.halves(CALLS, 1)])
-@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize("drops", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_delays_and_poison_change_no_bit(plan: str, drops: bool, stepped: list[int]) -> None:
     """A step that begins while parts of the one before are on their way waits for the last of them."""
     case = Case(plan, 3, 4, (6, 6, 6, 6), drops=drops)

@@ -66,7 +66,7 @@ SEVERAL: list[Any] = [
     pytest.param("t5", {"staleness": 1}, marks=pytest.mark.slow),
     pytest.param("batch_norm", {"compile_layers": {"backend": "aot_eager"}}, marks=pytest.mark.slow),
     ("layer_drop", {}),
-    ("recurrent", {"round_microbatches": 1}),
+    pytest.param("recurrent", {"round_microbatches": 1}, marks=pytest.mark.slow),
     ("mlp", {"microbatch_scope": "model"}),
 ]
 

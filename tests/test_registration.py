@@ -75,6 +75,7 @@ def test_trainer_knows_the_name_without_an_import_of_ours(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_name_resolves_lazily(tmp_path: Path) -> None:
     """A package that is broken breaks nothing but itself."""
     place = copy_of_the_package(tmp_path)
