@@ -252,7 +252,8 @@ def variants(name: str, lora: bool) -> list[tuple[int, dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("name", "lora", "count"),
     [
-        ("qwen3", True, 4),
+        ("mlp", False, 4),
+        pytest.param("qwen3", True, 4, marks=pytest.mark.slow),
         pytest.param("t5", False, 4, marks=pytest.mark.slow),
         *(pytest.param(n, lora, 8, marks=pytest.mark.slow) for n, lora in sorted(SOME)),
     ],
