@@ -104,7 +104,7 @@ class OutsideWrites:
         """A microbatch begins."""
         self._look()
 
-    def enter(self, layer: str) -> None:
+    def enter(self) -> None:
         """It calls a layer [3]."""
         self._see(BETWEEN, (watched for watched in self._watched if not watched.apart))
 

@@ -71,7 +71,7 @@ class Rehearsal(Evaluation):
         written: copies of parameters that are written to.
         order: that layers are called in, as far as earlier rehearsals have shown.
         backwards: takes down what backward code of the user's own gives.
-        outside: looks at what layers change outside of them.
+        outside: looks at what user code changes that microbatches share.
         cut: sizes of the parts that a call of the model is cut into, by its number of samples; None: it is whole.
         renew: called before each of these parts.
     """
@@ -113,7 +113,7 @@ class Rehearsal(Evaluation):
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._cut is None or self._within:
-            self._outside.enter(layer.name)
+            self._outside.enter()
             output = super().call(layer, args, kwargs)
             self._outside.leave(layer.name)
             return output

@@ -47,7 +47,7 @@ class Scope:
         self.cuts_calls = False
         self.log_rules: dict[Key, str] = {}
         self.in_order = False
-        """Whether layers change what is outside of them, so that microbatches must run one after another."""
+        """Whether user code computes with state that microbatches share, so that they run one after another."""
         self.mixes = False
         """Whether targets that are spread unlike the samples were seen to make no difference."""
         self._fitting: dict[Key, list[str]] = {}
@@ -127,7 +127,7 @@ class Scope:
         code = "code between layers" if place == BETWEEN else f"code inside layer {place!r} (a hook, perhaps)"
         run_in_order(
             self._engine,
-            f"{code} changes {what!r}, which microbatches share and each of them changes",
+            f"{code} changes {what!r}, which microbatches share and read later in the step",
             "leave plan out, or set num_microbatches=1.",
         )
 
