@@ -180,6 +180,22 @@ def test_what_changes_at_the_end_keeps_the_plan(told: list[str]) -> None:
     assert not told
 
 
+class Records(Module):
+    """Writes down what passes, on the way, and never computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__("attribute")
+        self.helper.seen = []  # type: ignore[attr-defined]
+        for block in self.blocks:
+            block.register_forward_hook(lambda *_: self.helper.seen.append(1))  # type: ignore[attr-defined]
+
+
+def test_what_is_only_written_down_keeps_the_plan(told: list[str]) -> None:
+    trained = run(ours(num_microbatches=4), Records(), batches(), devices=2)
+    assert not told
+    assert_same(run("auto", Records(), batches()), trained)
+
+
 # -- hooks inside layers -----------------------------------------------------------------------------------------------
 
 
