@@ -219,11 +219,7 @@ def working() -> list[Site]:
 
 @functools.cache
 def sites() -> dict[Site, int]:
-    """All lines of undisturbed runs, and how often they were passed: in each, or only a busy machine comes there.
-
-    But for those in which emulated devices count memory when something goes, where Python only prints what is raised:
-    on a GPU that is the allocator's.
-    """
+    """All lines of undisturbed runs, and how often they were passed: in each, or only a busy machine comes there."""
     counted: list[Lines] = []
 
     def counting(run: Interrupted) -> Lines:
@@ -233,7 +229,7 @@ def sites() -> dict[Site, int]:
     for _ in range(2):
         Interrupted().run(counting)
     one, two = (lines.seen for lines in counted)
-    return {site: times for site, times in (one & two).items() if site[0] != "ledger.py"}
+    return dict(one & two)
 
 
 def at_lines(chosen: Sequence[Site], seed: int) -> None:

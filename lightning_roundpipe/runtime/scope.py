@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.cutting import Cut, cut_batch, given_weights_of
-from lightning_roundpipe.runtime.interrupts import allowed
 from lightning_roundpipe.runtime.learning import run_in_order
 from lightning_roundpipe.runtime.logs import OPEN, USUAL, Key
 from lightning_roundpipe.runtime.outside_writes import BETWEEN
@@ -101,7 +100,7 @@ class Scope:
         uneven = len(set(sizes)) > 1
         auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._is_weighed
         again = uneven in self._looks
-        with engine.rehearsal() as others, allowed():
+        with engine.rehearsal() as others:  # which lets interrupts through where user code runs
             weigh = functools.partial(given_weights_of, engine)
             verdict = check(engine, function, batch, rest, sizes, weigh, seed, others).find_out(
                 self._models if auto and (first or again) else ()
