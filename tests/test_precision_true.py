@@ -25,6 +25,12 @@ from lightning_roundpipe.config import RoundPipeError
 BF16 = torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """A sum in bf16 ends in other last bits with other threads: a device has its share of them, the loop all."""
+    torch.set_num_threads(1)
+
+
 def by_hand(module: pl.LightningModule, batches: list[Any], microbatches: int, low: torch.dtype = BF16) -> Result:
     masters: Any = copy.deepcopy(module)
     computing: Any = copy.deepcopy(module).to(low)
