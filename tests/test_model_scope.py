@@ -138,6 +138,14 @@ def trained(module: pl.LightningModule, *, devices: int = 2, num_microbatches: i
 # ---------------------------------------------------------------------------------------------------- equal to plain
 
 
+@pytest.mark.parametrize("kind", [TwoTowers, Chained])
+def test_it_is_found_by_itself(kind: Any) -> None:
+    """Hooks that training_step sets on what a model gave run once, on the whole batch."""
+    expected = run("auto", made(kind), batches())
+    result = run(ours(num_microbatches=3, layers=LAYERS), made(kind), batches(), devices=2)
+    assert_same(expected, result)
+
+
 @pytest.mark.parametrize(
     ("kind", "devices", "microbatches"),
     [

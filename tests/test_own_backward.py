@@ -220,6 +220,19 @@ def test_after_the_model_it_runs_once(
     assert len(said) == 1 and "runs once for each part" in said[0]
 
 
+@pytest.mark.parametrize("kind", [*IN_LAYERS, *BETWEEN])
+def test_calls_that_are_cut_as_asked_are_looked_at(kind: str) -> None:
+    with pytest.raises(RoundPipeError, match=r"microbatch_scope='model' cuts its calls.* runs once for each part"):
+        run(ours(num_microbatches=4, microbatch_scope="model"), Module(kind), batches(), devices=2)
+
+
+@pytest.mark.parametrize("kind", [*LINEAR, *OF_THE_LOSS])
+def test_around_calls_that_are_cut_as_asked_it_runs_once(kind: str) -> None:
+    expected = run("auto", Module(kind), batches())
+    result = run(ours(num_microbatches=4, microbatch_scope="model"), Module(kind), batches(), devices=2)
+    assert_same(expected, result)
+
+
 @pytest.mark.parametrize("scope", ["auto", "step"])
 def test_who_added_what(scope: str) -> None:
     with pytest.raises(RoundPipeError, match=r"'model\.blocks\.0\.up\.weight'.* torch\.autograd\.Function 'Adds'"):

@@ -606,7 +606,7 @@ def test_the_scope_is_said_once(said: list[str]) -> None:
 def test_whole_batches_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     found = looked_at(monkeypatch)
     trained(Module(contrasts), padded(), 1, 2)
-    trained(Module(contrasts), padded(), 2, 2, microbatch_scope="model")
+    trained(Module(contrasts), padded(), 1, 2, microbatch_scope="model")
     assert not found
 
 
@@ -622,6 +622,34 @@ def test_neither_is_refused_with_the_value_and_the_remedies() -> None:
     error = r"the loss is [\d.]+ instead of [\d.]+ \(compared on 4 samples.*loss_weight.*microbatch_scope='model'.*=1"
     with pytest.raises(RoundPipeError, match=error):
         trained(module, batches(), 2, 2)
+
+
+class CoupledNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class MixedNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(0.5 * x + 0.5 * x[torch.randperm(len(x))])
+
+
+@pytest.mark.parametrize("step", [entropy, contrasts])
+def test_calls_that_are_cut_as_asked_are_compared(step: Any) -> None:
+    module = Module(step)
+    module.model = CoupledNet()
+    error = r"microbatch_scope='model' cuts its calls of the model: .* instead of .*num_microbatches=1"
+    with pytest.raises(RoundPipeError, match=error):
+        trained(module, padded(), 2, 2, microbatch_scope="model")
+    assert_same(run("auto", module, padded()), trained(module, padded(), 1, 2, microbatch_scope="model"))
+
+
+def test_calls_that_cannot_be_compared_are_said(said: list[str]) -> None:
+    module = Module(entropy)
+    module.model = MixedNet()
+    trained(module, batches(), 2, 2, microbatch_scope="model")
+    [line] = [line for line in said if "could not be compared" in line]
+    assert "calls of the model" in line and "random numbers" in line and "num_microbatches=1" in line
 
 
 class Keeps(Module):

@@ -167,9 +167,15 @@ class Hints:
                 f"the whole batch has a value, a microbatch has nothing to average. {_WHOLE_LOGS}",
             )
 
-    def of_no_comparison(self, why: str) -> None:
-        """It is not known whether parts give what the whole batch gives."""
-        self.say(
+    def of_no_comparison(self, why: str, *, of_calls: bool = False) -> None:
+        """It is not known whether parts, of the batch or of the model's calls, give what the whole gives."""
+        if of_calls:
+            return self.say(
+                "scope",
+                "whether calls of the model give the same in parts as on the whole batch could not be compared: "
+                f"{why}. If they do not, set num_microbatches=1.",
+            )
+        return self.say(
             "scope",
             f"whether training_step gives the same in parts of a batch as on the whole could not be compared: {why}. "
             "It runs on each part; where it needs all samples at once, set microbatch_scope='model' or "

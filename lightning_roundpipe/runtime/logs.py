@@ -44,6 +44,10 @@ class LogRecorder:
         self.calls.append((name, self._kept(value), kwargs))
         self.weights.append(self._weigh(value))
 
+    def another(self) -> LogRecorder:
+        """An empty one for the same devices."""
+        return LogRecorder(self._devices, self._weigh)
+
     def _kept(self, value: Any) -> Any:
         """``value`` as it is now: user code may write to it later."""
         if isinstance(value, dict):

@@ -139,12 +139,17 @@ class PartsCheck:
         weigh: what the user says of how the losses of some parts make up that of the batch.
         seed: of the batch.
         others: by name, further objects that user code may change.
+        asked: whether the calls of the model are to be cut, whatever parts of the batch give. Then only those are
+            compared with the whole, as `Verdict.parts`, with layers whose statistics are held fixed, and not by what
+            the model's own forward leaves in itself: it is known to run several times.
     """
 
     def __init__(
         self, engine: Engine, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], sizes: list[int],
         weigh: Callable[[Sequence[Any]], Weights], seed: tuple[int, ...], others: Iterable[tuple[str, Any]] = (),
+        *, asked: bool = False,
     ) -> None:  # fmt: skip
+        self._asked = asked
         self._engine, self._function, self._batch, self._rest = engine, function, batch, rest
         self._sizes, self._weigh, self._seed = sizes, weigh, derive(*seed)
         self._root: Any = engine.module
@@ -216,6 +221,9 @@ class PartsCheck:
                 return [self._take(start, 0, one), self._take(start, one, one + two)]
 
             with without_dropout():
+                if self._asked:
+                    verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
+                    return verdict
                 whole = self._side(whole_batch(), [one + two], draws, OwnBackwards(one + two, lambda: draws.rows))
                 try:
                     verdict.parts = self._in_parts(whole, parts(), sizes, draws, verdict)
@@ -235,8 +243,7 @@ class PartsCheck:
                     kept = [path.removeprefix("len(").partition("[")[0].rstrip(")") for path in whole.left]
                     verdict.left = [*dict.fromkeys(path for path in kept if self._counts(path))]
                     if models:
-                        shown = self._model_side(whole, whole_batch(), sizes, models, draws, steady=gathers)
-                        verdict.model = self._compare(whole, shown, sizes)
+                        verdict.model, _ = self._in_calls(whole_batch, sizes, models, draws, steady=gathers)
         except CannotRehearse as error:
             verdict.why_not = str(error)
         except Exception as error:
@@ -260,9 +267,13 @@ class PartsCheck:
         shown = self._side(parts, sizes, draws, backwards, steady=steady)
         found = self._compare(whole, shown, sizes, verdict)
         verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
-        if found is not None and not (whole.alike and shown.alike):
-            raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
+        if found is not None:
+            self._demand_same_draws(whole, shown)
         return found
+
+    def _demand_same_draws(self, *sides: _Shown) -> None:
+        if not all(side.alike for side in sides):
+            raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
 
     def _shared(self, parts: Callable[[], list[Any]], sizes: list[int], draws: SameDraws) -> dict[str, str]:
         """What one part must not find of another, by whose code changes it; see `outside_writes`."""
@@ -290,18 +301,31 @@ class PartsCheck:
         comparison.see("what it returns", alone.output, beside.output)
         return outside.found if comparison.found else {}
 
-    def _model_side(
-        self, whole: _Shown, batch: list[Any], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws,
+    def _in_calls(
+        self, batch: Callable[[], list[Any]], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws,
         *, steady: bool,
-    ) -> _Shown | Difference:  # fmt: skip
-        def cut(samples: int) -> list[int]:
-            return sizes if samples == sum(sizes) else microbatch.sizes_of(samples, 2, None, 1)
+    ) -> tuple[Difference | None, bool]:  # fmt: skip
+        """What differs where the calls of the model are cut, and whether that is an error.
 
-        backwards = OwnBackwards(sum(sizes), lambda: draws.rows, whole.backwards)
+        In the run that it is compared with calls are whole, and detached from code around them as they are when cut.
+        """
+        samples = sum(sizes)
+
+        def side(cut: Callable[[int], list[int]], whole: OwnBackwards | None = None) -> _Shown:
+            backwards = OwnBackwards(samples, lambda: draws.rows, whole)
+            return self._side(batch(), [samples], draws, backwards, models, cut, steady=steady)
+
         try:
-            return self._side(batch, [sum(sizes)], draws, backwards, models, cut, steady=steady)
+            whole = side(lambda samples: [samples])
+            cut = side(lambda s: sizes if s == samples else microbatch.sizes_of(s, 2, None, 1), whole.backwards)
+        except CannotRehearse:
+            raise
         except Exception as error:
-            return Difference("training_step", None, _named(error))
+            return Difference("training_step", None, _named(error)), True
+        found = self._compare(whole, cut, sizes)
+        if found is not None:
+            self._demand_same_draws(whole, cut)
+        return found, False
 
     def _side(
         self, batches: list[Any], sizes: list[int], draws: SameDraws, backwards: OwnBackwards,
@@ -395,10 +419,8 @@ class PartsCheck:
     # -- comparing ----------------------------------------------------------------------------------------------------
 
     def _compare(
-        self, whole: _Shown, parts: _Shown | Difference, sizes: list[int], verdict: Verdict | None = None
+        self, whole: _Shown, parts: _Shown, sizes: list[int], verdict: Verdict | None = None
     ) -> Difference | None:
-        if isinstance(parts, Difference):
-            return parts
         comparison = _Comparison(self._tolerance(), sizes)
         comparison.see("the loss", whole.loss, parts.loss)
         comparison.see_logs(whole, parts)
@@ -407,7 +429,7 @@ class PartsCheck:
         if whole.backwards is not None and parts.backwards is not None:
             comparison.see_backwards(whole.backwards, parts.backwards)
         comparison.see("what it returns", _without_loss(whole.output), _without_loss(parts.output))
-        for path in {**whole.left, **parts.left}:
+        for path in () if self._asked else {**whole.left, **parts.left}:
             if self._counts(path):
                 comparison.see_left(path, whole.left.get(path, ABSENT), parts.left.get(path, ABSENT))
         if verdict is not None:
@@ -601,4 +623,12 @@ def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:
         "training_step needs all samples at once, or counts how often it runs, set microbatch_scope='model', which "
         "runs it once and cuts the calls of the model: these must return a row for each sample. num_microbatches=1 "
         "keeps the batch whole."
+    )
+
+
+def calls_are_not_the_whole(what: str) -> str:
+    """The error where the user set ``microbatch_scope="model"``, and the model's calls give something else in parts."""
+    return (
+        f"training_step gives something else where microbatch_scope='model' cuts its calls of the model: {what}. The "
+        "model must treat each sample for itself, forward and backward. num_microbatches=1 keeps its calls whole."
     )

@@ -38,7 +38,7 @@ from lightning_roundpipe.runtime.foresight import Order
 from lightning_roundpipe.runtime.glue import DATA, GlueMode
 from lightning_roundpipe.runtime.handing import hand_back
 from lightning_roundpipe.runtime.interception import Inside, calling, current
-from lightning_roundpipe.runtime.logs import LogRecorder
+from lightning_roundpipe.runtime.logs import LogRecorder, gathered, issue
 from lightning_roundpipe.runtime.losses import COUNTED, reduction_of
 from lightning_roundpipe.runtime.model_calls import ModelCall
 from lightning_roundpipe.runtime.outside_writes import OutsideWrites
@@ -126,14 +126,19 @@ class Rehearsal(Evaluation):
         call = ModelCall(name, 0, Ambient.capture(self._engine.device_types))
         with torch._C.DisableTorchFunction():
             parts = call.split(args, kwargs, self._cut, self._engine.unit_of, self.locate)
+        whole, recorders = self.logs, []
         for part_args, part_kwargs in parts:
             self._draws.narrow(len(call.runs), call.sizes)
             self._renew()
             self._outside.begin()
+            self.logs = whole.another()
+            recorders.append(self.logs)
             with self.within_model():
                 output = function(*part_args, **part_kwargs)
             call.runs.append(_Part(*flatten(output), self))  # type: ignore[arg-type]
         self._draws.widen()
+        self.logs = whole
+        issue(whole, gathered(recorders), call.sizes, [float(size) for size in call.sizes])
         with torch._C.DisableTorchFunction():
             return call.merge(self.device, lambda tensor: None)
 
@@ -145,11 +150,15 @@ class Rehearsal(Evaluation):
     def look_back(self, place: str, values: Iterable[Any], share: float | None = None) -> None:
         """Take down what the backward of code between layers gives, if it is the user's own.
 
+        Code around calls of the model that are cut runs once, on the whole batch.
+
         Args:
             place: of the code.
             values: what it computes.
             share: of a loss in that of the batch.
         """
+        if self._cut is not None and not self._within:
+            return
         roots = [v for v in values if isinstance(v, Tensor) and v.requires_grad and v.grad_fn is not None]
         code, ends = code_in(roots)
         if ends and (code := hooked(code, self._draws.hooked)):

@@ -1,6 +1,6 @@
 """What is cut: the batch, or the calls of the model in ``training_step``; and how that is found out.
 
-microbatch_scope="model" ── the calls
+microbatch_scope="model" ── the first batch: do the calls, cut, give what they give whole? ── the calls, or [4]
 "step", "auto" ── the first batch that is cut, and the first that is cut unevenly: are parts the whole? ── [1]
                   they are ── the batch ── [2]      they are not, and cut calls are ── the calls ── [3]
                   neither ── an error, once the engine has had its say ── [4]
@@ -14,11 +14,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.cutting import Cut, cut_batch, given_weights_of
+from lightning_roundpipe.runtime.cutting import Cut, cut_batch, given_weights_of, sizes_for
 from lightning_roundpipe.runtime.learning import run_in_order
 from lightning_roundpipe.runtime.logs import OPEN, USUAL, Key
 from lightning_roundpipe.runtime.outside_writes import BETWEEN
-from lightning_roundpipe.runtime.parts_check import PartsCheck, described, in_both, not_the_whole
+from lightning_roundpipe.runtime.parts_check import (
+    PartsCheck,
+    calls_are_not_the_whole,
+    described,
+    in_both,
+    not_the_whole,
+)
 
 if TYPE_CHECKING:
     from lightning_roundpipe.runtime.engine import Engine
@@ -63,6 +69,8 @@ class Scope:
         """What ``function`` (training_step) is called with; the arguments are those of `Engine.train_batch`."""
         engine = self._engine
         cut = cut_batch(engine, batch)
+        if cut.sizes is None and engine.options.microbatch_scope == "model" and not self._looks:
+            self._look_at_calls(function, batch, rest, seed)
         if self.cuts_calls or cut.sizes is None or len(cut.sizes) == 1:
             return cut
         uneven, first = len(set(cut.sizes)) > 1, not self._looks
@@ -117,6 +125,30 @@ class Scope:
             engine.hints.of_no_comparison(verdict.why_not)
         elif verdict.parts is not None and not (verdict.announced or engine.hints.couples):
             self._part_ways(verdict, auto=auto, uneven=uneven, first=first or again)
+
+    def _look_at_calls(
+        self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]
+    ) -> None:
+        """Whether calls that are cut because the user says so give what whole calls give [2].
+
+        What user code raises in the rehearsal, the step raises as well.
+        """
+        engine = self._engine
+        self._looks[False] = LOOKS
+        try:
+            sizes = sizes_for(engine, batch)
+        except ValueError as error:
+            return engine.hints.of_no_comparison(str(error), of_calls=True)
+        if len(sizes) == 1:
+            return None
+        weigh = functools.partial(given_weights_of, engine)
+        with engine.rehearsal() as others:
+            check = PartsCheck(engine, function, batch, rest, sizes, weigh, seed, others, asked=True)
+            verdict = check.find_out(self._models)
+        if verdict.why_not:
+            engine.hints.of_no_comparison(verdict.why_not, of_calls=True)
+        elif verdict.parts is not None and not verdict.raised:
+            self._refusal = calls_are_not_the_whole(described(verdict))
 
     def _keep_in_order(self, place: str, what: str) -> None:
         """The code of ``place`` changes ``what``, which another microbatch would find."""

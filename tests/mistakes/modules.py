@@ -461,6 +461,13 @@ MODULES = [
     ),
     Mistake(
         SECTION,
+        "`microbatch_scope='model'`, and samples are not independent of each other in the model",
+        "training_step gives something else where microbatch_scope='model' cuts its calls of the model",
+        "num_microbatches=1 keeps its calls whole",
+        (lambda user: user.fit(_centred(), num_microbatches=2, microbatch_scope="model"),),
+    ),
+    Mistake(
+        SECTION,
         "a cross entropy and another loss, and a batch whose targets are spread unlike its samples",
         "the loss is a cross entropy and something else that comes from the model",
         "set microbatch_scope='model' or num_microbatches=1",
@@ -506,6 +513,18 @@ def _spread_later() -> list[zoo.Batch]:
     batches = zoo.make_batches("mlp", 2)
     batches[1]["y"][:2] = -100
     return batches
+
+
+def _centred() -> pl.LightningModule:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x - x.mean(0))  # type: ignore[no-any-return]
+
+    return zoo.PlainClassifier(Centred())
 
 
 class _Summed(zoo.PlainClassifier):
