@@ -29,10 +29,10 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.runtime import recomputed
-from lightning_roundpipe.runtime.bypass import Accumulators
-from lightning_roundpipe.runtime.calls import Runner
-from lightning_roundpipe.runtime.tape import _Driven
+from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.core.tape import _Driven
+from lightning_roundpipe.runtime.layer_calls import recompute_check
+from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 
 
 class CoreTime(pl.Callback):
@@ -66,7 +66,7 @@ class TinyLlama(pl.LightningModule):
 @contextlib.contextmanager
 def recomputations(checked: bool) -> Iterator[None]:
     """All steps, or none, compare recomputations with their forward."""
-    with mock.patch.object(recomputed, "FIRST", sys.maxsize if checked else 0):
+    with mock.patch.object(recompute_check, "FIRST", sys.maxsize if checked else 0):
         yield
 
 
@@ -85,7 +85,7 @@ def gradients(checked: bool) -> Iterator[None]:
 
     with (
         mock.patch.object(Accumulators, "watch", lambda self, masters: None),
-        mock.patch.object(Runner, "_borrowing", lambda *_: contextlib.nullcontext()),
+        mock.patch.object(LayerExecutor, "_borrowing", lambda *_: contextlib.nullcontext()),
         mock.patch.object(_Driven, "of", without_mode),
     ):
         yield

@@ -3,8 +3,8 @@
 By design: 4 bytes a frozen parameter (fp32: the master is the working copy), 16 bytes a trained one (weight, gradient,
 two moments of AdamW), and a step's boundary tensors. On a machine without a GPU three things come on top: the process
 itself, what loading left behind, and the memory of the emulated devices, of which a part is not counted there: what a
-layer takes while it computes. What is measured beyond that sum is glue (the logits and the loss are computed there) and
-what the allocator keeps.
+layer takes while it computes. What is measured beyond that sum is user code (the logits and the loss are computed
+there) and what the allocator keeps.
 
     .venv/bin/python benchmarks/bench_memory.py [--full] [--steps 6]
 """
@@ -70,11 +70,11 @@ def items(task: Any, report: dict[str, Any], before: int, loaded: int) -> list[t
     parameters = list(task.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters if not p.requires_grad)
-    boundaries = sum(row["nbytes"] for row in report["events"] if row["kind"] == "download_activations")
+    activations = sum(row["nbytes"] for row in report["events"] if row["kind"] == "download_activations")
     return [
         (f"{frozen / 1e6:.1f} M frozen parameters, 4 bytes each", 4 * frozen),
         (f"{trained / 1e6:.1f} M trained parameters, 16 bytes each", 16 * trained),
-        ("boundary tensors of a step", boundaries),
+        ("boundary tensors of a step", activations),
         ("process before the model", before),
         ("left behind by loading the model", max(0, loaded - before - 4 * (frozen + trained))),
         ("memory of the four emulated devices", sum(report["peak_device_bytes"])),
@@ -149,11 +149,11 @@ def full(options: argparse.Namespace) -> None:
     most = peak_bytes()
     report = strategy.report()
     trained = sum(p.numel() for p in module.parameters())
-    boundaries = sum(row["nbytes"] for row in report["events"] if row["kind"] == "download_activations")
+    activations = sum(row["nbytes"] for row in report["events"] if row["kind"] == "download_activations")
     design = [
         (f"{trained / 1e6:.1f} M parameters, 16 bytes each", 16 * trained),
         ("their working copy in bf16", 2 * trained),
-        ("boundary tensors of a step", boundaries),
+        ("boundary tensors of a step", activations),
     ]
     apart = [
         ("process before the model", before),

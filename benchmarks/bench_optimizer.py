@@ -33,14 +33,14 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import make_devices, teams
-from lightning_roundpipe.runtime import updates
-from lightning_roundpipe.runtime.arrivals import Arrivals
-from lightning_roundpipe.runtime.formats import Formats
-from lightning_roundpipe.runtime.gradients import StepGradients
-from lightning_roundpipe.runtime.sums import GradientBuffers, HostGradients
-from lightning_roundpipe.runtime.units import units_of
-from lightning_roundpipe.runtime.weights import host_layers
+from lightning_roundpipe.devices import intraop_threads, make_devices
+from lightning_roundpipe.runtime.memory.dtypes import Formats
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, HostGradSums
+from lightning_roundpipe.runtime.memory.host_layer import host_layers
+from lightning_roundpipe.runtime.memory.param_buckets import units_of
+from lightning_roundpipe.runtime.optimizer import async_optimizer
+from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
+from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 
 SHAPES = {
     "Qwen3-1.7B": {"hidden": 2048, "inner": 6144, "layers": 6, "vocabulary": 8_000},
@@ -69,14 +69,14 @@ class Engine:
         self.layers = host_layers(modules(**shape), self._device, Formats(), apart=False, mapped=())
         self.masters = [master for layer in self.layers for master in layer.masters]
         self._units = units_of(self.layers, self.masters)
-        self._updates = updates.Updates(self._units)
-        self._buffers = [GradientBuffers(layer, self._device) for layer in self.layers]
+        self._updates = async_optimizer.Updates(self._units)
+        self._buffers = [HostGradBuffers(layer, self._device) for layer in self.layers]
         self._came = lambda: None
         gradients = {key: g for sums in self._sums() for key, g in sums.take(1.0).items()}
         for master in self.masters:
             master.grad = gradients[id(master)].normal_()
 
-    def _sums(self) -> list[HostGradients]:
+    def _sums(self) -> list[HostGradSums]:
         sums = [buffers.begin() for buffers in self._buffers]
         for each in sums:
             each.present = [True] * len(each.present)
@@ -89,15 +89,15 @@ class Engine:
             piece: parameters of one call; 0: one layer.
             cast: whether weights travel in bf16.
         """
-        updates.PIECE = piece
+        async_optimizer.PIECE = piece
         for layer in self.layers:
             layer.round(dict.fromkeys(range(len(layer.masters)), torch.bfloat16) if cast else {})
-        arrivals = Arrivals(self._units)
-        batch = StepGradients(self._sums(), [], 1.0, arrivals)
+        readiness = GradReadiness(self._units)
+        batch = StepGradients(self._sums(), [], 1.0, readiness)
         batch.differentiated(1.0)
         self._updates.offer(batch)
         self._updates.submit(optimizer, None)
-        self._came = lambda: arrivals.passed(())
+        self._came = lambda: readiness.passed(())
 
     def finish(self) -> None:
         """Gradients come, and everything is updated."""
@@ -117,7 +117,7 @@ class Side:
     prepare: Callable[[], None] = lambda: None
 
     def seconds(self) -> float:
-        teams.disband()  # or two would make each other slow; in training, too, who waits for the optimizer has none
+        intraop_threads.disband()  # or two would make each other slow, as in training
         self.prepare()
         time.sleep(IDLE)
         start = time.perf_counter()
@@ -133,7 +133,7 @@ def compute() -> None:
 def sides_of(engine: Engine) -> dict[str, Side]:
     plain, fused = (AdamW(engine.masters, weight_decay=0.1, fused=choice) for choice in (None, True))
     fused.state = plain.state
-    as_it_is = updates.PIECE
+    as_it_is = async_optimizer.PIECE
 
     def ours(piece: int, *, cast: bool = False) -> Side:
         return Side(engine.finish, lambda: engine.submit(plain, piece, cast=cast))

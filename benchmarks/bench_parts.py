@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.runtime.parts_check import PartsCheck
+from lightning_roundpipe.runtime.profile.parts_check import PartsCheck
 
 
 class Tuned(pl.LightningModule):

@@ -26,17 +26,17 @@ from torch import nn
 from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_shape import Shape
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import make_devices, teams
+from lightning_roundpipe.devices import intraop_threads, make_devices
 from lightning_roundpipe.planning.memory import partition_within
 from lightning_roundpipe.planning.pipeline import run_steps
-from lightning_roundpipe.runtime import sums
-from lightning_roundpipe.runtime.arrivals import Arrivals
-from lightning_roundpipe.runtime.formats import Formats
-from lightning_roundpipe.runtime.gradients import StepGradients
-from lightning_roundpipe.runtime.sums import DeviceGradients, GradientBuffers
-from lightning_roundpipe.runtime.units import units_of
-from lightning_roundpipe.runtime.updates import Updates
-from lightning_roundpipe.runtime.weights import host_layers
+from lightning_roundpipe.runtime.memory import grad_buffers
+from lightning_roundpipe.runtime.memory.dtypes import Formats
+from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers
+from lightning_roundpipe.runtime.memory.host_layer import host_layers
+from lightning_roundpipe.runtime.memory.param_buckets import units_of
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
+from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 
 MEMORY_SHARE = 0.9
 STEPS = 6
@@ -56,7 +56,11 @@ def simulate(model: str, hardware: str) -> Table:
             costs = shape.costs(size, 2048)
             budget = None if machine.memory is None else int(MEMORY_SHARE * machine.memory)
             plan = partition_within(costs, workers, 2 * workers, None, budget)
-            sides = [None, replace(rules.updates, piece_bytes=None), replace(rules.updates, piece_bytes=sums.PART)]
+            sides = [
+                None,
+                replace(rules.updates, piece_bytes=None),
+                replace(rules.updates, piece_bytes=grad_buffers.PART),
+            ]
             none, whole, parts = (
                 1e3 * run_steps(plan, costs, workers, 2 * workers, replace(rules, updates=side), STEPS).period_s(3)
                 for side in sides
@@ -77,27 +81,27 @@ class Tail:
         self._units = units_of([self.layer], self.layer.masters)
         self.layer.round({0: torch.bfloat16})
         self._updates = Updates(self._units)
-        self._buffers = [GradientBuffers(self.layer, self.device) for _ in range(2)]  # of the embedding, of the head
+        self._buffers = [HostGradBuffers(self.layer, self.device) for _ in range(2)]  # of the embedding, of the head
         self._arena = torch.ones(self._buffers[0].layout.nbytes, dtype=torch.uint8)
         self._optimizer = torch.optim.AdamW(self.layer.masters)
         self.seconds(whole=True)
 
     def seconds(self, *, whole: bool) -> float:
         """From the end of backward to the new weights."""
-        sums.STREAMED = 2**60 if whole else 2**27
+        grad_buffers.STREAMED = 2**60 if whole else 2**27
         head, embedding = (buffers.begin() for buffers in self._buffers)
         head.present = [True]
-        arrivals = Arrivals(self._units)
-        batch = StepGradients([embedding, head], [], 1.0, arrivals)
+        readiness = GradReadiness(self._units)
+        batch = StepGradients([embedding, head], [], 1.0, readiness)
         batch.differentiated(1.0)
         self._updates.offer(batch)
         self._updates.submit(self._optimizer, None)
-        on_device = DeviceGradients(embedding, self._arena)
+        on_device = DeviceGradSums(embedding, self._arena)
         on_device.present = [True]
-        teams.disband()
+        intraop_threads.disband()
         start = time.perf_counter()
         on_device.download(self.device.gradients_down)
-        arrivals.passed(())
+        readiness.passed(())
         self._updates.settle()
         return time.perf_counter() - start
 

@@ -23,13 +23,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Emulation, Options
-from lightning_roundpipe.devices.permit import at_once
+from lightning_roundpipe.devices.core_semaphore import at_once
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.budget import peak_bytes
-from lightning_roundpipe.runtime.cutting import sizes_for
+from lightning_roundpipe.runtime.batch.cutting import sizes_for
 from lightning_roundpipe.runtime.engine import Engine
+from lightning_roundpipe.runtime.memory.budget import peak_bytes
 
 ANNOUNCES = "roundpipe_announces"
 """Class attribute of callbacks that show all this in their own way."""

@@ -60,7 +60,7 @@ class Emulation:
         latency: seconds that each copy takes before its first byte arrives.
         poison: fill buffers with NaN when they are made and when they are freed, so that a read too early or too late
             shows as a wrong number.
-        delay_seed: seed of random delays before copies, layers and glue and between them, which shake out missing
+        delay_seed: seed of random delays before copies, layers and user code and between them, which shake out missing
             waits. ``None``: no delays.
     """
 

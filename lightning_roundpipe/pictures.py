@@ -62,7 +62,7 @@ class TimeUnit:
 
 
 def set_time_axis(axes: Axes, unit: TimeUnit) -> None:
-    """Labels the horizontal axis, along which there are seconds, in ``unit``."""
+    """Labels the horizontal axis, along which there are seconds, in ``bucket``."""
     from matplotlib.ticker import Formatter
 
     class Ticks(Formatter):

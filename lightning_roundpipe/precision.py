@@ -1,13 +1,13 @@
-"""The precision plugin: which number formats the layers and the glue compute in.
+"""The precision plugin: which number formats the layers and the user code compute in.
 
 Masters stay in fp32 (fp64 in ``64-true``), and so does all that the optimizer and checkpoints see of them.
 
 * ``*-mixed`` is torch's autocast, entered around the step on the calling thread, captured with each layer call and
   entered again wherever the layer runs.
 * ``64-true`` converts the module, masters included, as Lightning's own plugin does.
-* ``bf16-true`` and ``16-true`` show layers and glue what Lightning's own plugin shows them: weights, buffers and inputs
-  in low precision, and torch's default format set to it while a step runs. Weights are working copies of the masters
-  (`formats`).
+* ``bf16-true`` and ``16-true`` show layers and user code what Lightning's own plugin shows them: weights, buffers and
+  inputs in low precision, and torch's default format set to it while a step runs. Weights are working copies of the
+  masters (`dtypes`).
 * ``16-*`` multiplies losses by a factor, so that small gradients do not vanish, and skips steps whose gradients are not
   finite: `scaler` holds the factor, and its state is saved where Lightning's own plugin finds it.
 """
@@ -32,8 +32,8 @@ from typing_extensions import override
 from lightning_roundpipe.config import PRECISION_ALIASES, PRECISIONS
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.scaling import LossScale
-from lightning_roundpipe.runtime.formats import Formats, widen
-from lightning_roundpipe.runtime.scales import Scales
+from lightning_roundpipe.runtime.memory.dtypes import Formats, widen
+from lightning_roundpipe.runtime.memory.loss_scale import Scales
 
 _OF_THE_FLAG = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 """What Lightning makes of ``Trainer(precision=...)`` alone; anything else is a plugin with hooks of its own."""
@@ -173,7 +173,7 @@ class RoundPipePrecision(Precision):
                 yield
                 return
             dtype = torch.float16 if self.scaler is not None else torch.bfloat16
-            # Glue may compute on the host too; there it must see the same formats.
+            # User code may compute on the host too; there it must see the same formats.
             for device in sorted({"cpu", self.device}):
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
             yield

@@ -34,7 +34,7 @@ from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.pipeline import Event, Rules, Run, run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.simulate import HostTime
-from lightning_roundpipe.runtime.events import bubble_percent
+from lightning_roundpipe.runtime.reporting.events import bubble_percent
 
 _KINDS = {
     "forward": "forward",

@@ -19,14 +19,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED, restore, save
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.listeners import Settle, listening, looks_at_weights, needs_gradients, slowed_by
+from lightning_roundpipe.hook_audit import FlushOptimizer, listening, looks_at_weights, needs_gradients, slowed_by
 from lightning_roundpipe.optim.clipping import Clip
 from lightning_roundpipe.optim.independence import goes_by_default_format
-from lightning_roundpipe.optim.shadow import stepped_by_parameter
+from lightning_roundpipe.optim.partial_optimizer import stepped_by_parameter
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.runtime.engine import Engine
-from lightning_roundpipe.windows import ACCUMULATED, restore, save
 
 
 class Stepping:
@@ -54,7 +54,7 @@ class Stepping:
         self._parameters = list(module.parameters())
         self._listening: list[object] | None = None
         """What the way of stepping was chosen for, see `listening`."""
-        self._settle = Settle(self._finish)
+        self._settle = FlushOptimizer(self._finish)
         self._hooks = contextlib.ExitStack()
         self._watch()
 
@@ -160,7 +160,7 @@ class Stepping:
 
     def _settle_for(self, looks: Mapping[str, str]) -> None:
         self._settle.remove(self._trainer)
-        self._settle = Settle(self._finish, looks)
+        self._settle = FlushOptimizer(self._finish, looks)
         self._settle.install(self._trainer)
 
     def refuse_late_hooks(self) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED, save
 from lightning_roundpipe.announcements import Announcements, changed_settings, name_devices
 from lightning_roundpipe.checkpoint_io import WholeCheckpointIO
 from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refuse_unscaled
@@ -51,13 +52,12 @@ from lightning_roundpipe.refusals import (
     unreadable_checkpoint,
 )
 from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
-from lightning_roundpipe.runtime.budget import over_capacity
 from lightning_roundpipe.runtime.engine import Engine
-from lightning_roundpipe.runtime.interrupts import held
-from lightning_roundpipe.runtime.notes import remedied
-from lightning_roundpipe.runtime.report import Report
+from lightning_roundpipe.runtime.faults.interrupts import held
+from lightning_roundpipe.runtime.faults.notes import remedied
+from lightning_roundpipe.runtime.memory.budget import over_capacity
+from lightning_roundpipe.runtime.reporting.report import Report
 from lightning_roundpipe.stepping import Stepping
-from lightning_roundpipe.windows import ACCUMULATED, save
 
 _CPU = torch.device("cpu")
 
@@ -283,7 +283,7 @@ class RoundPipeStrategy(OneProcess):
         )
         stepping, seed, uploaded = self._stepping, self._seed, engine.weights_uploaded
         gradients = stepping.keep_gradients() if stepping is not None else {}
-        self._former.update((id(p), weakref.ref(p)) for unit in engine.units for p in unit.masters)
+        self._former.update((id(p), weakref.ref(p)) for bucket in engine.buckets for p in bucket.masters)
         strays = [(p, p.data) for layer in engine.layers for flat in layer.flats for p in flat.strays()]
         self._set_up(module.trainer, again=True)
         for parameter, memory in strays:
@@ -457,7 +457,7 @@ class RoundPipeStrategy(OneProcess):
             if self._running()[0].automatic_optimization:
                 self._attach()  # training_step comes within the optimizer's step
             former = {key for key, known in self._former.items() if known() is not None}  # no gradients come to them
-            refuse_foreign_parameters([optimizer], self._engine.unit_of.keys() | former)
+            refuse_foreign_parameters([optimizer], self._engine.bucket_of.keys() | former)
         run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
         if self._stepping is None:
             return run()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_roundpipe import strategy
-from lightning_roundpipe.devices import behalf, cuda, cuda_streams
+from lightning_roundpipe.devices import cuda, cuda_streams, thread_owner
 from lightning_roundpipe.devices.cuda import CudaDevice, share_out
 
 GPU_CLOCK_AHEAD = 1234.5
@@ -155,7 +155,7 @@ def no_record_stream(*args: object) -> None:
 class AutogradThread:
     """Runs backward as for tensors on a GPU: on a thread of autograd's own, one for all who use that GPU.
 
-    It finds what torch hands to it and nothing else; that torch does so is tested in ``devices/test_behalf.py``.
+    It finds what torch hands to it and nothing else; that torch does so is tested in ``devices/test_thread_owner.py``.
     """
 
     def __init__(self) -> None:
@@ -168,11 +168,11 @@ class AutogradThread:
         if caller is self._own or not caller.name.startswith("roundpipe-"):  # the main thread's loss is on the host
             return self._real(*args, **kwargs)
         raised: list[BaseException] = []
-        whom, grad, stream = behalf.behalf(), torch.is_grad_enabled(), getattr(_current, "stream", None)
+        whom, grad, stream = thread_owner.behalf(), torch.is_grad_enabled(), getattr(_current, "stream", None)
         device = current_device()
 
         def run() -> None:
-            behalf._stash(whom)
+            thread_owner._stash(whom)
             _current.device = device  # autograd has a thread for each GPU
             try:
                 with torch.set_grad_enabled(grad), current_stream(stream):
@@ -231,7 +231,7 @@ def trainers_on_gpus(patch: pytest.MonkeyPatch, *, limited: bool = False, shared
         patch: undoes it.
         limited: whether the memory that the fake tells of is a limit.
         shared: whether all workers share one GPU. If not, each has its own; tensors do not show which, though on real
-            ones glue could not compute with tensors of two.
+            ones user code could not compute with tensors of two.
     """
     made: list[CudaDevice] = []
     streams: dict[int, dict[Any, Any]] = {}

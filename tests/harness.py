@@ -43,7 +43,7 @@ ATOL = 2e-6
 NUDGES = 8
 """Plain runs that say how far a model carries rounding. Each falls to one side of a kink: rarely all to the same."""
 NUDGE = 4.0
-"""How far a weight is moved at most, in units of its last place: about as far as another order moves a sum."""
+"""How far a weight is moved at most, in buckets of its last place: about as far as another order moves a sum."""
 ROUNDING = 2.0
 """A difference is rounding up to this many times what the nudged runs show."""
 
@@ -146,12 +146,12 @@ class WatchGradients(pl.Callback):
 def overheard(result: Result, module: pl.LightningModule) -> Iterator[None]:
     """Copies what the optimizer takes, on its thread if it has one, without anybody who waits for it."""
     from lightning_roundpipe.precision import RoundPipePrecision
-    from lightning_roundpipe.runtime.updates import Updates
+    from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 
     real, real_after = Updates._gather, RoundPipePrecision._after_closure
 
-    def gather(self: Any, unit: Any, step: Any) -> Any:
-        taken = real(self, unit, step)
+    def gather(self: Any, bucket: Any, step: Any) -> Any:
+        taken = real(self, bucket, step)
         # Asked for here, as configure_model may still have changed the parameters.
         names = {id(p): name for name, p in module.named_parameters()}
         while len(result.grads) < step.number:

@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_roundpipe.devices.emulated import EmulatedDevice
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
-from lightning_roundpipe.runtime.model_runs import PartRun
-from lightning_roundpipe.runtime.run import MicrobatchRun
-from lightning_roundpipe.runtime.worker import IN_FLIGHT, Worker
+from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
+from lightning_roundpipe.runtime.core.worker import IN_FLIGHT, Worker
+from lightning_roundpipe.runtime.modes.model_tasks import PartRun
 
 HOST = "host"
 PAGE = 12
@@ -302,5 +302,5 @@ def _follow_operations(ordering: Ordering, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(kind, name, followed)
 
-    for kind, name in ((MicrobatchRun, "run"), (PartRun, "forward"), (PartRun, "back")):
+    for kind, name in ((MicrobatchTask, "run"), (PartRun, "forward"), (PartRun, "back")):
         follow(kind, name)

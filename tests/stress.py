@@ -32,8 +32,8 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import engine
-from lightning_roundpipe.runtime.report import report_of
-from lightning_roundpipe.runtime.step import Step
+from lightning_roundpipe.runtime.core.step import Step
+from lightning_roundpipe.runtime.reporting.report import report_of
 
 CALLS = 6
 WIDTH, CLASSES = 8, 5
@@ -41,7 +41,7 @@ LAYERS = ["Linear", "Block"]
 WATCHDOG = PATIENCE_S
 """Seconds: a hang is a failure that shows all stacks. Nothing here takes one."""
 GLUE_S = 0.0005
-"""Seconds that each piece of glue takes."""
+"""Seconds that each section of user code takes."""
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """A layer that is used twice, a frozen one, one that writes to its input; one mask for all of them; glue that
+    """A layer that is used twice, a frozen one, one that writes to its input; one mask for all of them; user code that
     writes in place, draws, and has weights, in front of the first layer too."""
 
     def __init__(self, drops: bool) -> None:
@@ -74,15 +74,15 @@ class Network(nn.Module):
         self.first = nn.Parameter(torch.ones(6))
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: Tensor, glue: Glue, skips: bool) -> Tensor:
-        with glue.alone():
+    def forward(self, x: Tensor, user_code: UserCode, skips: bool) -> Tensor:
+        with user_code.alone():
             keep = (x[:, :1] > -2).float() * 1.25
         h = self.embed(x * self.first)  # call 0
         h += self.twice(h, keep)  # 1
-        with glue.alone():
+        with user_code.alone():
             h = F.dropout(h, 0.1) * self.scale
         h = self.frozen(h, keep)  # 2
-        with glue.alone():
+        with user_code.alone():
             h = h.neg()
         h = h + 0.5 * self.twice(h, keep)  # 3
         if not skips:
@@ -91,7 +91,7 @@ class Network(nn.Module):
         return out
 
 
-class Glue:
+class UserCode:
     """Sees whether two microbatches are in user code at once, and in which order they begin and end."""
 
     def __init__(self) -> None:
@@ -100,13 +100,13 @@ class Glue:
         self.ended: list[int] = []
         self._inside = threading.Lock()
 
-    def __deepcopy__(self, memo: Any) -> Glue:
+    def __deepcopy__(self, memo: Any) -> UserCode:
         return self
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         if not self._inside.acquire(blocking=False):
-            self.faults.append("two microbatches are in glue at once")
+            self.faults.append("two microbatches are in user code at once")
             yield
             return
         time.sleep(GLUE_S)
@@ -122,21 +122,21 @@ class StressModule(pl.LightningModule):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.net = Network(drops)
-        glue = Glue()
-        self._instrument = lambda: glue
+        user_code = UserCode()
+        self._instrument = lambda: user_code
         """Behind a function, where it is no state of the module: it sees how often user code runs."""
 
     @property
-    def glue(self) -> Glue:
+    def user_code(self) -> UserCode:
         return self._instrument()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         first = int(batch["id"][0])
-        with self.glue.alone():
-            self.glue.began.append(first)
-        out = self.net(batch["x"], self.glue, bool(batch["skips"][0]))
-        with self.glue.alone():
-            self.glue.ended.append(first)
+        with self.user_code.alone():
+            self.user_code.began.append(first)
+        out = self.net(batch["x"], self.user_code, bool(batch["skips"][0]))
+        with self.user_code.alone():
+            self.user_code.ended.append(first)
             loss = F.cross_entropy(out, batch["y"])
             self.log("loss", loss)
         return loss
@@ -210,7 +210,7 @@ class Run:
     case: Case
     result: Result
     reports: list[dict[str, Any]]
-    glue: Glue
+    user_code: UserCode
     peak: int
 
 
@@ -238,7 +238,7 @@ def train(case: Case, callbacks: Sequence[pl.Callback] = (), **options: Any) -> 
             accumulate_grad_batches=case.accumulate,
             blocking=case.blocking,
         )
-    return Run(case, result, [report() for report in reports], module.glue, max(peaks))
+    return Run(case, result, [report() for report in reports], module.user_code, max(peaks))
 
 
 @contextlib.contextmanager
@@ -326,7 +326,7 @@ def wrong(run: Run, expected: Result) -> list[str]:
         harness.assert_identical(expected, run.result, rng=True)
     except AssertionError as error:
         found.append(str(error))
-    return found + run.glue.faults + _in_order(run)
+    return found + run.user_code.faults + _in_order(run)
 
 
 def check(case: Case) -> None:
@@ -336,9 +336,9 @@ def check(case: Case) -> None:
 
 def _in_order(run: Run) -> list[str]:
     """User code begins and ends microbatch by microbatch. A batch that cannot be cut evenly may have stayed whole."""
-    case, glue = run.case, run.glue
+    case, user_code = run.case, run.user_code
     found = []
-    for what, order in {"began": glue.began, "ended": glue.ended}.items():
+    for what, order in {"began": user_code.began, "ended": user_code.ended}.items():
         rest = order
         for size in case.sizes:
             parts = parts_of(size, case.microbatches)

@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.memory import ahead_within, device_bytes, device_items
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.calls import Runner
-from lightning_roundpipe.runtime.tape import Entry
+from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.core.tape import RecordedCall
 
 PLAN = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 2")
 AHEAD = replace(PLAN, recompute_ahead=True)
@@ -46,13 +46,13 @@ def held_up_at_the_loss(gate: Gate) -> Gated:
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Recomputed]:
     """Everything that is recomputed ahead, in order."""
     made: list[Recomputed] = []
-    real = Runner.recompute_ahead
+    real = LayerExecutor.recompute_ahead
 
-    def recompute(runner: Runner, slot: Any, entry: Entry, *args: Any) -> None:
-        real(runner, slot, entry, *args)
+    def recompute(executor: LayerExecutor, slot: Any, entry: RecordedCall, *args: Any) -> None:
+        real(executor, slot, entry, *args)
         made.append((slot.version, entry.layer.name, entry.microbatch))
 
-    monkeypatch.setattr(Runner, "recompute_ahead", recompute)
+    monkeypatch.setattr(LayerExecutor, "recompute_ahead", recompute)
     return made
 
 
@@ -77,16 +77,16 @@ def test_a_worker_recomputes_before_the_gradient_is_there(
 ) -> None:
     gate = Gate(2, 0)
     made_then: list[Recomputed] = []
-    real = Runner.recompute_ahead
+    real = LayerExecutor.recompute_ahead
 
-    def recompute(runner: Runner, slot: Any, *args: Any) -> None:
-        real(runner, slot, *args)
+    def recompute(executor: LayerExecutor, slot: Any, *args: Any) -> None:
+        real(executor, slot, *args)
         if slot.version == 2 and not gate.opened.is_set():
             gate.reached.wait(PATIENCE_S)
             made_then.append(ahead[-1])
             gate.opened.set()
 
-    monkeypatch.setattr(Runner, "recompute_ahead", recompute)
+    monkeypatch.setattr(LayerExecutor, "recompute_ahead", recompute)
     plain = run("auto", held_up_at_the_loss(Gate(-1)), BATCHES, watch=False)
     result = fit(held_up_at_the_loss(gate))
     assert gate.reached.is_set() and not gate.in_vain

@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import ReformerConfig, ReformerModelWithLMHead
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime import bypass, glue
-from lightning_roundpipe.runtime.glue import GlueMode
+from lightning_roundpipe.runtime.user_code import bypassed_gradients
+from lightning_roundpipe.runtime.user_code import mode as user_code_mode
+from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 
 WIDTH = zoo.WIDTH
 Between = Callable[[Any, Tensor], Tensor]
@@ -568,30 +569,30 @@ def test_prefix_tuning_is_refused() -> None:
 
 MENDS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], Net]]] = {
     "views are the parameter's own": (
-        lambda patch: patch.setattr(glue, "VIEWS", frozenset()),
+        lambda patch: patch.setattr(user_code_mode, "VIEWS", frozenset()),
         lambda: make(between=lambda self, h: (h * self.gain) @ self.mix.T),
     ),
     "functions get the parameter itself": (
-        lambda patch: patch.setattr(GlueMode, "given_to_function", lambda self, args: args),
+        lambda patch: patch.setattr(UserCodeMode, "given_to_function", lambda self, args: args),
         lambda: make(between=HIDDEN["a function's argument, one more"]),
     ),
     "there is no mode in backward": (
-        lambda patch: patch.setattr(GlueMode, "__torch_function__", only_forward(GlueMode.__torch_function__)),
+        lambda patch: patch.setattr(UserCodeMode, "__torch_function__", only_forward(UserCodeMode.__torch_function__)),
         lambda: make(between=HIDDEN["a reentrant checkpoint"]),
     ),
     "nor for layers' own backward": (
-        lambda patch: patch.setattr(GlueMode, "__torch_function__", only_forward(GlueMode.__torch_function__)),
+        lambda patch: patch.setattr(UserCodeMode, "__torch_function__", only_forward(UserCodeMode.__torch_function__)),
         lambda: reversible("its modules", torch.autograd.backward),
     ),
     "a list by keyword is not looked into": (
-        lambda patch: patch.setattr(GlueMode, "_with_proxies", lambda self, args, kwargs: (args, kwargs)),
+        lambda patch: patch.setattr(UserCodeMode, "_with_proxies", lambda self, args, kwargs: (args, kwargs)),
         lambda: make(between=HIDDEN["a keyword with a list"]),
     ),
 }
 
 
 def only_forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    def torch_function(self: GlueMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def torch_function(self: UserCodeMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {})) if self.returning else function(self, func, types, args, kwargs)
 
     return torch_function
@@ -606,7 +607,7 @@ def test_a_gradient_that_finds_another_way_is_delivered(mend: str, monkeypatch: 
     take_out(monkeypatch)
     for microbatches, devices in ((1, 1), (4, 2)):
         assert_same(plain, train(module, microbatches, devices))
-    monkeypatch.setattr(bypass, "_arriving", lambda master, grads: None)
+    monkeypatch.setattr(bypassed_gradients, "_arriving", lambda master, grads: None)
     with pytest.raises(AssertionError, match="differences"):
         assert_same(plain, train(module, 1, 1))
 

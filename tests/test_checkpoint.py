@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.windows import ACCUMULATED
+from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from lightning_roundpipe.runtime import calls, recomputed
-from lightning_roundpipe.runtime.boundary import HostCopy
-from lightning_roundpipe.runtime.calls import Runner
-from lightning_roundpipe.runtime.choices import Recording, Replay
+from lightning_roundpipe.runtime.core import executor
+from lightning_roundpipe.runtime.core.activation_store import HostTensor
+from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.layer_calls import recompute_check
+from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecorder, DiscreteOpReplayer
 
 CPU = torch.device("cpu")
 _again = threading.local()
@@ -33,9 +34,9 @@ def other_rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor
 
     It is more than rounding, so that it shows; recomputations are not checked therefore.
     """
-    monkeypatch.setattr(recomputed, "FIRST", 0)
+    monkeypatch.setattr(recompute_check, "FIRST", 0)
     for name in ("_recompute", "backward"):
-        real = getattr(Runner, name)
+        real = getattr(LayerExecutor, name)
 
         def wrapped(self: Any, *args: Any, real: Any = real, **kwargs: Any) -> Any:
             before, _again.on = getattr(_again, "on", False), True
@@ -44,7 +45,7 @@ def other_rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor
             finally:
                 _again.on = before
 
-        monkeypatch.setattr(Runner, name, wrapped)
+        monkeypatch.setattr(LayerExecutor, name, wrapped)
 
     def rounded(tensor: Tensor) -> Tensor:
         if not getattr(_again, "on", False):
@@ -57,7 +58,7 @@ def other_rounding(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor
 
 @pytest.fixture
 def nothing_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runner, "_recording", lambda *args: None)
+    monkeypatch.setattr(LayerExecutor, "_recording", lambda *args: None)
 
 
 ROUTERS = {"gpt_oss": GptOssTopKRouter, "qwen3_moe": Qwen3MoeTopKRouter}
@@ -195,12 +196,12 @@ def test_who_does_not_choose_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -
     """But for the first batch."""
     made: list[str] = []
 
-    class Counted(Recording):
+    class Counted(DiscreteOpRecorder):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append("")
 
-    monkeypatch.setattr(calls, "Recording", Counted)
+    monkeypatch.setattr(executor, "DiscreteOpRecorder", Counted)
     for microbatches, calls_made in ((3, 6 * 3), (1, 6)):
         made.clear()
         run(ours(num_microbatches=microbatches), zoo.make_module("llama"), zoo.make_batches("llama"), devices=2)
@@ -213,8 +214,8 @@ def test_what_is_chosen_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     Attention with sinks asks where that is and does not use it, which nobody can see.
     """
     found = []
-    for recording in (Runner._recording, lambda *args: None):
-        monkeypatch.setattr(Runner, "_recording", recording)
+    for recording in (LayerExecutor._recording, lambda *args: None):
+        monkeypatch.setattr(LayerExecutor, "_recording", recording)
         report = run(ours(num_microbatches=3), zoo.make_module("gpt_oss"), zoo.make_batches("gpt_oss", 2)).report
         assert report is not None
         found.append([call["boundary_bytes"] for call in report["costs"]["calls"]])
@@ -257,13 +258,13 @@ def numbers() -> Iterator[Tensor]:
 @pytest.mark.parametrize("name", CHOOSE)
 def test_each_operation_chooses_again(name: str, numbers: Tensor) -> None:
     """Other numbers, other random ones too: the same integers, and the values and gradients of where they point."""
-    recording = Recording(CPU, [numbers])
+    recording = DiscreteOpRecorder(CPU, [numbers])
     with recording:
         first = CHOOSE[name](numbers)
     assert recording.made
-    _, choices = recording.saved(lambda packed: HostCopy(packed, None))
+    _, choices = recording.saved(lambda packed: HostTensor(packed, None))
     other = torch.randn(6, 40).requires_grad_()
-    replay = Replay(CPU, [other], choices, lambda copy: copy.tensor)
+    replay = DiscreteOpReplayer(CPU, [other], choices, lambda copy: copy.tensor)
     with replay:
         second = CHOOSE[name](other)
     assert replay.ended()
@@ -280,7 +281,7 @@ def test_each_operation_chooses_again(name: str, numbers: Tensor) -> None:
 
 
 def test_what_is_large_or_no_choice_is_not_written_down(numbers: Tensor) -> None:
-    recording = Recording(CPU, [numbers])
+    recording = DiscreteOpRecorder(CPU, [numbers])
     with recording:
         (numbers > 0).float() * numbers
         numbers.relu().softmax(1).long()
@@ -292,8 +293,8 @@ def test_what_is_large_or_no_choice_is_not_written_down(numbers: Tensor) -> None
 
 def test_positions_take_as_few_bytes_as_they_can() -> None:
     for size, nbytes in ((255, 1), (256, 2), (40_000, 4)):
-        recording = Recording(CPU, [])
+        recording = DiscreteOpRecorder(CPU, [])
         with recording:
             torch.randn(8, size).topk(4)
-        packed, _ = recording.saved(lambda packed: HostCopy(packed, None))
+        packed, _ = recording.saved(lambda packed: HostTensor(packed, None))
         assert packed is not None and packed.nbytes == 8 * 4 * nbytes

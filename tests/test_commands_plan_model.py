@@ -393,7 +393,7 @@ def test_precision_in_lightnings_spellings(given: str, meant: str) -> None:
 
 @pytest.mark.slow
 def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> None:
-    """What is found fits, and one unit more does not; the budget is named."""
+    """What is found fits, and one bucket more does not; the budget is named."""
     config = LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     ).to_dict()

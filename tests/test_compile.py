@@ -24,7 +24,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import generators
-from lightning_roundpipe.runtime.compiling import CompiledForwards
+from lightning_roundpipe.runtime.layer_calls.compiling import CompiledForwards
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from harness import ours, run
 from stress import all_reports
 
 from lightning_roundpipe.devices.cuda import CudaDevice
-from lightning_roundpipe.runtime.worker import IN_FLIGHT, Worker
+from lightning_roundpipe.runtime.core.worker import IN_FLIGHT, Worker
 
 LLAMA = 6
 

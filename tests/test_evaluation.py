@@ -15,8 +15,8 @@ import zoo
 from harness import assert_tensors_same, loader, ours, quiet, trainer_of
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime import evaluation
-from lightning_roundpipe.runtime.evaluation import Evaluation
+from lightning_roundpipe.runtime.modes import evaluation
+from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 
 UNKIND = {"poison": True, "delay_seed": 4}
 MLP = zoo.make_module("mlp").model
@@ -278,7 +278,7 @@ def test_a_long_text_keeps_no_tensors_that_nobody_needs(monkeypatch: pytest.Monk
     real = Evaluation.call
 
     def call(self: Any, *args: Any) -> Any:
-        kept.append(len(self._boundaries._saved) + sum(map(len, self._boundaries._here.values())))
+        kept.append(len(self._activations._saved) + sum(map(len, self._activations._here.values())))
         return real(self, *args)
 
     monkeypatch.setattr(Evaluation, "call", call)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.evaluation_step import EvaluationStep
+from lightning_roundpipe.runtime.modes.evaluation_step import EvaluationStep
 
 SIZES = (8, 8, 8, 7, 1, 8)
 Ran = list[tuple[bool, set[int]]]

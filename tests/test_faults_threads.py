@@ -20,8 +20,8 @@ from patience import PATIENCE_S, join, longer_each_try, until
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime import crew
-from lightning_roundpipe.runtime.threads import TaskThread
+from lightning_roundpipe.runtime.core import worker_pool
+from lightning_roundpipe.runtime.core.task_thread import TaskThread
 
 # ----------------------------------------------------------------------------------------------------------------- dead
 
@@ -39,8 +39,8 @@ class End(pl.Callback):
         self.at = 0.0
 
     def _end(self, engine: Any) -> None:
-        crew: Any = engine.crew
-        thread = crew.workers[1].thread if self.which == "worker" else crew.thread(1)
+        worker_pool: Any = engine.worker_pool
+        thread = worker_pool.workers[1].thread if self.which == "worker" else worker_pool.thread(1)
         if not self.after_s:
             end(thread)
         else:
@@ -91,7 +91,7 @@ class Stuck:
 
     def __init__(self) -> None:
         self.where = ""
-        self.crew: Any = None
+        self.worker_pool: Any = None
         self.release = threading.Event()
         self.reached = threading.Event()
 
@@ -99,8 +99,8 @@ class Stuck:
         if where == self.where:
             self.where = ""
             self.reached.set()
-            assert self.crew._limit == PATIENCE_S, "the strategy's option"
-            self.crew._limit = LIMIT_S
+            assert self.worker_pool._limit == PATIENCE_S, "the strategy's option"
+            self.worker_pool._limit = LIMIT_S
             wait_for_nothing(self.release)
 
 
@@ -130,7 +130,7 @@ class StuckModule(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         out = self.net(batch["x"])
-        STUCK("glue")
+        STUCK("user code")
         return nn.functional.cross_entropy(out, batch["y"])
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -147,7 +147,7 @@ class StickAt(pl.Callback):
         self.where = where
 
     def _stick(self, trainer: Any, where: str) -> None:
-        STUCK.where, STUCK.crew, self.where = where, trainer.strategy._engine.crew, ""
+        STUCK.where, STUCK.worker_pool, self.where = where, trainer.strategy._engine.worker_pool, ""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2 and self.where != "validation":
@@ -161,12 +161,12 @@ class StickAt(pl.Callback):
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     """Afterwards it is let go, and the thread that was left behind ends."""
-    monkeypatch.setattr(crew, "GRACE", 0.2)
+    monkeypatch.setattr(worker_pool, "GRACE", 0.2)
     STUCK.release.clear()
     STUCK.reached.clear()
     yield STUCK
     STUCK.release.set()
-    STUCK.crew = None
+    STUCK.worker_pool = None
     until(lambda: harness.roundpipe_threads() == [], "does not end when it is let go")
 
 
@@ -183,7 +183,7 @@ class GoOn(pl.Callback):
             self.refused.append(str(caught.value))
 
 
-@pytest.mark.parametrize("where", ["layer", "glue", "validation"])
+@pytest.mark.parametrize("where", ["layer", "user code", "validation"])
 def test_a_stuck_thread_is_reported(where: str, stuck: Stuck) -> None:
     go_on, module = GoOn(), StuckModule()
     chosen = ours(num_microbatches=3, layers=["Linear", "StuckLayer"], watchdog_timeout=PATIENCE_S)

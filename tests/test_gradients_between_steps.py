@@ -13,8 +13,8 @@ import zoo
 from harness import assert_same, assert_tensors_same, ours, run
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime import sums
-from lightning_roundpipe.windows import ACCUMULATED
+from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED
+from lightning_roundpipe.runtime.memory import grad_buffers
 
 HOOKS = (
     "on_train_start", "on_train_epoch_start", "on_validation_start", "on_validation_epoch_start",
@@ -173,8 +173,8 @@ def test_what_hooks_make_of_them_counts(
 @slow
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_start"])
 def test_large_layers_that_are_stepped_in_parts(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "STREAMED", 64)
-    monkeypatch.setattr(sums, "PART", 256)
+    monkeypatch.setattr(grad_buffers, "STREAMED", 64)
+    monkeypatch.setattr(grad_buffers, "PART", 256)
     for options in OPTIONS["a window around validation"], {"validates": False}:
         plain, other = Look(hook, keep), Look(hook, keep)
         expected = train("auto", plain, **options)

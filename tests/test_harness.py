@@ -147,12 +147,12 @@ FAULTS: dict[str, Callable[[str], Result]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", ["kinked", "unet", "torch_transformer", "experts_in_glue"])
+@pytest.mark.parametrize("name", ["kinked", "unet", "torch_transformer", "experts_in_user_code"])
 def test_faults_are_seen_beside_kinks(name: str, fault: str) -> None:
     with pytest.raises(AssertionError, match="differences, the worst"):
         assert_same(plainly(name), FAULTS[fault](name))
 
 
-@pytest.mark.parametrize("name", ["kinked", "unet", "torch_transformer", "experts_in_glue"])
+@pytest.mark.parametrize("name", ["kinked", "unet", "torch_transformer", "experts_in_user_code"])
 def test_without_a_fault_there_is_none(name: str) -> None:
     assert_same(plainly(name), by_hand(*made(name), MICROBATCHES))

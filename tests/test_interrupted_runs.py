@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_roundpipe import train
 from lightning_roundpipe.callbacks import Checkpoints
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.updates import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 from lightning_roundpipe.tasks import CausalLM
 
 QUICK = ["experiment=random_tokens", "prompt=null", "strategy.num_microbatches=2"]
@@ -214,7 +214,7 @@ def test_a_torn_step_is_not_saved(
             refused.append(trainer.strategy.whole)
 
     monkeypatch.setattr(Updates, "_apply", torn)
-    monkeypatch.setattr("lightning_roundpipe.runtime.updates.PIECE", 1)  # a layer at a time
+    monkeypatch.setattr("lightning_roundpipe.runtime.optimizer.async_optimizer.PIECE", 1)  # a layer at a time
     monkeypatch.setattr("lightning_roundpipe.callbacks.plan_table.PlanTable.on_exception", Saves.on_exception)
     with pytest.raises(SystemExit):
         run(monkeypatch, *QUICK, "callbacks.checkpoint.every_n_train_steps=2")

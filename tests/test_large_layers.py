@@ -14,8 +14,8 @@ from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.commands.plan_model import Shape
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.model.layers import find_layers
-from lightning_roundpipe.runtime.budget import layers_that_fit
-from lightning_roundpipe.runtime.formats import Formats
+from lightning_roundpipe.runtime.memory.budget import layers_that_fit
+from lightning_roundpipe.runtime.memory.dtypes import Formats
 
 PARTS = ["input_layernorm", "self_attn", "post_attention_layernorm", "mlp"]
 
@@ -51,7 +51,7 @@ def test_blocks_that_do_not_fit_are_cut(
 
 
 def test_parts_that_do_not_fit_are_cut_on() -> None:
-    """Here into single matrices, and what is between them is glue."""
+    """Here into single matrices, and what is between them is user code."""
     module = zoo.make_module("llama")
     budget = arenas(module.model.model.layers[0].mlp) - 1
     options = {"num_microbatches": 3, "memory_budget": budget, "round_microbatches": 1}

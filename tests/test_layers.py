@@ -20,7 +20,16 @@ LAYERS: list[set[str]] = [
     {"config", "messages", "extras"},
     {"devices", "planning", "model", "optim"},
     {"runtime"},
-    {"precision", "checkpoint_io", "one_process", "refusals", "listeners", "monitors", "windows", "resuming"},
+    {
+        "precision",
+        "checkpoint_io",
+        "one_process",
+        "refusals",
+        "hook_audit",
+        "monitors",
+        "accumulation_checkpoint",
+        "resuming",
+    },
     {"stepping", "announcements"},
     {"strategy"},
     {"pytorch_lightning"},
@@ -69,7 +78,7 @@ def imported_units(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str
 
 
 def breaches(unit: str, tree: ast.AST, package: list[str]) -> list[str]:
-    """What is wrong with the imports of ``tree``, a module that belongs to ``unit``."""
+    """What is wrong with the imports of ``tree``, a module that belongs to ``bucket``."""
     found = []
     for line, target in imported_units(tree, package):
         upwards = layer_of(target) > layer_of(unit)

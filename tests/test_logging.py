@@ -17,7 +17,7 @@ import zoo
 from harness import Result, assert_same, ours, run
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime import logs
+from lightning_roundpipe.runtime.batch import logs
 
 MLP = zoo.make_module("mlp")
 LLAMA = zoo.make_module("llama")

@@ -18,9 +18,9 @@ from harness import assert_identical, assert_same, ours
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.interception import current
-from lightning_roundpipe.runtime.manual import ManualRun, ManualStep
-from lightning_roundpipe.runtime.tape import Entry
+from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.modes.manual import ManualRun, ManualStep
+from lightning_roundpipe.runtime.user_code.interception import current
 
 
 class Block(nn.Module):
@@ -44,7 +44,7 @@ class Manual(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.trunk, self.one, self.two = tower(6, 8, dropout), nn.Linear(8, 1), nn.Linear(8, 1)
-        self.scale = nn.Parameter(torch.tensor(0.9))  # which glue reads
+        self.scale = nn.Parameter(torch.tensor(0.9))  # which user code reads
         self.step, self.make = step, make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
 
     def losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ class Gan(pl.LightningModule):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_two_optimizers(devices: int) -> None:
-    """Noise is drawn by glue, from the generator that plain training draws from."""
+    """Noise is drawn by user code, from the generator that plain training draws from."""
     plain, result = plain_and_ours(Gan(), devices=devices, delays=devices == 2)
     assert {"generator_step", "generator_epoch", "discriminator"} <= set(plain.metrics)
     assert_same(plain, result)
@@ -376,7 +376,7 @@ def test_nothing_is_left_of_a_step() -> None:
     left: list[int] = []
 
     def count() -> int:
-        return sum(isinstance(thing, (ManualRun, Entry)) for thing in gc.get_objects())
+        return sum(isinstance(thing, (ManualRun, RecordedCall)) for thing in gc.get_objects())
 
     class Counting(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -402,9 +402,9 @@ def test_a_step_that_runs_the_model_often_keeps_what_one_run_needs() -> None:
             self.manual_backward(sum(self.losses(batch)))
             optimizer.step()
             context = current()
-            boundaries = context.boundaries
-            here = sum(map(len, boundaries._here.values()))
-            kept.append((len(boundaries._saved), here, len(context.engine._buffers)))
+            activations = context.activations
+            here = sum(map(len, activations._here.values()))
+            kept.append((len(activations._saved), here, len(context.engine._buffers)))
 
     run(ours(), Manual(step), samples(1))
     assert kept == [kept[0]] * 4
@@ -491,13 +491,13 @@ class Bomb(nn.Linear):
         raise KeyError("once")
 
 
-@pytest.mark.parametrize("where", ["glue", "forward", "backward"])
+@pytest.mark.parametrize("where", ["user code", "forward", "backward"])
 def test_after_an_error_training_goes_on(where: str) -> None:
     """Nothing of the step is left on the module, and the error says where it was."""
 
     def step(self: Any, optimizer: Any, batch: Tensor) -> None:
         _shared_trunk(self, optimizer, batch)
-        if Bomb.fails == "glue":
+        if Bomb.fails == "user code":
             raise KeyError("once")
 
     module = Manual(step)
@@ -509,7 +509,7 @@ def test_after_an_error_training_goes_on(where: str) -> None:
             trainer.fit(module, harness.loader(samples()))
     finally:
         Bomb.fails = ""
-    place = "the code " if where == "glue" else f"layer 'two', {where}"
+    place = "the code " if where == "user code" else f"layer 'two', {where}"
     assert any(place in note for note in caught.value.__notes__)
     assert not any("forward" in vars(part) for part in module.modules())
     before = module.one.weight.detach().clone()

@@ -92,7 +92,8 @@ class Manual(Low, test_manual.Manual):
 
     def losses(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.trunk(batch)
-        # Not in front of both: what comes back from two layers goes through such glue one after the other, in bf16.
+        # Not in front of both: what comes back from two layers goes through such user code one after the other, in
+        # bf16.
         return (self.one(hidden) * self.seen(self.scale)).square().mean(), (self.two(hidden.tanh()) - 1).square().mean()
 
 
@@ -145,7 +146,9 @@ def _seeing(self: Any, optimizer: Any, batch: Tensor) -> None:
         self.scale.data.mul_(0.95)  # which no counter sees
         optimizer.zero_grad()
         loss = sum(self.losses(batch))
-        loss = loss + self.seen(self.one.weight).square().sum() + self.seen(self.scale).square()  # glue reads a layer's
+        loss = (
+            loss + self.seen(self.one.weight).square().sum() + self.seen(self.scale).square()
+        )  # user code reads a layer's
         self.manual_backward(loss)
         assert self.scale.grad.dtype is self.one.weight.grad.dtype is torch.float32
         optimizer.step()
@@ -163,7 +166,7 @@ class Looking(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_glue_sees_copies_and_optimizers_see_masters() -> None:
+def test_user_code_sees_copies_and_optimizers_see_masters() -> None:
     plain, result = hand_and_ours(lambda: Manual(_seeing, lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
     assert_same(plain, result)
     module = Manual(_seeing, lambda parameters: Looking(parameters, lr=0.1))
@@ -199,7 +202,7 @@ def _scaled(self: Any, optimizer: Any, batch: Tensor) -> None:
     loss, other = self.losses(batch)
     self.manual_backward(loss / 64, retain_graph=True)
     self.manual_backward(other / 64)
-    self.log("of a weight that glue reads", self.scale.grad)
+    self.log("of a weight that user code reads", self.scale.grad)
     optimizer.step()
 
 

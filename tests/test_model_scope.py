@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeWarning
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.model_runs import PartRun
+from lightning_roundpipe.runtime.modes.model_tasks import PartRun
 
 SIZES = (8, 7, 1, 8)
 LAYERS = ["Block"]
@@ -235,7 +235,7 @@ def test_hard_devices_change_no_bit(plan: str, devices: int, microbatches: int, 
         hard = stress.train(case, microbatch_scope="model")
     assert ordering.accesses > 100, "nothing was followed"
     assert_identical(expected.result, hard.result, rng=True)
-    assert not ordering.faults and not hard.glue.faults
+    assert not ordering.faults and not hard.user_code.faults
 
 
 class HuggingFaceLoss(pl.LightningModule):
@@ -324,14 +324,14 @@ class Counting(pl.LightningModule):
 
 
 def test_parts_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = PartRun._enter_glue
+    real = PartRun._enter_user_code
 
     def late(self: PartRun) -> None:
         if self.reached == 0:
             time.sleep(0.3 - 0.1 * self.index)
         real(self)
 
-    monkeypatch.setattr(PartRun, "_enter_glue", late)
+    monkeypatch.setattr(PartRun, "_enter_user_code", late)
     data = [torch.arange(6.0)[:, None].expand(6, 6).clone() for _ in range(3)]
     result = run(ours(microbatch_scope="model", num_microbatches=3, layers=LAYERS), made(Counting), data)
     assert result.module.came == [0, 2, 4] * 3

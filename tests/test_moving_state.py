@@ -205,7 +205,7 @@ def test_batches_in_the_same_memory(microbatches: int, devices: int, plan: str |
 
 @pytest.mark.parametrize(("name", "overlaps"), [("a buffer between steps", True), ("an attribute", False)])
 def test_only_what_moves_keeps_steps_apart(name: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_roundpipe.runtime.step import Step
+    from lightning_roundpipe.runtime.core.step import Step
 
     seen: list[bool] = []
     real = Step.run_planned

@@ -23,10 +23,10 @@ from harness import Result, loader, ours, run, trainer_of
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer
 
-from lightning_roundpipe.optim import Shadow
-from lightning_roundpipe.runtime import updates as updates_module
-from lightning_roundpipe.runtime.units import Unit
-from lightning_roundpipe.runtime.updates import Updates
+from lightning_roundpipe.optim import PartialOptimizer
+from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
+from lightning_roundpipe.runtime.optimizer import async_optimizer
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 
 LAYERS = ["Linear", "ResidualBlock"]
 BATCHES = zoo.make_batches("mlp", 6)
@@ -236,8 +236,8 @@ def test_exactly_one_step_late(
     name: str, clip: float | None, accumulate: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Working copies take their time, so that an upload that does not wait for its version finds the one before."""
-    refresh = Unit.refresh
-    monkeypatch.setattr(Unit, "refresh", lambda unit, **how: (time.sleep(0.01), refresh(unit, **how)))
+    refresh = ParamBucket.refresh
+    monkeypatch.setattr(ParamBucket, "refresh", lambda bucket, **how: (time.sleep(0.01), refresh(bucket, **how)))
     module = Trained(OPTIMIZERS[name], schedule=True)
     expected = Result(losses=delayed(module, many(18), clip=clip, accumulate=accumulate))
     strategy = ours(num_microbatches=microbatches, layers=LAYERS, staleness=1, emulation={"delay_seed": 1})
@@ -253,27 +253,27 @@ def test_adamw_is_laid_out_once_a_step_and_then_stepped_by_its_kernel(
     staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[Any] = []
-    lay_out, by_torch = Shadow._lay_out, Shadow._run
+    lay_out, by_torch = PartialOptimizer._lay_out, PartialOptimizer._run
 
-    def laid_out(shadow: Shadow, *args: Any) -> Any:
+    def laid_out(shadow: PartialOptimizer, *args: Any) -> Any:
         rows = lay_out(shadow, *args)
         happened.append(len(rows))
         return rows
 
-    def stepped(shadow: Shadow, *args: Any) -> None:
+    def stepped(shadow: PartialOptimizer, *args: Any) -> None:
         happened.append("torch")
         by_torch(shadow, *args)
 
-    monkeypatch.setattr(Shadow, "_lay_out", laid_out)
-    monkeypatch.setattr(Shadow, "_run", stepped)
-    monkeypatch.setattr(updates_module, "PIECE", 0)
+    monkeypatch.setattr(PartialOptimizer, "_lay_out", laid_out)
+    monkeypatch.setattr(PartialOptimizer, "_run", stepped)
+    monkeypatch.setattr(async_optimizer, "PIECE", 0)
     module = Trained(OPTIMIZERS["adamw"])
     run(ours(num_microbatches=2, layers=LAYERS, staleness=staleness), module, many(4), devices=2, watch=False)
     by_layer = happened.count("torch")
     assert by_layer > 1 and happened == [0, *["torch"] * by_layer, *[len(list(module.parameters()))] * 3]
 
 
-class GlueWeights(Trained):
+class UserCodeWeights(Trained):
     """Reads weights outside of layers: one of its own, and a layer's."""
 
     def __init__(self, make: Make) -> None:
@@ -288,8 +288,8 @@ class GlueWeights(Trained):
 
 
 @pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_weights_that_glue_reads(staleness: int) -> None:
-    module = GlueWeights(OPTIMIZERS["adamw"])
+def test_weights_that_user_code_reads(staleness: int) -> None:
+    module = UserCodeWeights(OPTIMIZERS["adamw"])
     strategy = ours(num_microbatches=3, layers=LAYERS, staleness=staleness, emulation={"delay_seed": 2})
     with late_updates(0.01):
         result = run(strategy, module, many(12), devices=2)
@@ -309,14 +309,14 @@ def test_by_name() -> None:
 
 
 class late_updates:
-    """Each unit's update takes ``seconds`` longer."""
+    """Each bucket's update takes ``seconds`` longer."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def __enter__(self) -> None:
-        self.real, self.piece = Updates._apply, updates_module.PIECE
-        updates_module.PIECE = 0
+        self.real, self.piece = Updates._apply, async_optimizer.PIECE
+        async_optimizer.PIECE = 0
 
         def apply(updates: Updates, *args: Any) -> None:
             time.sleep(self.seconds)
@@ -326,7 +326,7 @@ class late_updates:
 
     def __exit__(self, *_: Any) -> None:
         Updates._apply = self.real  # type: ignore[method-assign]
-        updates_module.PIECE = self.piece
+        async_optimizer.PIECE = self.piece
 
 
 class Norms(pl.Callback):
@@ -428,7 +428,7 @@ def test_an_update_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         real(updates, *args)
 
     monkeypatch.setattr(Updates, "_apply", apply)
-    monkeypatch.setattr(updates_module, "PIECE", 0)
+    monkeypatch.setattr(async_optimizer, "PIECE", 0)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
         run(ours(num_microbatches=2, layers=LAYERS), Trained(OPTIMIZERS["adamw"]), many(6), devices=2)
     assert "go on from a checkpoint" in "".join(error.value.__notes__)

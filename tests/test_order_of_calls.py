@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lightning_roundpipe.strategy
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime import learning
+from lightning_roundpipe.runtime.profile import first_batch
 
 
 class RandomDrop(zoo.MLP):
@@ -123,7 +123,7 @@ def test_statistics_of_a_layer_that_is_used_twice(monkeypatch: pytest.MonkeyPatc
     """Calls in different stages would come in another order: then there is no plan, or the plan given is refused."""
     texts: list[str] = []
     monkeypatch.setattr(lightning_roundpipe.strategy, "rank_zero_info", texts.append)
-    monkeypatch.setattr(learning, "partition_within", lambda costs, *_, **__: Plan.per_call(len(costs.calls), 3))
+    monkeypatch.setattr(first_batch, "partition_within", lambda costs, *_, **__: Plan.per_call(len(costs.calls), 3))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         module = zoo.PlainClassifier(NormedTwice())

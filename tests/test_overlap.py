@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_roundpipe.devices.errors import StreamAborted
-from lightning_roundpipe.runtime import updates as updates_module
-from lightning_roundpipe.runtime.segments import Segments
-from lightning_roundpipe.runtime.units import Unit
-from lightning_roundpipe.runtime.updates import Updates
-from lightning_roundpipe.runtime.weights import HostLayer
-from lightning_roundpipe.runtime.worker import Worker
+from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
+from lightning_roundpipe.runtime.optimizer import async_optimizer
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
 
 PLAN = harness.per_call(4, 2)
 BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(5)]
@@ -138,15 +138,15 @@ def test_layers_are_stepped_while_earlier_ones_still_run_backward(monkeypatch: p
     gate, stepped = Gate(2), []
     real = Updates._apply
 
-    def apply(updates: Updates, step: Any, gathered: dict[Unit, Any]) -> None:
+    def apply(updates: Updates, step: Any, gathered: dict[ParamBucket, Any]) -> None:
         real(updates, step, gathered)
         if step.number == 3 and not gate.opened.is_set():
-            stepped.extend(unit.index for unit in gathered)
+            stepped.extend(bucket.index for bucket in gathered)
             if {2, 3, 4} <= set(stepped):  # in any order: an optimizer that is late finds several at once
                 gate.opened.set()
 
     monkeypatch.setattr(Updates, "_apply", apply)
-    monkeypatch.setattr(updates_module, "PIECE", 0)
+    monkeypatch.setattr(async_optimizer, "PIECE", 0)
     fit(Gated(gate))
     assert not gate.in_vain, stepped
 
@@ -223,10 +223,12 @@ class Reading(Gated):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("forgets", [False, True])
-def test_weights_that_glue_reads(staleness: int, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are stepped when all microbatches have ended; the next glue waits for that, without the user-code lock."""
-    if forgets:  # as if glue had not read it before
-        monkeypatch.setattr(Segments, "enter", _forgetting(Segments.enter))
+def test_weights_that_user_code_reads(staleness: int, forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are stepped when all microbatches have ended; the next user code waits for that, without the user-code
+    lock.
+    """
+    if forgets:  # as if user code had not read it before
+        monkeypatch.setattr(UserCodeSections, "enter", _forgetting(UserCodeSections.enter))
     gate = Gate(-1)
     plain = run("auto", Reading(gate), BATCHES, watch=False)
     with monkeypatch.context() as patch:
@@ -238,8 +240,8 @@ def test_weights_that_glue_reads(staleness: int, forgets: bool, monkeypatch: pyt
 
 
 def _forgetting(real: Callable[..., None]) -> Callable[..., None]:
-    def enter(self: Segments, *args: Any, **kwargs: Any) -> None:
-        self._step.engine.read_by_glue = frozenset()
+    def enter(self: UserCodeSections, *args: Any, **kwargs: Any) -> None:
+        self._step.engine.read_by_user_code = frozenset()
         real(self, *args, **kwargs)
 
     return enter
@@ -254,7 +256,7 @@ def test_what_fails_on_the_way_back_is_raised_at_the_next_step(
     begun: list[int] = []
     stepped, real = threading.Event(), Updates._apply
 
-    def apply(updates: Updates, step: Any, gathered: dict[Unit, Any]) -> None:
+    def apply(updates: Updates, step: Any, gathered: dict[ParamBucket, Any]) -> None:
         real(updates, step, gathered)
         if step.number == 3 and not fetching:
             stepped.set()
@@ -265,17 +267,17 @@ def test_what_fails_on_the_way_back_is_raised_at_the_next_step(
                 assert stepped.wait(PATIENCE_S), "no layer behind it is stepped"
                 raise ZeroDivisionError("planted")
 
-    def gather(updates: Updates, unit: Unit, step: Any) -> Any:
+    def gather(updates: Updates, bucket: ParamBucket, step: Any) -> Any:
         if fetching and updates._applying and step.number == 3:
             stepped.set()
-            until(lambda: any(control.failed for control in updates._controls))
+            until(lambda: any(cancel_scope.failed for cancel_scope in updates._controls))
             raise StreamAborted("a device was aborted because another thread failed.")
-        return real_gather(updates, unit, step)
+        return real_gather(updates, bucket, step)
 
     real_gather = Updates._gather
     monkeypatch.setattr(Updates, "_gather", gather)
     monkeypatch.setattr(Updates, "_apply", apply)
-    monkeypatch.setattr(updates_module, "PIECE", 0)
+    monkeypatch.setattr(async_optimizer, "PIECE", 0)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
         fit(Gated(Failing(2), lambda module, batch: begun.append(batch)), staleness=staleness)
     assert max(begun) in (2, 3)
@@ -343,8 +345,8 @@ class Watched:
         upload, apply = Worker.upload, Updates._apply
 
         def uploading(worker: Worker, slot: Any, layer: HostLayer, *args: Any) -> None:
-            masters = layer.unit.version
-            if masters != slot.version and layer.unit.masters:
+            masters = layer.bucket.version
+            if masters != slot.version and layer.bucket.masters:
                 self.note(f"[5] layer {layer.index} was uploaded in version {masters}, not {slot.version}")
             before = self.content(layer)
             upload(worker, slot, layer, *args)
@@ -354,16 +356,16 @@ class Watched:
             if not torch.equal(before, self.content(layer)):
                 self.note(f"[1] layer {layer.index} changed while it was uploaded")
 
-        def applying(updates: Updates, step: Any, gathered: dict[Unit, dict[int, Tensor]]) -> None:
-            held = {(unit, key): gradient for unit, mine in gathered.items() for key, gradient in mine.items()}
+        def applying(updates: Updates, step: Any, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
+            held = {(bucket, key): gradient for bucket, mine in gathered.items() for key, gradient in mine.items()}
             before = {key: gradient.clone() for key, gradient in held.items()}
             time.sleep(0.002)
-            for unit in gathered:
-                if unit.version != step.number - 1:
-                    self.note(f"[2] update {step.number} of unit {unit.index} found version {unit.version}")
-                for total in step.batch._of[unit] if step.batch is not None else ():
+            for bucket in gathered:
+                if bucket.version != step.number - 1:
+                    self.note(f"[2] update {step.number} of bucket {bucket.index} found version {bucket.version}")
+                for total in step.batch._of[bucket] if step.batch is not None else ():
                     if total.arrived is not None and not total.arrived.done():
-                        self.note(f"[3] gradients of unit {unit.index} were taken on their way")
+                        self.note(f"[3] gradients of unit {bucket.index} were taken on their way")
             if any(not torch.equal(before[key], held[key]) for key in held):
                 self.note(f"[4] gradients of update {step.number} were written while they were used")
             apply(updates, step, gathered)
@@ -384,7 +386,7 @@ class Watched:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_ordering_rules(staleness: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
-    monkeypatch.setattr(updates_module, "PIECE", 100)  # some units together, some alone
+    monkeypatch.setattr(async_optimizer, "PIECE", 100)  # some buckets together, some alone
     strategy = ours(
         num_microbatches=4,
         layers=["Layer"],

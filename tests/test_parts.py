@@ -21,17 +21,18 @@ from without import take_out
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event, make_devices
-from lightning_roundpipe.optim.shadow import Shadow
-from lightning_roundpipe.runtime import sums, updates
-from lightning_roundpipe.runtime.arrivals import Arrivals
-from lightning_roundpipe.runtime.formats import Formats
-from lightning_roundpipe.runtime.gradients import StepGradients
-from lightning_roundpipe.runtime.slots import Slot
-from lightning_roundpipe.runtime.sums import GradientBuffers
-from lightning_roundpipe.runtime.units import units_of
-from lightning_roundpipe.runtime.updates import Updates
-from lightning_roundpipe.runtime.weights import HostLayer, _left, host_layers
-from lightning_roundpipe.runtime.worker import Worker, _merged
+from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
+from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.worker import Worker, _merged
+from lightning_roundpipe.runtime.memory import grad_buffers
+from lightning_roundpipe.runtime.memory.dtypes import Formats
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer, _left, host_layers
+from lightning_roundpipe.runtime.memory.param_buckets import units_of
+from lightning_roundpipe.runtime.optimizer import async_optimizer
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
+from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 
 PART = 256
 """Bytes: 64 numbers in fp32."""
@@ -45,37 +46,37 @@ def one_thread() -> None:
 @pytest.fixture
 def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Everything is large, and takes its time. The lengths of all parts that were stepped."""
-    monkeypatch.setattr(sums, "STREAMED", 1)
-    monkeypatch.setattr(sums, "PART", PART)
-    monkeypatch.setattr(updates, "PIECE", 0)  # what is large is alone
+    monkeypatch.setattr(grad_buffers, "STREAMED", 1)
+    monkeypatch.setattr(grad_buffers, "PART", PART)
+    monkeypatch.setattr(async_optimizer, "PIECE", 0)  # what is large is alone
     lengths: list[int] = []
-    real = Shadow.step_part
+    real = PartialOptimizer.step_part
 
     def step_part(self: Any, values: Any, key: int, gradient: Tensor, start: int, end: int) -> None:
         lengths.append(end - start)
         time.sleep(2e-3)  # so that the next step comes while these small parts are still being stepped
         real(self, values, key, gradient, start, end)
 
-    monkeypatch.setattr(Shadow, "step_part", step_part)
+    monkeypatch.setattr(PartialOptimizer, "step_part", step_part)
     return lengths
 
 
 class Tied(pl.LightningModule):
     """An embedding that is the output layer as well, as many language models have it."""
 
-    def __init__(self, in_glue: bool = False) -> None:
+    def __init__(self, in_user_code: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(30, 9)
         self.middle = nn.Linear(9, 9)
         self.head = nn.Linear(9, 30, bias=False)
         self.head.weight = self.embed.weight
-        self.in_glue = in_glue
+        self.in_user_code = in_user_code
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits = self.head(torch.tanh(self.middle(self.embed(batch))))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.roll(-1, 1).flatten())
-        return loss + 0.01 * self.embed.weight.float().square().sum() if self.in_glue else loss
+        return loss + 0.01 * self.embed.weight.float().square().sum() if self.in_user_code else loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-3, weight_decay=0.1)
@@ -120,11 +121,11 @@ def test_parts_change_no_bit(options: Any, trainer: Any, stepped: list[int], mon
     assert_identical(tied(trainer=trainer, **{k: v for k, v in options.items() if k != "emulation"}), parts)
 
 
-def test_what_glue_adds_to_is_taken_whole(stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = tied(Tied(in_glue=True))
-    assert stepped and set(stepped) <= {64, 9, 81 % 64}, "the layer that glue does not read has parts"
+def test_what_user_code_adds_to_is_taken_whole(stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tied(Tied(in_user_code=True))
+    assert stepped and set(stepped) <= {64, 9, 81 % 64}, "the layer that user code does not read has parts"
     monkeypatch.undo()
-    assert_identical(tied(Tied(in_glue=True)), parts)
+    assert_identical(tied(Tied(in_user_code=True)), parts)
 
 
 @pytest.mark.parametrize("trainer", [{"gradient_clip_val": 0.01}, {"blocking": True}], ids=str)
@@ -186,11 +187,11 @@ class Submitted:
         module = nn.ParameterList([nn.Parameter(torch.zeros(16, 16))])
         [self.layer] = host_layers({"layer": module}, self.device, Formats(), apart=False, mapped=())
         [self.master] = self.layer.masters
-        self.units = units_of([self.layer], [self.master])
+        self.buckets = units_of([self.layer], [self.master])
         if cast:
             self.layer.round({0: torch.bfloat16})
-        self.updates = Updates(self.units)
-        self._buffers = GradientBuffers(self.layer, self.device)
+        self.updates = Updates(self.buckets)
+        self._buffers = HostGradBuffers(self.layer, self.device)
         self._optimizer = torch.optim.AdamW([self.master], lr=1.0)
         self._submit([])
         self.updates.settle()
@@ -205,12 +206,12 @@ class Submitted:
         total.parts = [((index + 1) * PART, event) for index, event in enumerate(parts)]
         total.arrived = parts[-1] if parts else None
         self.gradient = total.buffer.views[0].view(-1)
-        arrivals = Arrivals(self.units)
-        batch = StepGradients([total], [], 1.0, arrivals)
+        readiness = GradReadiness(self.buckets)
+        batch = StepGradients([total], [], 1.0, readiness)
         batch.differentiated(1.0)
         self.updates.offer(batch)
         self.updates.submit(self._optimizer, None)
-        arrivals.passed(())
+        readiness.passed(())
 
     def bring(self, index: int) -> None:
         self.gradient[64 * index : 64 * (index + 1)] = 1.0
@@ -237,17 +238,17 @@ def submitted(request: Any, stepped: list[int]) -> Iterator[Submitted]:
 
 
 def test_the_first_parts_are_stepped_while_the_last_are_on_their_way(submitted: Submitted) -> None:
-    unit = submitted.layer.unit
+    bucket = submitted.layer.bucket
     for index in range(4):
         assert submitted.parts[index].asked.wait(10), "the part before is stepped, this one is waited for"
         assert submitted.changed() == [True] * index + [False] * (4 - index)
-        assert unit.version == 1, "nobody may read it before its last part"
+        assert bucket.version == 1, "nobody may read it before its last part"
         if (rounded := submitted.layer.flats[0]._rounded) is not None:
             sent = rounded.view(torch.bfloat16).view(4, 64)
             assert torch.equal(sent, submitted.master.detach().bfloat16().view(4, 64)), "what travels is cast already"
         submitted.bring(index)
     submitted.updates.settle()
-    assert unit.version == 2 and all(submitted.changed()) and submitted.master.isfinite().all()
+    assert bucket.version == 2 and all(submitted.changed()) and submitted.master.isfinite().all()
     [state] = submitted._optimizer.state.values()
     assert state["step"] == 2
 
@@ -295,7 +296,7 @@ def test_spans() -> None:
 def test_a_part_is_not_taken_before_it_is_there(line: str, stepped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second line waits for what comes in one piece, as gradients do that are narrowed."""
     monkeypatch.setattr(Submitted, "bring", lambda self, index: self.parts[index].came.set())
-    take_out(monkeypatch, "runtime.sums:HostGradients.wait_for_part", line)
+    take_out(monkeypatch, "runtime.memory.grad_buffers:HostGradSums.wait_for_part", line)
     made = Submitted(cast=False)
     if line == "self.wait()":
         made.close()

@@ -117,7 +117,7 @@ class Block(nn.Module):
 
 
 class Parts(pl.LightningModule):
-    """Glue reads parameters, trained and frozen ones, and buffers."""
+    """User code reads parameters, trained and frozen ones, and buffers."""
 
     def __init__(self, by_default: bool = False, width: int = 8) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def test_user_code_sees_what_lightnings_own_plugin_shows_it() -> None:
 
 
 @pytest.mark.parametrize("by_default", [False, True])
-def test_glue_that_reads_parameters(by_default: bool) -> None:
+def test_user_code_that_reads_parameters(by_default: bool) -> None:
     """Layers that go by torch's default format are recomputed under the one that they ran under."""
     module, batches = Parts(by_default), parts_batches(5)
     expected = by_hand(module, batches, 3)

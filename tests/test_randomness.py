@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import generators
-from lightning_roundpipe.runtime.rng import Randomness
+from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 
 class Dropping(nn.Module):
@@ -45,7 +45,7 @@ class DroppingModule(pl.LightningModule):
             self.model = Dropping()
 
     def training_step(self, batch: zoo.Batch, batch_idx: int) -> Tensor:
-        noise = F.dropout(torch.ones(16), 0.5)  # glue draws, too
+        noise = F.dropout(torch.ones(16), 0.5)  # user code draws, too
         return (self.model(batch["x"]) * noise).mean()
 
     def configure_optimizers(self) -> Any:

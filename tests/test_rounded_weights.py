@@ -23,8 +23,8 @@ from zoo_runs import plain
 
 from lightning_roundpipe import RoundPipePrecision
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime import learning
-from lightning_roundpipe.runtime.rounding import send_rounded
+from lightning_roundpipe.runtime.memory.autocast_weights import send_rounded
+from lightning_roundpipe.runtime.profile import first_batch
 
 WIDTH = 16
 
@@ -49,7 +49,7 @@ def both(
     results, sent = [], Sent()
     with pytest.MonkeyPatch.context() as patch:
         for rounding in (lambda engine: False, sent):
-            patch.setattr(learning, "send_rounded", rounding)
+            patch.setattr(first_batch, "send_rounded", rounding)
             chosen = {"num_microbatches": 3} | options.get("strategy", {})
             if precision == "16-mixed":  # or Lightning takes bf16 on the CPU
                 chosen["precision_plugin"] = RoundPipePrecision(precision, scaler())
@@ -83,7 +83,7 @@ def test_models(name: str, lora: bool, precision: str) -> None:
 def test_one_microbatch_equals_plain_training() -> None:
     sent = Sent()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(learning, "send_rounded", sent)
+        patch.setattr(first_batch, "send_rounded", sent)
         strategy = ours(num_microbatches=1, plan=harness.halves(6))
         result = run(strategy, zoo.make_module("llama"), zoo.make_batches("llama"), precision="bf16-mixed")
     assert sent.names[0]

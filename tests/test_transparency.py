@@ -269,10 +269,10 @@ def test_workers_rounds_and_plans_do_not_change_a_bit(name: str, lora: bool, cou
             raise AssertionError(f"devices={devices}, {options}: {error}") from None
 
 
-# --------------------------------------------------------------------------------------------- glue of unusual shapes
+# ------------------------------------------------------------------------------------------ user code of unusual shapes
 
 
-class Glue(nn.Module):
+class UserCode(nn.Module):
     """Layers, and a function that says what happens between them."""
 
     def __init__(self, kind: str) -> None:
@@ -340,7 +340,7 @@ class Glue(nn.Module):
         h = self.blocks[1](h + target)
         return self.blocks[2](h.detach()) + h
 
-    def autograd_in_glue(self, h: Tensor) -> Tensor:
+    def autograd_in_user_code(self, h: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(h.square().sum(), h, create_graph=True)
         return self.blocks[0](h) + slope
 
@@ -376,13 +376,13 @@ class Mixer(nn.Module):
         "weight_as_an_argument",
         "views",
         "without_gradients_in_part",
-        "autograd_in_glue",
+        "autograd_in_user_code",
         "hook_on_a_tensor",
         "output_changed_and_used_twice",
     ],
 )
-def test_unusual_glue(kind: str) -> None:
-    odd = zoo.PlainClassifier(Glue(kind))
+def test_unusual_user_code(kind: str) -> None:
+    odd = zoo.PlainClassifier(UserCode(kind))
     batches = zoo.make_batches("mlp")
     layers = ["Linear", "ResidualBlock", "Mixer", "Embedding"]
     assert_same(run("auto", odd, batches), run(ours(num_microbatches=3, layers=layers), odd, batches, devices=2))

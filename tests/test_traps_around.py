@@ -171,7 +171,7 @@ def test_layers_called_from_another_thread(swallowed: bool) -> None:
 
 
 def test_autocast_switched_off_in_part() -> None:
-    """In glue around a layer, and inside a layer: what runs in bfloat16 is the same as in plain training."""
+    """In user code around a layer, and inside a layer: what runs in bfloat16 is the same as in plain training."""
     seen: set[tuple[str, torch.dtype, torch.dtype]] = set()
 
     class Partly(Block):

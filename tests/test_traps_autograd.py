@@ -97,7 +97,7 @@ def _(net: Any, h: Tensor) -> Tensor:
         return forward_ad.unpack_dual(net.blocks[0](forward_ad.make_dual(h, h))).primal
 
 
-@trap("what autograd itself offers in glue")
+@trap("what autograd itself offers in user code")
 def _(net: Any, h: Tensor) -> Tensor:
     with torch.autograd.detect_anomaly(check_nan=False), save_on_cpu():
         h = in_turn(net, torch.func.vmap(torch.tanh)(h))
@@ -126,7 +126,7 @@ def checkpoints(self: Any, x: Tensor) -> Tensor:
 trap("checkpoints inside layers", forward=checkpoints)(in_turn)
 
 
-@trap("checkpoints around one layer, around several, and around glue")
+@trap("checkpoints around one layer, around several, and around user code")
 def _(net: Any, h: Tensor) -> Tensor:
     h = checkpoint(net.blocks[0], h, use_reentrant=False)
     h = checkpoint(lambda x: net.blocks[2](net.blocks[1](x)), h, use_reentrant=False)
@@ -136,7 +136,7 @@ def _(net: Any, h: Tensor) -> Tensor:
 CHECKPOINTED = "called during backward, as torch.utils.checkpoint around layers does.*without a checkpoint"
 
 
-@trap("a checkpoint around a layer and glue", CHECKPOINTED)
+@trap("a checkpoint around a layer and user code", CHECKPOINTED)
 def _(net: Any, h: Tensor) -> Tensor:
     return checkpoint(lambda x: torch.tanh(net.blocks[0](x)) * x, h, use_reentrant=False)
 

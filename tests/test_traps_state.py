@@ -1,4 +1,6 @@
-"""Traps in what is kept on modules: attributes that layers and glue set, flags flipped around calls, hooks, patches."""
+"""Traps in what is kept on modules: attributes that layers and user code set, flags flipped around calls, hooks,
+patches.
+"""
 
 from __future__ import annotations
 
@@ -118,14 +120,14 @@ trap(
 )(in_turn)
 
 
-# ----------------------------------------------------------------------------------------------- attributes set by glue
+# ------------------------------------------------------------------------------------------ attributes set by user code
 
 
 def reads(self: Any, x: Tensor) -> Tensor:
     return Block.forward(self, x) * self.flag + (0 if self.aux is None else self.aux)
 
 
-@trap("glue sets tensors on a layer", forward=reads)
+@trap("user code sets tensors on a layer", forward=reads)
 def _(net: Any, h: Tensor) -> Tensor:
     for block in net.blocks:
         block.flag = h.detach().cos()
@@ -134,7 +136,7 @@ def _(net: Any, h: Tensor) -> Tensor:
     return h
 
 
-@trap("glue keeps tensors on the module around the layers")
+@trap("user code keeps tensors on the module around the layers")
 def _(net: Any, h: Tensor) -> Tensor:
     net.skip, net.all, net.named = h, [], {}
     for name, block in net.blocks.named_children():
@@ -187,7 +189,7 @@ def flips_later(kind: str) -> Callable[[Any, Tensor], Tensor]:
         if net.late:
             if kind == "layer":
                 net.blocks[2].flag = 0.5
-            elif kind == "glue":
+            elif kind == "user code":
                 net.new = h
             else:
                 net.blocks[2].requires_grad_(False)
@@ -196,11 +198,15 @@ def flips_later(kind: str) -> Callable[[Any, Tensor], Tensor]:
     return body
 
 
-WHERE = {"layer": "'flag' of Block .in layer", "glue": "'new' of Net .outside", "weights": "requires_grad of a param"}
+WHERE = {
+    "layer": "'flag' of Block .in layer",
+    "user code": "'new' of Net .outside",
+    "weights": "requires_grad of a param",
+}
 
 
 @pytest.mark.parametrize("kind", WHERE)
-def test_what_glue_begins_to_change_later_is_refused(kind: str) -> None:
+def test_what_user_code_begins_to_change_later_is_refused(kind: str) -> None:
     traps = Traps()
 
     def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:

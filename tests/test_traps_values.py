@@ -50,7 +50,7 @@ def _(net: Any, h: Tensor) -> Tensor:
     return h
 
 
-@trap("glue writes to an input after the call")
+@trap("user code writes to an input after the call")
 def _(net: Any, h: Tensor) -> Tensor:
     h = h * 1.0
     first = net.blocks[0](h)
@@ -60,7 +60,7 @@ def _(net: Any, h: Tensor) -> Tensor:
     return net.blocks[2](h) + first + second
 
 
-@trap("glue writes to an output that a layer has taken")
+@trap("user code writes to an output that a layer has taken")
 def _(net: Any, h: Tensor) -> Tensor:
     y = net.blocks[0](h)
     z = net.blocks[1](y)
@@ -68,7 +68,7 @@ def _(net: Any, h: Tensor) -> Tensor:
     return net.blocks[2](z + y)
 
 
-@trap("glue writes to an output")
+@trap("user code writes to an output")
 def _(net: Any, h: Tensor) -> Tensor:
     for block in net.blocks:
         h = block(h)
@@ -104,7 +104,7 @@ def _(net: Any, h: Tensor) -> Tensor:
     return h * count.mean()
 
 
-@trap("a layer returns its input, which glue writes to", forward=lambda self, x: x, calls=4)
+@trap("a layer returns its input, which user code writes to", forward=lambda self, x: x, calls=4)
 def _(net: Any, h: Tensor) -> Tensor:
     g = h * 1.0
     y = net.blocks[0](g)
@@ -121,14 +121,14 @@ def and_a_view_of_it(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return y, y[:, :4]
 
 
-@trap("glue writes to an output that shares memory with another", SHARED, forward=and_a_view_of_it)
+@trap("user code writes to an output that shares memory with another", SHARED, forward=and_a_view_of_it)
 def _(net: Any, h: Tensor) -> Tensor:
     whole, part = net.blocks[0](h)
     part.mul_(3)
     return whole * 1
 
 
-@trap("glue writes to an input that an output is a view of", SHARED, forward=lambda self, x: x[:, :4])
+@trap("user code writes to an input that an output is a view of", SHARED, forward=lambda self, x: x[:, :4])
 def _(net: Any, h: Tensor) -> Tensor:
     h = h * 1
     part = net.blocks[0](h)

@@ -14,8 +14,8 @@ import torch
 from harness import assert_same, ours, run
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime.hints import Hints
-from lightning_roundpipe.runtime.outside_writes import OutsideWrites
+from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
+from lightning_roundpipe.runtime.reporting.hints import Hints
 
 KEPT: Any = None
 

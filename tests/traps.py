@@ -24,7 +24,7 @@ Body = Callable[[Any, Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """A layer that does not save its input, so that plain autograd lets glue write to it."""
+    """A layer that does not save its input, so that plain autograd lets user code write to it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ WAITING = {"wait", "wait_for", "wait_for_predecessor", "_wait_closed", "_wait_fo
 
 
 def take_out(patch: pytest.MonkeyPatch, where: str, line: str) -> None:
-    """Compile ``where`` (such as ``runtime.worker:Worker.prepare``) anew without ``line``.
+    """Compile ``where`` (such as ``runtime.core.worker:Worker.prepare``) anew without ``line``.
 
     Raises:
         AssertionError: if the line is not there, or there twice.
@@ -42,10 +42,11 @@ def take_out(patch: pytest.MonkeyPatch, where: str, line: str) -> None:
 
 def waits(package: str) -> set[tuple[str, str]]:
     """Every line of ``package`` that waits, with the function it is in, as `take_out` takes them."""
-    return {found for file in sorted((PACKAGE / package).glob("*.py")) for found in _waits_of(package, file)}
+    return {found for file in sorted((PACKAGE / package).rglob("*.py")) for found in _waits_of(package, file)}
 
 
 def _waits_of(package: str, file: Path) -> set[tuple[str, str]]:
+    module = ".".join((package, *file.relative_to(PACKAGE / package).with_suffix("").parts))
     source = file.read_text()
     lines = source.splitlines()
     found: set[tuple[str, str]] = set()
@@ -55,7 +56,7 @@ def _waits_of(package: str, file: Path) -> set[tuple[str, str]]:
             path = (*path, node.name)
         waits = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITING
         if waits:
-            found.add((f"{package}.{file.stem}:{'.'.join(path)}", lines[node.lineno - 1].strip()))  # type: ignore[attr-defined]
+            found.add((f"{module}:{'.'.join(path)}", lines[node.lineno - 1].strip()))  # type: ignore[attr-defined]
         for child in ast.iter_child_nodes(node):
             visit(child, path)
 

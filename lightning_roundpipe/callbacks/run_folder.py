@@ -12,7 +12,7 @@ from peft import PeftModel
 from typing_extensions import override
 
 from lightning_roundpipe.callbacks.plan_table import strategy_report
-from lightning_roundpipe.devices.teams import cores
+from lightning_roundpipe.devices.intraop_threads import cores
 from lightning_roundpipe.extras import is_installed, remedy
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.replay import replay_of

@@ -28,7 +28,7 @@ USUAL_LENGTH = 2048
 
 _MOST_LENGTH = 2**20
 PART_BYTES = 2**24
-"""Of gradients, that the engine updates while the next ones arrive (`runtime.sums.PART`)."""
+"""Of gradients, that the engine updates while the next ones arrive (`runtime.memory.grad_buffers.PART`)."""
 _ADAMW_BYTES = 28
 """Memory traffic of an update: a weight, its gradient and its moments are read, all but the gradient written."""
 

@@ -67,7 +67,7 @@ Content: TypeAlias = Text | Completion | Chat
 
 @dataclass(frozen=True)
 class Record:
-    """One record, its number in the file (see ``sources.unit_of``), and the fields in it that are not read."""
+    """One record, its number in the file (see ``sources.bucket_of``), and the fields in it that are not read."""
 
     number: int
     content: Content

@@ -12,8 +12,8 @@ import torch
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices.base import POISON, Device, Event, Hold, Stream
+from lightning_roundpipe.devices.core_semaphore import emulated_work
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, StreamAborted, StreamError
-from lightning_roundpipe.devices.permit import emulated_work
 
 __all__ = [
     "POISON",

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import cuda_libraries, interpreter, pinned, teams
+from lightning_roundpipe.devices import cuda_libraries, interpreter, intraop_threads, pinned
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import Device, Hold, Stream
@@ -225,13 +225,13 @@ class CudaDevice(Device):
     def host_thread_settings(self) -> AbstractContextManager[None]:
         # A core for each GPU, whose threads must launch without delay. GPUs that no worker uses count, too: the number
         # of threads of an operation decides how sums are rounded, and numbers are the same for any number of workers.
-        return teams.leaving(max(1, torch.cuda.device_count()))
+        return intraop_threads.leaving(max(1, torch.cuda.device_count()))
 
     @contextmanager
     def activate(self) -> Iterator[None]:
         begin_on(self.torch_device)
         with ExitStack() as around:
-            for other in self.others:  # to whose tensors glue may turn, and be it to copy them here
+            for other in self.others:  # to whose tensors user code may turn, and be it to copy them here
                 around.enter_context(other.running())
             around.enter_context(torch.cuda.device(self.torch_device))
             around.enter_context(self.compute.running())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import generators, permit, teams, wire
+from lightning_roundpipe.devices import core_semaphore, generators, intraop_threads, wire
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
 from lightning_roundpipe.devices.base import POISON, Device, Hold, Stream
@@ -44,12 +44,12 @@ class EmulatedDevice(Device):
         assert limit is None or isinstance(limit, int)  # Emulation has parsed it
         self._ledger = Ledger(f"Emulated CUDA device {index}", limit)
         self._arenas: dict[int, tuple[Tensor, str]] = {}
-        self._permits = permit.semaphore()
+        self._permits = core_semaphore.semaphore()
         self._permit_delays = self._delays("permit")
         bandwidth = None if emulation.bandwidth is None else float(emulation.bandwidth)
         self._up = Link(bandwidth, emulation.latency, self._switch)
         self._down = Link(bandwidth, emulation.latency, self._switch)
-        self._glue_delays = self._delays("glue")
+        self._user_code_delays = self._delays("user code")
         name = f"roundpipe-dev{index}-compute"
         self.compute = InlineStream(name, self._switch, emulation.poison, self._delays("compute"))
         if wire.goes_in_order_of_issue():
@@ -167,11 +167,11 @@ class EmulatedDevice(Device):
     @contextmanager
     def permit(self) -> Iterator[None]:
         self._switch.sleep(0 if self._permit_delays is None else self._permit_delays.next())
-        with permit.holding(self._permits):
+        with core_semaphore.holding(self._permits):
             yield
 
     def process_settings(self) -> AbstractContextManager[None]:
-        return teams.limited()
+        return intraop_threads.limited()
 
     def step_settings(self) -> AbstractContextManager[None]:
         return nullcontext()  # they compute in the threads that would switch
@@ -181,8 +181,8 @@ class EmulatedDevice(Device):
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        if self._glue_delays is not None:
-            time.sleep(self._glue_delays.next())
+        if self._user_code_delays is not None:
+            time.sleep(self._user_code_delays.next())
         yield
 
     # -- ending

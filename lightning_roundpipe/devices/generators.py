@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lightning_roundpipe.devices import behalf
+from lightning_roundpipe.devices import thread_owner
 
 
 class GeneratorLock:
@@ -17,7 +17,7 @@ class GeneratorLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As ``threading.RLock.acquire``."""
-        me = behalf.thread()
+        me = thread_owner.thread()
         if self._owner == me:  # nobody else makes it so, or changes it then
             self._depth += 1
             return True
@@ -28,7 +28,7 @@ class GeneratorLock:
 
     def release(self) -> None:
         """As ``threading.RLock.release``."""
-        if self._owner != behalf.thread():
+        if self._owner != thread_owner.thread():
             raise RuntimeError("a lock was released by a thread that does not hold it")
         self._depth -= 1
         if not self._depth:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lightning_roundpipe.devices import teams
+from lightning_roundpipe.devices import intraop_threads
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Stream
 from lightning_roundpipe.devices.errors import raise_kept
@@ -70,7 +70,7 @@ class QueuedStream(Stream):
                 self._thread.start()
 
     def _serve(self) -> None:
-        teams.enlist()
+        intraop_threads.enlist()
         with torch.inference_mode():
             while (work := self._work.get()) is not None:
                 work()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from lightning_roundpipe.devices import permit
+from lightning_roundpipe.devices import core_semaphore
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Event
 from lightning_roundpipe.devices.errors import StreamAborted, raise_kept
@@ -35,7 +35,7 @@ class ThreadEvent(Event):
 
     def wait_on_behalf_of(self, switch: AbortSwitch) -> None:
         """``wait()`` that ``switch`` ends too: a stream may wait for another device's event, and its own is aborted."""
-        permit.assert_none_held()
+        core_semaphore.assert_none_held()
         if not self.done():
             wake = threading.Event()
             with self._switch.wakes(wake), switch.wakes(wake):

@@ -5,7 +5,7 @@ the engine has to hand over. Too large, and a stage cannot be balanced; too smal
 hundreds of hand-overs. The search goes from the top down and takes the outermost modules that are small enough, except
 where a model says of itself what must stay whole (Hugging Face's ``_no_split_modules``) or shows it by repetition
 (a list of blocks, or of one that is called again and again). Modules without parameters are never layers: they run as
-glue. So do modules compiled by TorchScript, which have their weights where no copy of the module could get them.
+user code. So do modules compiled by TorchScript, which have their weights where no copy of the module could get them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def find_layers(
     """The layers of ``root``, by qualified name, in registration order.
 
     Args:
-        root: the user's LightningModule. It is itself never a layer: its ``training_step`` is glue.
+        root: the user's LightningModule. It is itself never a layer: its ``training_step`` is user code.
         requested: module classes, class names or qualified module names that must each be a layer as a whole. What
             they leave over is searched as usual.
         needed: whether there must be a layer.

@@ -1,12 +1,12 @@
 """Layers that are too large for a worker, cut into the modules inside them.
 
 A block is a good layer, as little has to cross its border and what is inside is recomputed. Where two of them do not
-fit, its forward becomes glue and its children become layers, which the same is done to if need be:
+fit, its forward becomes user code and its children become layers, which the same is done to if need be:
 
     decoder block ──► attention, mlp, norms
     mlp ──► router, experts
 
-What the block holds of its own has to be little, because glue reads it: it travels outside the arenas, for each
+What the block holds of its own has to be little, because user code reads it: it travels outside the arenas, for each
 microbatch. So one module whose own parameters are the bulk cannot be cut, such as a mixture of experts that has the
 weights of all experts in one tensor.
 """

@@ -1,8 +1,8 @@
 """What crosses from call to call of one microbatch, seen as the calls are made one after another.
 
 A stage that keeps graphs holds a tensor once, whoever takes it: a mask that all blocks share, or an output that is the
-next call's input. And a microbatch that waits for its next stage holds what earlier calls gave and glue has not dropped
-yet. Both are told by storages, of which only weak references are kept here.
+next call's input. And a microbatch that waits for its next stage holds what earlier calls gave and user code has not
+dropped yet. Both are told by storages, of which only weak references are kept here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Crossing:
         """The call that gave it."""
 
     def see(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> Crossed:
-        """The next call, when it has returned and glue has not gone on."""
+        """The next call, when it has returned and user code has not gone on."""
         waiting = sum(storage.nbytes() for storage in self._given)
         taken = {tensor.untyped_storage(): tensor_bytes(tensor) for tensor in inputs}
         shared, passed = Counter[int](), Counter[int]()

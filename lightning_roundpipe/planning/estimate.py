@@ -52,7 +52,7 @@ def estimate_costs(
         try:
             for name, layer in layers.items():
                 walk.intercept(name, layer)
-            with meter.scope(walk.glue):
+            with meter.scope(walk.user_code):
                 loss = model(**batch, use_cache=False).loss
             after = walk.calls[-1].after if walk.calls else Work()
             if isinstance(loss, Tensor) and loss.requires_grad:
@@ -122,12 +122,12 @@ class _Walk:
     def __init__(self, meter: Meter, *, emulated: bool) -> None:
         self.meter = meter
         self.emulated = emulated
-        self.glue = Work()
+        self.user_code = Work()
         self.calls: list[_Called] = []
         self.loss_backward_s = 0.0
         self._known: dict[Any, tuple[_Measured, Any]] = {}
         self._saved: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        """Weakly, as what is saved goes to the host: on the worker it waits no longer than glue holds it."""
+        """Weakly, as what is saved goes to the host: on the worker it waits no longer than user code holds it."""
         self._intercepted: list[nn.Module] = []
         self._crossing = Crossing()
 
@@ -234,7 +234,7 @@ def _fresh(leaf: Any) -> Any:
     if not isinstance(leaf, _Described):
         return leaf
     made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-    return made.view_as(made) if leaf.requires_grad else made  # glue may write to it, as it may not to a leaf
+    return made.view_as(made) if leaf.requires_grad else made  # user code may write to it, as it may not to a leaf
 
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:

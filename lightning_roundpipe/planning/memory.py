@@ -2,8 +2,8 @@
 
 A worker holds two arenas for weights (the running slot's and the next one's), two for gradients (the running slot's and
 those on their way down), each as large as the largest stage needs, the activations of the running stage, and tensors
-between stages: those that glue still holds of microbatches which wait for their next stage, and those that were brought
-for the microbatch whose turn is next. Any stage may come to any worker, so all workers need the same.
+between stages: those that user code still holds of microbatches which wait for their next stage, and those that were
+brought for the microbatch whose turn is next. Any stage may come to any worker, so all workers need the same.
 
 The host holds what outlives a stage: weights, gradients, the optimizer's state, and what recomputation starts from.
 """

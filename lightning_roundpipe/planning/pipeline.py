@@ -10,7 +10,7 @@ which can be switched on alone:
     the fused slot is held from a microbatch's first call until its backward through the stage ends        [5]
     a call waits for its own layer's weights: of the last step (staleness 0) or of the one before (1)      [6]
     weights travel while the slot before runs, into the other one of two arenas; so do gradients           [7]
-    an update begins when a layer's gradients are on the host, first layers first; see `updates`           [8]
+    an update begins when a layer's gradients are on the host, first layers first; see `async_optimizer`           [8]
     what a turn takes in and gives out travels before all weights and gradients                            [9]
     a step begins, and weights are sent for it, when all losses of the last one are known; a microbatch of  [10]
     it begins when the same one of the last step is over

@@ -18,42 +18,48 @@ from lightning_roundpipe.model.reachable import listed
 from lightning_roundpipe.model.structure import Structure
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.belongings import Belongings
-from lightning_roundpipe.runtime.budget import layers_that_fit
-from lightning_roundpipe.runtime.buffers import HostBuffers
-from lightning_roundpipe.runtime.bypass import Accumulators
-from lightning_roundpipe.runtime.calls import Runner
-from lightning_roundpipe.runtime.compiling import forwards_of
-from lightning_roundpipe.runtime.context import thread_locals_of
-from lightning_roundpipe.runtime.control import UserLock
-from lightning_roundpipe.runtime.crew import Crew
-from lightning_roundpipe.runtime.evaluation import Evaluation
-from lightning_roundpipe.runtime.evaluation_parts import Parting
-from lightning_roundpipe.runtime.foresight import Order
-from lightning_roundpipe.runtime.formats import Formats
-from lightning_roundpipe.runtime.gradients import StepGradients
-from lightning_roundpipe.runtime.hints import Hints
-from lightning_roundpipe.runtime.interception import Interceptor, current, intercepted, models_in, without_caches
-from lightning_roundpipe.runtime.interrupts import allowed, held
-from lightning_roundpipe.runtime.learning import counter_of, forget_plan, plan_from, reserve_for_layers
-from lightning_roundpipe.runtime.logs import HostMetrics
-from lightning_roundpipe.runtime.manual import ManualStep
-from lightning_roundpipe.runtime.mapped import mapped_weights
-from lightning_roundpipe.runtime.microbatch import Columns, memory_of
-from lightning_roundpipe.runtime.notes import remedied
-from lightning_roundpipe.runtime.queues import WorkerQueue
-from lightning_roundpipe.runtime.report import Report, report_of
-from lightning_roundpipe.runtime.retries import Retries
-from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness
-from lightning_roundpipe.runtime.rounding import is_surprised, is_watched
-from lightning_roundpipe.runtime.run import MicrobatchRun
-from lightning_roundpipe.runtime.scope import Scope
-from lightning_roundpipe.runtime.step import Step
-from lightning_roundpipe.runtime.sums import GradientBuffers, Reduction
-from lightning_roundpipe.runtime.trace import Trace, TracedCall
-from lightning_roundpipe.runtime.units import Unit, units_of
-from lightning_roundpipe.runtime.updates import Updates
-from lightning_roundpipe.runtime.weights import HostLayer, host_layers
+from lightning_roundpipe.runtime.batch.logs import HostMetrics
+from lightning_roundpipe.runtime.batch.microbatches import Columns, memory_of
+from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
+from lightning_roundpipe.runtime.core.prediction import CallOrder
+from lightning_roundpipe.runtime.core.slot_queues import WorkerQueue
+from lightning_roundpipe.runtime.core.step import Step
+from lightning_roundpipe.runtime.core.sync import UserLock
+from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
+from lightning_roundpipe.runtime.faults.interrupts import allowed, held
+from lightning_roundpipe.runtime.faults.notes import remedied
+from lightning_roundpipe.runtime.layer_calls.compiling import forwards_of
+from lightning_roundpipe.runtime.memory.autocast_weights import is_surprised, is_watched
+from lightning_roundpipe.runtime.memory.budget import layers_that_fit
+from lightning_roundpipe.runtime.memory.dtypes import Formats
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, Reduction
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer, host_layers
+from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
+from lightning_roundpipe.runtime.memory.mapped_files import mapped_weights
+from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket, units_of
+from lightning_roundpipe.runtime.modes.evaluation import Evaluation
+from lightning_roundpipe.runtime.modes.evaluation_parts import Parting
+from lightning_roundpipe.runtime.modes.manual import ManualStep
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.runtime.profile.first_batch import counter_of, forget_plan, plan_from, reserve_for_layers
+from lightning_roundpipe.runtime.profile.scope import Scope
+from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
+from lightning_roundpipe.runtime.reporting.hints import Hints
+from lightning_roundpipe.runtime.reporting.report import Report, report_of
+from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
+from lightning_roundpipe.runtime.user_code.interception import (
+    Interceptor,
+    current,
+    intercepted,
+    models_in,
+    without_caches,
+)
+from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
+from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, Randomness
+from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
 
 _LOOKS = 4
 """Batches whose memory is compared with that of the one before."""
@@ -67,7 +73,7 @@ class Engine:
         devices: one per worker.
         options: checked options of the strategy.
         inform: called with what the user should know once.
-        formats: that layers and glue compute in.
+        formats: that layers and user code compute in.
         fitting: whether there is going to be training, without which a module needs no layers.
     """
 
@@ -84,9 +90,9 @@ class Engine:
             mapped = mapped_weights(module.parameters(), devices[0], formats)
             self.layers = host_layers(found.layers, devices[0], formats, apart=bool(options.staleness), mapped=mapped)
         self.host_buffers = self.layers[0].buffers if self.layers else HostBuffers()
-        self.units = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
-        self.unit_of = {id(p): unit for unit in self.units for p in unit.masters}
-        self._masters = [p for unit in self.units for p in unit.masters]
+        self.buckets = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
+        self.bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.masters}
+        self._masters = [p for bucket in self.buckets for p in bucket.masters]
         self._accumulators = Accumulators()
         self.updates: Updates | None = None
         """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
@@ -101,7 +107,7 @@ class Engine:
         self.staging = devices[0] if self.accelerator is not None else None
         """The device whose host memory tensors of the host go to workers from; None where workers read any."""
         self.randomness = Randomness()
-        self.user_lock, self.order = UserLock(), Order()
+        self.user_lock, self.order = UserLock(), CallOrder()
         self.trace: Trace | None = None
         self.recent: Trace | None = None
         """What the last batch of one microbatch called, as a guess at what the next one will."""
@@ -113,8 +119,8 @@ class Engine:
         """Whether microbatches have to run one after another in every step."""
         self.probed: set[tuple[int, int]] = set()
         """Calls, by layer and use, of which it is known whether they compute other bits without grad."""
-        self.read_by_glue: frozenset[Unit] = frozenset()
-        """What the next step's glue waits for before it takes the lock."""
+        self.read_by_user_code: frozenset[ParamBucket] = frozenset()
+        """What the next step's user code waits for before it takes the lock."""
         self.walked: set[tuple[int, int]] = set()
         """Calls, by layer and use, whose graph was seen to stay inside the layer."""
         self.weights_uploaded = 0
@@ -142,25 +148,27 @@ class Engine:
             contextlib.nullcontext(())
         )
         """Around a rehearsal: yields, by name, what user code may change that is not the module's."""
-        self._buffers: dict[Hashable, GradientBuffers] = {}
+        self._buffers: dict[Hashable, HostGradBuffers] = {}
         self._reserves = self._reserved = False
         """Whether they are made before a batch asks for them, and whether some were, by no batch so far."""
         self.next_step, self.next_slot = itertools.count().__next__, itertools.count().__next__
         self._trainable = self._trainable_now()
-        self.belongings = Belongings(module, self.layers)
+        self.module_state = ModuleStateIsolation(module, self.layers)
         self.structure = Structure(module, [x.module for x in self.layers])
         self.hints = Hints(module, inform)
         self.retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
         dtype, limit = options.reduce_dtype, options.watchdog_timeout
-        self.crew = Crew(devices, limit, sums=dtype is not None)  # whose threads somebody has to stop from here on
-        summing = self.crew.summing
+        self.worker_pool = WorkerPool(
+            devices, limit, sums=dtype is not None
+        )  # whose threads somebody has to stop from here on
+        summing = self.worker_pool.summing
         self.reduction = Reduction(getattr(torch, dtype), summing) if summing is not None else None
-        self.workers = self.crew.workers
+        self.workers = self.worker_pool.workers
         watched, counter = functools.partial(is_watched, self), functools.partial(counter_of, self)
-        given = (lambda: self.randomness, formats, watched, forwards, self.unit_of, counter)
-        self.runners = [Runner(worker, *given) for worker in self.workers]
+        given = (lambda: self.randomness, formats, watched, forwards, self.bucket_of, counter)
+        self.executors = [LayerExecutor(worker, *given) for worker in self.workers]
         self.queues = [WorkerQueue(w, prefetch=bool(options.prefetch)) for w in self.workers]
         try:
             reserve_for_layers(self)
@@ -191,14 +199,15 @@ class Engine:
             anew: whether gradients of earlier batches that no optimizer step has used are to be dropped.
 
         Returns:
-            The merged output; the backward of its loss gives the masters their gradients, or has `updates` take them.
+            The merged output; the backward of its loss gives the masters their gradients, or has `async_optimizer` take
+            them.
         """
         self._prepare(anew=anew)
         self._look_at(batch)
         cut = self.scope.cut(function, batch, rest, seed)
         self.plans = self.plan is None and not self.in_order and (cut.several or self.options.plan_text is not None)
         overlaps = self._may_overlap
-        if not overlaps or (self._on_its_way is not None and self._on_its_way.control.failed):
+        if not overlaps or (self._on_its_way is not None and self._on_its_way.cancel_scope.failed):
             self._drain()
         step = cut.step(self, seed, self._on_its_way)
         args = [(part, *rest) for part in cut.parts]
@@ -206,7 +215,7 @@ class Engine:
         switched_off = self._set_up_step()
         try:
             with self._failing(step):
-                with intercepted(self.interceptors, step.control.fail):
+                with intercepted(self.interceptors, step.cancel_scope.fail):
                     random_state.park()
                     try:
                         self._run(step, function, args, overlaps=overlaps)
@@ -269,7 +278,7 @@ class Engine:
         self._prepare(anew=False)
         step, switched_off = ManualStep(self, seed, self._buffers), self._set_up_step()
         try:
-            with self._failing(step), intercepted(self.interceptors, step.control.fail):
+            with self._failing(step), intercepted(self.interceptors, step.cancel_scope.fail):
                 output = step.run(function)
                 self.host_buffers.settle()
             self._end(step)
@@ -297,7 +306,7 @@ class Engine:
     def _may_overlap(self) -> bool:
         """Whether a step's way back may go on while the main thread does other things, such as to begin the next one.
 
-        Not if it draws random numbers, for generators are the main thread's then; if glue keeps things on modules,
+        Not if it draws random numbers, for generators are the main thread's then; if user code keeps things on modules,
         which are what training_step finds next; if it logs, which ends with training_step; or if a layer goes by
         torch's default format, which is another one then; nor if a layer reads what changes meanwhile, or the next
         batch is fetched into the memory of this one.
@@ -305,7 +314,7 @@ class Engine:
         return (
             self.updates is not None
             and self.plan is not None
-            and not self.belongings.places
+            and not self.module_state.places
             and not self.randomness.on_the_way_back
             and not self.logs_on_the_way_back
             and not self.formats.default_matters
@@ -335,7 +344,7 @@ class Engine:
         """An update that fails while the step runs fails the step; a step that fails leaves whole updates behind."""
         updates = self.updates
         if updates is not None:
-            updates.accompany(step.control)
+            updates.accompany(step.cancel_scope)
         try:
             yield
         except BaseException as error:
@@ -367,7 +376,7 @@ class Engine:
     def _end(self, step: Step, *, failed: bool = False) -> None:
         """Nothing of the step is on its way any more."""
         if self.updates is not None:
-            self.updates.leave(step.control)
+            self.updates.leave(step.cancel_scope)
         if not failed:
             if self._reserved:
                 self._give_back_reserved()
@@ -385,12 +394,14 @@ class Engine:
 
     @held()
     def step_apart(self, apart: bool) -> None:
-        """From now on `updates` applies gradients when it is told to; or, if not, they are handed to ``.grad``."""
+        """From now on `async_optimizer` applies gradients when it is told to; or, if not, they are handed to
+        ``.grad``.
+        """
         if apart != (self.updates is not None):
             self._drain()
             before, scales = self.updates, self.formats.scales
             around = self.devices[0].host_thread_settings
-            self.updates = Updates(self.units, self.options.staleness, scales, around) if apart else None
+            self.updates = Updates(self.buckets, self.options.staleness, scales, around) if apart else None
             if before is not None:
                 before.retire()
                 gradients = before.accumulated()  # of an accumulation window that goes on
@@ -403,7 +414,7 @@ class Engine:
     def settle(self) -> None:
         """Before anybody looks at weights or at the optimizer's state, or writes to them: nothing is on its way."""
         self._looked_at = True
-        if isinstance(run := current(), MicrobatchRun):  # in training_step itself
+        if isinstance(run := current(), MicrobatchTask):  # in training_step itself
             if self.updates is not None:
                 run.segments.aside(self.updates.settle)
             return
@@ -415,7 +426,7 @@ class Engine:
     @remedied()
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
-        self.crew.refuse_broken()
+        self.worker_pool.refuse_broken()
         self._drain()
         if self.updates is not None:
             self.updates.settle()
@@ -442,7 +453,7 @@ class Engine:
             step.run_one_by_one(function, args)
 
     def _begin(self) -> None:
-        self.crew.refuse_broken()
+        self.worker_pool.refuse_broken()
         if (now := self._trainable_now()) != self._trainable or is_surprised(self):
             self._trainable = now
             self.settle()
@@ -470,8 +481,8 @@ class Engine:
         self.undisturbed = updates is None or self._looked_at or not updates.begun
         if updates is None:
             self.formats.scales.fix(0)
-            for unit in self.units:
-                unit.refresh()
+            for bucket in self.buckets:
+                bucket.refresh()
         elif self._looked_at or (newest and updates.wanted != updates.submitted):
             updates.settle()
             updates.publish_all()
@@ -496,14 +507,14 @@ class Engine:
         for key in [key for key, buffers in self._buffers.items() if not buffers.used]:
             del self._buffers[key]
 
-    def buffers_of(self, call: TracedCall) -> GradientBuffers:
+    def buffers_of(self, call: TracedCall) -> HostGradBuffers:
         """The host memory for the gradients of a call; made when first needed, if it is not there."""
         return self._buffers_for(call.layer, call.use)
 
-    def _buffers_for(self, layer: HostLayer, use: int) -> GradientBuffers:
+    def _buffers_for(self, layer: HostLayer, use: int) -> HostGradBuffers:
         key = (layer.index, use)
         if key not in self._buffers:
-            self._buffers[key] = GradientBuffers(layer, self.devices[0], self.reduction)
+            self._buffers[key] = HostGradBuffers(layer, self.devices[0], self.reduction)
         return self._buffers[key]
 
     def name_of(self, master: nn.Parameter) -> str:
@@ -524,7 +535,7 @@ class Engine:
     def close(self) -> None:
         """Stop all threads and give everything on the devices back. What was submitted is applied."""
         with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
-            rest.callback(self.crew.close)
+            rest.callback(self.worker_pool.close)
             rest.callback(self._metrics.end)
             rest.callback(self._accumulators.end)
             if self.updates is not None:

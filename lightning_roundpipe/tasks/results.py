@@ -16,11 +16,11 @@ from rich.text import Text
 from lightning_roundpipe.callbacks import Checkpoints, Measurements
 from lightning_roundpipe.callbacks.measurements import peak_device_bytes
 from lightning_roundpipe.callbacks.plan_table import strategy_report
-from lightning_roundpipe.devices.teams import cores
+from lightning_roundpipe.devices.intraop_threads import cores
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.replay import replay_of
-from lightning_roundpipe.runtime.microbatch import sizes_of
+from lightning_roundpipe.runtime.batch.microbatches import sizes_of
 from lightning_roundpipe.sweep import memory
 
 Completion = NewType("Completion", str)

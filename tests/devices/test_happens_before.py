@@ -18,7 +18,8 @@ from harness import ours, run
 
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream
-from lightning_roundpipe.runtime import sums, updates
+from lightning_roundpipe.runtime.memory import grad_buffers
+from lightning_roundpipe.runtime.optimizer import async_optimizer
 
 PLAN = "forward 0 1-3; fused 4-5; backward 2-3 0-1; round 2"
 PLANS = {"llama": (6, PLAN), "vit": (6, PLAN), "gpt2": (7, PLAN.replace("4-5", "4-6"))}
@@ -62,7 +63,7 @@ COUPLED = {"clip", "layer_drop"}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in zoo.ENTRIES if name not in IN_GLUE])
 def test_every_model(name: str) -> None:
-    """On workers that share a GPU, since glue of most combines what comes from several of them."""
+    """On workers that share a GPU, since user code of most combines what comes from several of them."""
     module, batches = zoo.make_module(name), zoo.make_batches(name, 3)
     options: dict[str, Any] = {"loss_weight": len} if name in COUPLED else {}
     plan = None
@@ -87,7 +88,8 @@ CASES = {
     "name", [pytest.param(n, marks=() if n in ("overlapping", "blocking") else pytest.mark.slow) for n in CASES]
 )
 def test_a_model_with_everything(name: str) -> None:
-    """Glue between all layers, with residuals and weights; a layer that writes to its input; one that is used twice.
+    """User code between all layers, with residuals and weights; a layer that writes to its input; one that is used
+    twice.
 
     The workers share a GPU: residuals of one meet what the next one has computed.
     """
@@ -107,11 +109,11 @@ def test_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [{"reduce_dtype": "bfloat16"}, {}], ids=["narrowed", "in parts"])
 def test_gradients_that_are_narrowed_or_in_parts(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Narrowing makes and reads memory of the compute stream; parts of weights go up from the optimizer's thread."""
-    monkeypatch.setattr(sums, "LEAST", 4)
+    monkeypatch.setattr(grad_buffers, "LEAST", 4)
     if not options:
-        monkeypatch.setattr(sums, "STREAMED", 1)
-        monkeypatch.setattr(sums, "PART", 64)
-        monkeypatch.setattr(updates, "PIECE", 0)
+        monkeypatch.setattr(grad_buffers, "STREAMED", 1)
+        monkeypatch.setattr(grad_buffers, "PART", 64)
+        monkeypatch.setattr(async_optimizer, "PIECE", 0)
     with races(shared=True) as found:
         stress.train(CASES["overlapping"], **options)
     assert_no_races(found)
@@ -152,7 +154,7 @@ class Waits(pl.Callback):
 
 @pytest.mark.parametrize("name", [pytest.param("planned", marks=pytest.mark.slow), "overlapping"])
 def test_no_operation_of_a_step_makes_the_host_wait(name: str) -> None:
-    """Of ours, or of glue that runs in the stream of the layer before it."""
+    """Of ours, or of user code that runs in the stream of the layer before it."""
     with races() as found:
         stress.train(CASES[name], callbacks=[Waits(found)])
     assert [thread for thread, _ in found.waits if thread.startswith("roundpipe-")] == []
@@ -163,7 +165,7 @@ def test_no_operation_of_a_step_makes_the_host_wait(name: str) -> None:
 WAITS = [
     ("compute", "weights_up"),  # for weights, and for sums so far
     ("compute", "activations_up"),  # for inputs and gradients
-    ("compute", "activations_down"),  # before glue writes to what is being saved
+    ("compute", "activations_down"),  # before user code writes to what is being saved
     ("compute", "gradients_down"),  # before the arena of gradients is used again
     ("weights_up", "compute"),  # before the arena of weights is used again
     ("weights_up", "gradients_down"),  # for sums of an earlier round

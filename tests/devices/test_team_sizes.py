@@ -16,10 +16,12 @@ import torch
 import zoo
 from harness import ours, run
 
-from lightning_roundpipe.devices import teams
-from lightning_roundpipe.runtime.updates import Updates
+from lightning_roundpipe.devices import intraop_threads
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 
-linux = pytest.mark.skipif(teams._openmp() is None, reason="torch's OpenMP is not GNU's, which tells a thread's team")
+linux = pytest.mark.skipif(
+    intraop_threads._openmp() is None, reason="torch's OpenMP is not GNU's, which tells a thread's team"
+)
 
 SCRIPT = """
 import ctypes, json, sys
@@ -33,7 +35,7 @@ from lightning_roundpipe import RoundPipeStrategy
 openmp = ctypes.PyDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 if len(sys.argv) > 2:
     torch.set_num_threads(int(sys.argv[2]))
-found = {"layer": set(), "glue": set(), "optimizer": set()}
+found = {"layer": set(), "user code": set(), "optimizer": set()}
 
 
 class Layer(torch.nn.Linear):
@@ -48,7 +50,7 @@ class Module(pl.LightningModule):
         self.layers = torch.nn.ModuleList(Layer(64, 64) for _ in range(4))
 
     def training_step(self, batch, batch_idx):
-        found["glue"].add(openmp.omp_get_max_threads())
+        found["user code"].add(openmp.omp_get_max_threads())
         for layer in self.layers:
             batch = layer(batch).relu()
         return batch.mean()
@@ -96,7 +98,7 @@ def in_a_process(devices: int, threads: int | None = None, openmp: str | None = 
 def test_every_thread_has_the_team_that_torch_was_told() -> None:
     """A new thread takes OpenMP's default, 3 here, for its first product, unless it asks torch before."""
     found = in_a_process(2, threads=1, openmp="3")
-    assert found["layer"] == found["glue"] == found["optimizer"] == [1]
+    assert found["layer"] == found["user code"] == found["optimizer"] == [1]
     assert found["after"] == found["before"] == 1
 
 
@@ -105,7 +107,7 @@ def test_every_thread_has_the_team_that_torch_was_told() -> None:
 def test_by_default_emulated_devices_share_the_cores() -> None:
     """And the process has afterwards what it had before."""
     found = in_a_process(4)
-    assert found["layer"] == found["glue"] == [max(1, teams.cores() // teams.AT_ONCE)]
+    assert found["layer"] == found["user code"] == [max(1, intraop_threads.cores() // intraop_threads.AT_ONCE)]
     assert found["after"] == found["before"] >= found["layer"][0]
 
 
@@ -176,21 +178,21 @@ def test_bits_do_not_depend_on_the_number_of_devices() -> None:
     ("cores", "told", "size"), [(1, 1, 1), (2, 2, 1), (7, 7, 1), (8, 8, 2), (16, 16, 4), (16, 2, 2)]
 )
 def test_the_size_of_a_team(cores: int, told: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teams, "cores", lambda: cores)
+    monkeypatch.setattr(intraop_threads, "cores", lambda: cores)
     torch.set_num_threads(told)
-    assert teams.team_size() == size
-    with teams.limited():
+    assert intraop_threads.team_size() == size
+    with intraop_threads.limited():
         assert torch.get_num_threads() == size
-        with teams.limited():
+        with intraop_threads.limited():
             assert torch.get_num_threads() == size
         assert torch.get_num_threads() == size
     assert torch.get_num_threads() == told
 
 
 def test_who_leaves_first_does_not_end_it_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teams, "cores", lambda: 2)
+    monkeypatch.setattr(intraop_threads, "cores", lambda: 2)
     torch.set_num_threads(2)
-    one, other = teams.limited(), teams.limited()
+    one, other = intraop_threads.limited(), intraop_threads.limited()
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
@@ -199,7 +201,7 @@ def test_who_leaves_first_does_not_end_it_for_others(monkeypatch: pytest.MonkeyP
     assert torch.get_num_threads() == 2
 
 
-needs_openmp = pytest.mark.skipif(teams._torch_cpu() is None, reason="torch's OpenMP is looked for on Linux")
+needs_openmp = pytest.mark.skipif(intraop_threads._torch_cpu() is None, reason="torch's OpenMP is looked for on Linux")
 
 
 @needs_openmp
@@ -209,14 +211,14 @@ needs_openmp = pytest.mark.skipif(teams._torch_cpu() is None, reason="torch's Op
 def test_a_thread_leaves_cores_to_others(
     cores: int, others: int, told: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teams, "cores", lambda: cores)
+    monkeypatch.setattr(intraop_threads, "cores", lambda: cores)
     torch.set_num_threads(told)
     seen: list[int] = []
 
     def leaves() -> None:
-        with pytest.raises(ZeroDivisionError), teams.leaving(others):
+        with pytest.raises(ZeroDivisionError), intraop_threads.leaving(others):
             seen.append(torch.get_num_threads())
-            teams.disband()
+            intraop_threads.disband()
             seen.append(torch.get_num_threads())
             raise ZeroDivisionError
         seen.append(torch.get_num_threads())
@@ -234,7 +236,7 @@ SIZES: dict[str, set[int]] = {}
 
 class Sized(zoo.PlainClassifier):
     def training_step(self, batch: zoo.Batch, batch_idx: int) -> Any:
-        SIZES.setdefault("glue", set()).add(torch.get_num_threads())
+        SIZES.setdefault("user code", set()).add(torch.get_num_threads())
         return super().training_step(batch, batch_idx)
 
 
@@ -245,7 +247,7 @@ def test_the_optimizer_leaves_a_core_to_each_gpu(
 ) -> None:
     """Whether or not it is used. On emulated devices, see above."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(teams, "cores", lambda: 5)
+    monkeypatch.setattr(intraop_threads, "cores", lambda: 5)
     torch.set_num_threads(4)
     SIZES.clear()
     real = Updates._apply
@@ -256,7 +258,7 @@ def test_the_optimizer_leaves_a_core_to_each_gpu(
 
     monkeypatch.setattr(Updates, "_apply", apply)
     run(ours(num_microbatches=2), Sized(zoo.MLP()), zoo.make_batches("mlp"), devices=workers, watch=False)
-    assert SIZES.items() == {"glue": {4}, "roundpipe-optimizer": {3}}.items()
+    assert SIZES.items() == {"user code": {4}, "roundpipe-optimizer": {3}}.items()
     assert torch.get_num_threads() == 4
 
 
@@ -270,7 +272,7 @@ class Fails(zoo.PlainClassifier):
 def test_the_number_is_put_back_however_training_ends(
     module: type[pl.LightningModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teams, "cores", lambda: 2)
+    monkeypatch.setattr(intraop_threads, "cores", lambda: 2)
     torch.set_num_threads(2)
     try:
         run(ours(), module(zoo.MLP()), zoo.make_batches("mlp"), devices=2, watch=False)

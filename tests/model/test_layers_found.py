@@ -96,11 +96,11 @@ def test_mlp_of_repeated_blocks() -> None:
 
 
 def test_sequential() -> None:
-    """A container is looked into and what has no parameters runs as glue."""
+    """A container is looked into and what has no parameters runs as user code."""
     assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ["0", "2"]
 
 
-def test_modules_without_parameters_are_glue() -> None:
+def test_modules_without_parameters_are_user_code() -> None:
     """Nothing of them has to travel, and every call of a layer costs a hand-over. One that is not affine, too."""
     model = nn.ModuleDict({"stem": nn.Linear(2, 2), "drop": nn.Dropout(), "norm": nn.BatchNorm1d(2, affine=False)})
     assert names(model) == ["stem"]
@@ -112,7 +112,7 @@ def test_nothing_to_move() -> None:
 
 
 def test_parameters_of_the_root_alone_are_no_layer() -> None:
-    """They are read by glue; a root with nothing else has no call to intercept."""
+    """They are read by user code; a root with nothing else has no call to intercept."""
     root = nn.Module()
     root.weight = nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match="no layer to offload"):
@@ -164,7 +164,7 @@ def test_an_ordinary_cnn_does_not_become_dozens_of_layers() -> None:
 
 
 def test_layers_hold_every_parameter() -> None:
-    """What no layer holds runs as glue, on the first worker, and is never sent anywhere."""
+    """What no layer holds runs as user code, on the first worker, and is never sent anywhere."""
     model = ResNet(blocks=2)
     held = {id(p) for m in find_layers(Holder(model)).values() for p in m.parameters()}
     assert held == {id(p) for p in model.parameters()}

@@ -73,7 +73,7 @@ def test_experts_in_one_tensor_cannot_be_cut() -> None:
 
 
 def test_what_holds_most_of_its_weights_itself_cannot_be_cut() -> None:
-    """Glue reads them, for each microbatch, and nobody counts where."""
+    """User code reads them, for each microbatch, and nobody counts where."""
     assert cut(100, block=Block(own=10)).stuck is None
     stuck = cut(100, block=Block(own=11)).stuck
     assert stuck is not None and "'scale' (11)" in stuck.why

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_roundpipe.optim import Hyperparameters, Shadow
+from lightning_roundpipe.optim import Hyperparameters, PartialOptimizer
 
 SHAPES = [(7, 5), (33,), (), (130, 9), (8, 8)]
 STEPS = 8
@@ -40,7 +40,7 @@ class Steps:
 
     def __init__(self, optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
         self.optimizer, self.masters = optimizer, masters
-        self.shadow = Shadow(optimizer, masters)
+        self.shadow = PartialOptimizer(optimizer, masters)
         self.roundabout = 0
         self._run = self.shadow._run
         self.shadow._run = self._counting  # type: ignore[method-assign]
@@ -263,7 +263,7 @@ def test_parts_of_a_parameter_change_no_bit(cls: type[Optimizer], options: dict[
     """If they begin at multiples of a cache line; and the counter of steps counts once."""
     ours, plain = parameters(), parameters()
     first, second = cls(ours, lr=0.1, **options), cls(plain, lr=0.1, **{"fused": True} | options)
-    shadow = Shadow(first, ours)
+    shadow = PartialOptimizer(first, ours)
     for step in range(STEPS):
         grads = gradients(step, ours)
         plain_step(second, plain, grads)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_roundpipe.optim import Hyperparameters, Shadow, stepped_by_parameter
+from lightning_roundpipe.optim import Hyperparameters, PartialOptimizer, stepped_by_parameter
 from lightning_roundpipe.optim.independence import KNOWN
 
 KNOWN_BY_NAME = sorted(KNOWN, key=lambda cls: cls.__name__)
@@ -161,5 +161,5 @@ def test_lightnings_wrapper_stands_for_what_it_wraps() -> None:
     master = parameter()
     optimizer = optim.SGD([master], lr=1.0, momentum=0.5)
     wrapped = LightningOptimizer(optimizer)
-    Shadow(wrapped, [master]).step(Hyperparameters.of(wrapped), {id(master): torch.ones(2, 2)})
+    PartialOptimizer(wrapped, [master]).step(Hyperparameters.of(wrapped), {id(master): torch.ones(2, 2)})
     assert torch.equal(master, torch.zeros(2, 2)) and list(optimizer.state) == [master]

@@ -126,7 +126,8 @@ def test_calls_of_a_model(frozen: bool) -> None:
     assert first.forward_s == pytest.approx(product, rel=1e-3)
     assert (first.weight_bytes, first.gradient_bytes) == (4 * 256, 0 if frozen else 4 * 256)
     assert (first.boundary_bytes, second.boundary_bytes) == (4 * 64 * 16,) * 2
-    # While a call's microbatch waits for the next one, glue holds the output that is its input, and none from before.
+    # While a call's microbatch waits for the next one, user code holds the output that is its input, and none from
+    # before.
     assert [call.waiting_bytes for call in costs][:2] == [0, 4 * 64 * 16]
     assert max(call.waiting_bytes for call in costs) <= 2 * 4 * 64 * 16
     assert [call.needs_backward for call in costs] == [not frozen] * 3 + [True]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_roundpipe.runtime.arguments import (
+from lightning_roundpipe.runtime.layer_calls.arguments import (
     flatten,
     flatten_call,
     mutable_parts,

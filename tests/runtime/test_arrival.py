@@ -12,9 +12,9 @@ from harness import assert_identical, assert_same, ours, run
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.slots import Slot
-from lightning_roundpipe.runtime.unplanned import SlotsOnArrival
-from lightning_roundpipe.runtime.worker import Worker
+from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
+from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.worker import Worker
 
 
 class Recorded:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from lightning_roundpipe.runtime.context import Ambient
+from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 
 def modes() -> tuple[bool, bool, bool, torch.dtype]:
@@ -19,13 +19,13 @@ def modes() -> tuple[bool, bool, bool, torch.dtype]:
     )
 
 
-def elsewhere(ambient: Ambient, **override: bool) -> tuple[bool, bool, bool, torch.dtype]:
-    """The modes in a thread that enters ``ambient``."""
+def elsewhere(thread_state: TorchThreadState, **override: bool) -> tuple[bool, bool, bool, torch.dtype]:
+    """The modes in a thread that enters ``thread_state``."""
     found = []
 
     def work() -> None:
         before = modes()
-        with ambient.entered(**override):
+        with thread_state.entered(**override):
             found.append(modes())
         assert modes() == before
 
@@ -44,32 +44,32 @@ def test_modes_are_re_entered_on_another_thread() -> None:
         torch.autocast("cpu", torch.bfloat16),
     ):
         with context:
-            expected, ambient = modes(), Ambient.capture(("cpu",))
-        assert elsewhere(ambient)[:3] == expected[:3]
+            expected, thread_state = modes(), TorchThreadState.capture(("cpu",))
+        assert elsewhere(thread_state)[:3] == expected[:3]
         if expected[2]:
-            assert elsewhere(ambient)[3] == expected[3]
+            assert elsewhere(thread_state)[3] == expected[3]
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_grad_mode_can_be_overridden(grad: bool) -> None:
     with torch.set_grad_enabled(not grad):
-        ambient = Ambient.capture(("cpu",))
-    assert elsewhere(ambient, grad=grad)[0] is grad
+        thread_state = TorchThreadState.capture(("cpu",))
+    assert elsewhere(thread_state, grad=grad)[0] is grad
 
 
 def test_autocast_off_goes_along_too() -> None:
     """A layer that was called outside of autocast is computed outside, whatever the worker is in."""
-    ambient = Ambient.capture(("cpu",))
-    with torch.autocast("cpu", torch.bfloat16), ambient.entered():
+    thread_state = TorchThreadState.capture(("cpu",))
+    with torch.autocast("cpu", torch.bfloat16), thread_state.entered():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
 
 
 def test_casts_of_weights_are_not_kept() -> None:
     """The cache is shared by all threads, and the arena holds another stage's weights by the next call."""
     with torch.autocast("cpu", torch.bfloat16):
-        ambient = Ambient.capture(("cpu",))
+        thread_state = TorchThreadState.capture(("cpu",))
     weight = torch.ones(2, 2, requires_grad=True)
-    with ambient.entered():
+    with thread_state.entered():
         first = torch.ones(2, 2, dtype=torch.bfloat16) @ weight
         weight.data.fill_(3.0)
         second = torch.ones(2, 2, dtype=torch.bfloat16) @ weight

@@ -9,7 +9,7 @@ import torch
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Device, Event, make_devices
-from lightning_roundpipe.runtime.events import UPLOADS, Recorder, Where, bubble_percent
+from lightning_roundpipe.runtime.reporting.events import UPLOADS, EventSource, Recorder, bubble_percent
 
 
 class At(Event):
@@ -36,7 +36,7 @@ def slow() -> Iterator[Device]:
 
 def test_rows_are_sorted_and_count_from_the_origin() -> None:
     recorder = Recorder()
-    where = Where(slot=4, phase="fused", call=2, layer="head")
+    where = EventSource(slot=4, phase="fused", call=2, layer="head")
     recorder.add("backward", 1, At(12.0), At(13.5), 3, 0, where)
     recorder.add("upload_weights", 0, At(10.0), At(11.0), nbytes=64)
     first, second = recorder.rows(11.0)
@@ -73,8 +73,8 @@ def test_bytes_are_summed_by_kind_and_worker() -> None:
 
 def test_durations_of_calls_leave_out_copies() -> None:
     recorder = Recorder()
-    recorder.add("forward", 0, At(1), At(3), 0, 0, Where(call=5))
-    recorder.add("forward", 1, At(1), At(2), 1, 0, Where(call=5))
+    recorder.add("forward", 0, At(1), At(3), 0, 0, EventSource(call=5))
+    recorder.add("forward", 1, At(1), At(2), 1, 0, EventSource(call=5))
     recorder.add("upload_weights", 0, At(0), At(9))
     assert recorder.call_seconds() == {("forward", 0, 5): [2.0], ("forward", 1, 5): [1.0]}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from patience import PATIENCE_S
 
-from lightning_roundpipe.runtime.interrupts import allowed, held
+from lightning_roundpipe.runtime.faults.interrupts import allowed, held
 
 
 def press() -> None:

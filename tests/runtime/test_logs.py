@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_roundpipe.runtime.logs import LogRecorder, gathered, issue, shadowed_log
+from lightning_roundpipe.runtime.batch.logs import LogRecorder, gathered, issue, shadowed_log
 
 
 class Module(nn.Module):

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_roundpipe.runtime.microbatch import Columns, merge, sizes_of, weighted_mean
-from lightning_roundpipe.runtime.samples import batch_size
+from lightning_roundpipe.runtime.batch.microbatches import Columns, merge, sizes_of, weighted_mean
+from lightning_roundpipe.runtime.batch.samples import batch_size
 
 Pair = namedtuple("Pair", "x y")
 

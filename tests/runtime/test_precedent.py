@@ -251,5 +251,5 @@ def test_an_output_that_begins_to_require_grad() -> None:
 
 
 @pytest.mark.parametrize("way", [c for c in CALLS if c])
-def test_glue_that_begins_to_call_layers_otherwise(way: str) -> None:
+def test_user_code_that_begins_to_call_layers_otherwise(way: str) -> None:
     equals_plain([("", way if odd else "") for odd in AFTER_A_WHILE])

@@ -13,11 +13,11 @@ from without import take_out
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Device, make_devices
-from lightning_roundpipe.runtime import sums
-from lightning_roundpipe.runtime.control import Control
-from lightning_roundpipe.runtime.sums import DeviceGradients, GradientBuffers, Reduction
-from lightning_roundpipe.runtime.threads import TaskThread
-from lightning_roundpipe.runtime.weights import HostLayer
+from lightning_roundpipe.runtime.core.sync import CancelScope
+from lightning_roundpipe.runtime.core.task_thread import TaskThread
+from lightning_roundpipe.runtime.memory import grad_buffers
+from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 
 @pytest.fixture
@@ -40,37 +40,37 @@ def _layer(device: Device, *parameters: Tensor) -> HostLayer:
     return HostLayer(0, "layer", module, device, {})
 
 
-def _send(buffers: GradientBuffers, device: Device, rounds: list[list[Tensor | None]]) -> dict[int, Tensor]:
+def _send(buffers: HostGradBuffers, device: Device, rounds: list[list[Tensor | None]]) -> dict[int, Tensor]:
     """What is taken after ``rounds``, each with a gradient, or none, for each parameter."""
     host = buffers.begin()
     for gradients in rounds:
         arena = torch.full((host.layout.nbytes,), 0xFF, dtype=torch.uint8)
-        on_device = DeviceGradients(host, arena)
+        on_device = DeviceGradSums(host, arena)
         copies = [nn.Parameter(master.detach().clone()) for master in host.layer.masters]
         on_device.attach(copies)
         for copy, gradient in zip(copies, gradients, strict=True):
             copy.grad = gradient
         on_device.detach(copies)
         on_device.narrow()
-        host.make_room(Control())
+        host.make_room(CancelScope())
         on_device.download(device.gradients_down)
     taken = {key: gradient.clone() for key, gradient in host.take(1.0).items()}
     host.consumed.wake()
     return taken
 
 
-@pytest.mark.parametrize("least", [1, 7, sums.LEAST])
+@pytest.mark.parametrize("least", [1, 7, grad_buffers.LEAST])
 def test_each_round_is_rounded_and_the_sum_is_not(
     device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
     """Weights of several sizes, formats and strides, of which none lies where it will travel but the first."""
-    monkeypatch.setattr(sums, "LEAST", least)
+    monkeypatch.setattr(grad_buffers, "LEAST", least)
     generator = torch.Generator().manual_seed(0)
     shapes = [torch.zeros(3), torch.zeros(1000, 7), torch.zeros(2, 3, 5, 5).to(memory_format=torch.channels_last)]
     shapes += [torch.zeros(300, dtype=torch.bfloat16), torch.zeros(65, dtype=torch.float64), torch.zeros(5000)]
     layer = _layer(device, *shapes)
     rounds = [[torch.randn(p.shape, generator=generator).to(p.dtype) for p in shapes] for _ in range(3)]
-    taken = _send(GradientBuffers(layer, device, reduction), device, [list(r) for r in rounds])
+    taken = _send(HostGradBuffers(layer, device, reduction), device, [list(r) for r in rounds])
     for index, (master, shape) in enumerate(zip(layer.masters, shapes, strict=True)):
         expected = sum((r[index].bfloat16().to(shape.dtype) for r in rounds), torch.zeros(()).to(shape.dtype))
         assert torch.equal(taken[id(master)], expected) and taken[id(master)].dtype is shape.dtype, index
@@ -79,7 +79,7 @@ def test_each_round_is_rounded_and_the_sum_is_not(
 def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(device: Device, reduction: Reduction) -> None:
     layer = _layer(device, torch.zeros(4), torch.zeros(4), torch.zeros(4))
     one = torch.ones(4)
-    buffers = GradientBuffers(layer, device, reduction)
+    buffers = HostGradBuffers(layer, device, reduction)
     for factor in (1, 2):  # the second batch finds what the first one left
         taken = _send(buffers, device, [[one * factor, None, None], [one * factor, one * factor, None]])
         assert [id(m) in taken for m in layer.masters] == [True, True, False]
@@ -87,9 +87,9 @@ def test_a_parameter_gets_the_rounds_that_it_has_a_gradient_in(device: Device, r
 
 
 WAITS = [
-    ("runtime.sums:_Added.after", "landed.wait()"),
-    ("runtime.sums:HostGradients.wait", "arrived.wait()"),
-    ("runtime.sums:HostGradients.make_room", "self.wait()"),
+    ("runtime.memory.grad_buffers:_Added.after", "landed.wait()"),
+    ("runtime.memory.grad_buffers:HostGradSums.wait", "arrived.wait()"),
+    ("runtime.memory.grad_buffers:HostGradSums.make_room", "self.wait()"),
 ]
 
 
@@ -98,18 +98,18 @@ def test_each_wait_is_needed(
     device: Device, reduction: Reduction, monkeypatch: pytest.MonkeyPatch, wait: tuple[str, str] | None
 ) -> None:
     """Downloads are slow here (`device`), and so is adding."""
-    real = sums._Landing.add_to
+    real = grad_buffers._Landing.add_to
 
     def late(self: Any, *args: Any) -> None:
         time.sleep(0 if wait == WAITS[0] else 0.05)
         real(self, *args)
 
-    monkeypatch.setattr(sums._Landing, "add_to", late)
+    monkeypatch.setattr(grad_buffers._Landing, "add_to", late)
     if wait is not None:
         take_out(monkeypatch, *wait)
     layer = _layer(device, torch.zeros(20_000))
     rounds: list[list[Tensor | None]] = [[torch.full((20_000,), float(value))] for value in (1, 2, 4)]
-    [taken] = _send(GradientBuffers(layer, device, reduction), device, rounds).values()
+    [taken] = _send(HostGradBuffers(layer, device, reduction), device, rounds).values()
     assert (taken.unique().tolist() == [7.0]) == (wait is None)
 
 
@@ -117,5 +117,5 @@ def test_each_wait_is_needed(
 def test_what_is_as_narrow_already_travels_as_it_is(
     device: Device, reduction: Reduction, dtype: torch.dtype, narrowed: bool
 ) -> None:
-    buffers = GradientBuffers(_layer(device, torch.zeros(512, dtype=dtype)), device, reduction)
+    buffers = HostGradBuffers(_layer(device, torch.zeros(512, dtype=dtype)), device, reduction)
     assert buffers.layout.narrowed is narrowed and buffers.layout.travel_nbytes == 1024

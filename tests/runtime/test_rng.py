@@ -10,7 +10,7 @@ import torch
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.rng import GlobalRandomState, Randomness, derive
+from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, Randomness, derive
 
 
 def draw() -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ import torch
 from harness import assert_same, ours, run
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime.worker import Worker
+from lightning_roundpipe.runtime.core.worker import Worker
 
 
 class OneLayer(pl.LightningModule):

@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.context import Ambient
-from lightning_roundpipe.runtime.inlet import Inlet
-from lightning_roundpipe.runtime.tape import Entry, Sink, boundary, driven_backward, source_of
+from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
+from lightning_roundpipe.runtime.core.tape import InputGradSink, RecordedCall, boundary, driven_backward, source_of
+from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 
 class Named:
     name = "the layer"
 
 
-def entry() -> Entry:
-    ambient = Ambient.capture(("cpu",))
-    return Entry(0, Named(), 0, None, [], [], ambient, None, 0, contextvars.copy_context())  # type: ignore[arg-type]
+def entry() -> RecordedCall:
+    thread_state = TorchThreadState.capture(("cpu",))
+    return RecordedCall(0, Named(), 0, None, [], [], thread_state, None, 0, contextvars.copy_context())  # type: ignore[arg-type]
 
 
-def cut(layer: nn.Module, tape: list[Entry], x: Tensor) -> Tensor:
-    """What glue sees of ``layer(x)``; its graph is kept on the entry."""
+def cut(layer: nn.Module, tape: list[RecordedCall], x: Tensor) -> Tensor:
+    """What user code sees of ``layer(x)``; its graph is kept on the entry."""
     made = entry()
     made.targets = [source_of(x)]
-    made.sink = Sink([x]) if x.requires_grad and made.targets[0] is None else None
-    inlet = Inlet("a layer")
+    made.sink = InputGradSink([x]) if x.requires_grad and made.targets[0] is None else None
+    inlet = DetachedInputs("a layer")
     with torch.enable_grad():
         [inner] = inlet.open([x], [x.requires_grad])
         output = layer(inner)
@@ -40,7 +40,7 @@ def cut(layer: nn.Module, tape: list[Entry], x: Tensor) -> Tensor:
     return alias
 
 
-def walk(tape: list[Entry]) -> None:
+def walk(tape: list[RecordedCall]) -> None:
     while tape:
         taken = tape.pop()
         assert taken.graph is not None
@@ -64,7 +64,7 @@ def run(x: Tensor, first: nn.Module, second: nn.Module, call) -> Tensor:  # type
 
 
 def test_gradients_equal_those_of_the_whole_graph() -> None:
-    """Glue in front, between and behind; a residual written in place; a layer used twice."""
+    """User code in front, between and behind; a residual written in place; a layer used twice."""
     torch.manual_seed(0)
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     plain_x = torch.randn(3, 4, requires_grad=True)
@@ -73,7 +73,7 @@ def test_gradients_equal_those_of_the_whole_graph() -> None:
     first.zero_grad(), second.zero_grad()
 
     x = plain_x.detach().clone().requires_grad_()
-    tape: list[Entry] = []
+    tape: list[RecordedCall] = []
     loss = run(x, first, second, lambda layer, y: cut(layer, tape, y))
     with driven_backward.of(loss):
         loss.backward(retain_graph=True)
@@ -83,8 +83,8 @@ def test_gradients_equal_those_of_the_whole_graph() -> None:
         torch.testing.assert_close(got.grad, wanted)
 
 
-def test_an_output_that_goes_straight_on_walks_no_glue() -> None:
-    tape: list[Entry] = []
+def test_an_output_that_goes_straight_on_walks_no_user_code() -> None:
+    tape: list[RecordedCall] = []
     h = cut(nn.Linear(4, 4), tape, torch.randn(2, 4))
     assert source_of(h) == (tape[0], 0)
     assert source_of(h * 1) is None
@@ -93,7 +93,7 @@ def test_an_output_that_goes_straight_on_walks_no_glue() -> None:
 
 
 def test_user_code_cannot_differentiate_across_a_layer() -> None:
-    tape: list[Entry] = []
+    tape: list[RecordedCall] = []
     h = cut(nn.Linear(4, 4), tape, torch.randn(2, 4))
     with pytest.raises(RoundPipeError, match="'the layer'"):
         h.sum().backward()
@@ -101,12 +101,12 @@ def test_user_code_cannot_differentiate_across_a_layer() -> None:
 
 def test_a_layer_may_write_to_its_input() -> None:
     x = torch.randn(3, requires_grad=True)
-    inlet = Inlet("a layer")
+    inlet = DetachedInputs("a layer")
     [inner] = inlet.open([x.detach().clone()], [True])
     inner.mul_(3).add_(1)
     loss = inner.sum()
     with pytest.raises(RoundPipeError, match="past its outputs"):
-        loss.backward(retain_graph=True)  # glue got hold of what the layer computed inside
+        loss.backward(retain_graph=True)  # user code got hold of what the layer computed inside
     with inlet:
         loss.backward()
     assert inlet.grads[0] is not None and inlet.grads[0].tolist() == [3, 3, 3]
@@ -124,7 +124,7 @@ def test_a_sink_is_gone_when_its_call_is() -> None:
     x = torch.ones(3, requires_grad=True)
     h = x * torch.ones(3)
     storage = h.untyped_storage()._weak_ref()
-    sink = Sink([h * h])
+    sink = InputGradSink([h * h])
     del h
     gc.disable()
     try:

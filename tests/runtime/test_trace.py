@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.trace import Trace
+from lightning_roundpipe.runtime.core.trace import Trace
 
 
 def layer(index: int) -> Any:

@@ -29,11 +29,11 @@ from without import take_out, waits
 
 from lightning_roundpipe.devices import Device, emulated
 from lightning_roundpipe.devices.emulated_link import Delays
-from lightning_roundpipe.runtime import updates
-from lightning_roundpipe.runtime.control import Control
-from lightning_roundpipe.runtime.run import MicrobatchRun
-from lightning_roundpipe.runtime.updates import Updates
-from lightning_roundpipe.runtime.worker import Worker
+from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
+from lightning_roundpipe.runtime.core.sync import CancelScope
+from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.optimizer import async_optimizer
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 
 CUT = Case(harness.per_call(CALLS, 2), 2, 4, (6, 6))
 """Two rounds, a cut at every call: gradients travel up and down, and boundaries between the workers."""
@@ -76,92 +76,183 @@ class Wait:
 
 WAITS = [
     # Memory of the weights: an upload over a stage that is still running, a call before its weights are there.
-    Wait("runtime.worker:Worker.prepare", "stream.wait(arena.free)", "order"),
-    Wait("runtime.worker:Worker.ready", "self.device.compute.wait(upload)", "numbers", CUT, "weights_up"),
-    Wait("runtime.worker:Worker.close_slot", "self.device.compute.wait(self._upload_of(slot, layer))", "order", NOBODY),
-    # Versions: an upload that waits for an update, glue that reads a weight itself, a sum that is to be accumulated.
-    Wait("runtime.worker:Worker._upload_of", "slot.control.wait(waiter)", "numbers", CUT, "updating"),
-    Wait("runtime.versions:Versioned.wait", "control.wait(waiter)", "numbers", CUT, "updating"),
-    Wait("runtime.sums:HostGradients.make_room", "control.wait(before.consumed)", "numbers", SUMMED, "adding"),
-    Wait("runtime.worker:Arena.release", "self.free.wait()", "numbers", FUSED, "gradients_down"),
+    Wait("runtime.core.worker:Worker.prepare", "stream.wait(arena.free)", "order"),
+    Wait("runtime.core.worker:Worker.ready", "self.device.compute.wait(upload)", "numbers", CUT, "weights_up"),
+    Wait(
+        "runtime.core.worker:Worker.close_slot",
+        "self.device.compute.wait(self._upload_of(slot, layer))",
+        "order",
+        NOBODY,
+    ),
+    # Versions: an upload that waits for an update, user code that reads a weight itself, a sum that is to be
+    # accumulated.
+    Wait("runtime.core.worker:Worker._upload_of", "slot.cancel_scope.wait(waiter)", "numbers", CUT, "updating"),
+    Wait("runtime.memory.versions:Versioned.wait", "cancel_scope.wait(waiter)", "numbers", CUT, "updating"),
+    Wait(
+        "runtime.memory.grad_buffers:HostGradSums.make_room",
+        "cancel_scope.wait(before.consumed)",
+        "numbers",
+        SUMMED,
+        "adding",
+    ),
+    Wait("runtime.core.worker:Arena.release", "self.free.wait()", "numbers", FUSED, "gradients_down"),
     # Memory of the gradients: an arena is used again, a sum is continued, a sum is read.
     Wait(
-        "runtime.worker:Worker._open_gradients",
+        "runtime.core.worker:Worker._open_gradients",
         "self.device.compute.wait(arena.free)",
         "numbers",
         CUT,
         "gradients_down",
     ),
     # On an emulated device the line before it has waited for the same already, in the thread that enqueues the upload.
-    Wait("runtime.worker:Worker._open_gradients", "stream.wait(arena.free)", "order"),
-    Wait("runtime.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
-    Wait("runtime.worker:Worker._open_gradients", "self.device.compute.wait(end)", "numbers", WIDE, "weights_up"),
-    Wait("runtime.worker:Worker._send_gradients", "stream.wait(self.device.compute.record())", "order"),
-    Wait("runtime.sums:HostGradients.wait", "arrived.wait()", "numbers", CUT, "gradients_down"),
-    Wait("runtime.sums:HostGradients.take", "self.wait()", "numbers", CUT, "gradients_down"),
-    # Boundaries: from a worker to the host, from the host to a worker; and glue or a layer that writes to what is on
-    # its way, which it can only where the next call is on the same worker: else that call has waited for the copy.
-    Wait("runtime.boundary:Boundaries._download", "stream.wait(device.compute.record())", "order"),
-    Wait("runtime.boundary:Boundaries._upload", "stream.wait(copy.ready)", "numbers", CUT, "activations_down"),
-    Wait("runtime.boundary:Boundaries._used", "device.compute.wait(here.end)", "numbers", CUT, "activations_up"),
-    Wait("runtime.boundary:Boundaries.fresh", "device.compute.wait(end)", "numbers", CUT, "activations_up"),
-    Wait("runtime.boundary:Boundaries.transfer", "copy.ready.wait()", "numbers", CUT, "activations_down"),
-    Wait("runtime.boundary:Boundaries.settle", "device.compute.wait(ready)", "numbers", WIDE, "activations_down"),
-    Wait("runtime.run:MicrobatchRun.call", "self.boundaries.settle()", "numbers", WIDE, "activations_down"),
-    Wait("runtime.run:MicrobatchRun._run_forward", "self.boundaries.settle()", "numbers", WIDE, "activations_down"),
-    # Turns, rounds, and user code.
-    Wait("runtime.slots:Slot.enter", "control.wait(waiter)", "numbers"),
-    Wait("runtime.slots:Slot._wait_closed", "control.wait(waiter)", "numbers", WIDE),
-    Wait("runtime.slots:Slot.wait_for_predecessor", "self.predecessor._wait_closed(control)", "numbers", WIDE),
-    Wait("runtime.worker:Worker.open", "slot.wait_for_predecessor(slot.control)", "numbers", WIDE),
-    Wait("runtime.control:UserLock.acquire", "control.wait(waiter)", "numbers", BUSY, "glue"),
-    Wait("runtime.run:MicrobatchRun.run", "self._control.wait(predecessor)  # [1]", "numbers", FUSED, "starting"),
-    # The end of a call, of a microbatch, of a step.
-    Wait("runtime.control:Control.wait", "waiter.wait()", "numbers"),
-    Wait("runtime.worker:Worker.run", "control.wait(task.waiter)", "numbers"),
+    Wait("runtime.core.worker:Worker._open_gradients", "stream.wait(arena.free)", "order"),
+    Wait("runtime.core.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
+    Wait("runtime.core.worker:Worker._open_gradients", "self.device.compute.wait(end)", "numbers", WIDE, "weights_up"),
+    Wait("runtime.core.worker:Worker._send_gradients", "stream.wait(self.device.compute.record())", "order"),
+    Wait("runtime.memory.grad_buffers:HostGradSums.wait", "arrived.wait()", "numbers", CUT, "gradients_down"),
+    Wait("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()", "numbers", CUT, "gradients_down"),
+    # ActivationStore: from a worker to the host, from the host to a worker; and user code or a layer that writes to
+    # what is on its way, which it can only where the next call is on the same worker: else that call has waited for the
+    # copy.
+    Wait("runtime.core.activation_store:ActivationStore._download", "stream.wait(device.compute.record())", "order"),
     Wait(
-        "runtime.step:Step._wait_for_end",
-        "crew.wait(self._all_closed, self.control, unless_failed=True)",
+        "runtime.core.activation_store:ActivationStore._upload",
+        "stream.wait(copy.ready)",
+        "numbers",
+        CUT,
+        "activations_down",
+    ),
+    Wait(
+        "runtime.core.activation_store:ActivationStore._used",
+        "device.compute.wait(here.end)",
+        "numbers",
+        CUT,
+        "activations_up",
+    ),
+    Wait(
+        "runtime.core.activation_store:ActivationStore.fresh",
+        "device.compute.wait(end)",
+        "numbers",
+        CUT,
+        "activations_up",
+    ),
+    Wait(
+        "runtime.core.activation_store:ActivationStore.transfer",
+        "copy.ready.wait()",
+        "numbers",
+        CUT,
+        "activations_down",
+    ),
+    Wait(
+        "runtime.core.activation_store:ActivationStore.settle",
+        "device.compute.wait(ready)",
+        "numbers",
+        WIDE,
+        "activations_down",
+    ),
+    Wait(
+        "runtime.core.microbatch:MicrobatchTask.call", "self.activations.settle()", "numbers", WIDE, "activations_down"
+    ),
+    Wait(
+        "runtime.core.microbatch:MicrobatchTask._run_forward",
+        "self.activations.settle()",
+        "numbers",
+        WIDE,
+        "activations_down",
+    ),
+    # Turns, rounds, and user code.
+    Wait("runtime.core.schedule:Slot.enter", "cancel_scope.wait(waiter)", "numbers"),
+    Wait("runtime.core.schedule:Slot._wait_closed", "cancel_scope.wait(waiter)", "numbers", WIDE),
+    Wait(
+        "runtime.core.schedule:Slot.wait_for_predecessor",
+        "self.predecessor._wait_closed(cancel_scope)",
+        "numbers",
+        WIDE,
+    ),
+    Wait("runtime.core.worker:Worker.open", "slot.wait_for_predecessor(slot.cancel_scope)", "numbers", WIDE),
+    Wait("runtime.core.sync:UserLock.acquire", "cancel_scope.wait(waiter)", "numbers", BUSY, "user code"),
+    Wait(
+        "runtime.core.microbatch:MicrobatchTask.run",
+        "self._cancel_scope.wait(predecessor)  # [1]",
+        "numbers",
+        FUSED,
+        "starting",
+    ),
+    # The end of a call, of a microbatch, of a step.
+    Wait("runtime.core.sync:CancelScope.wait", "waiter.wait()", "numbers"),
+    Wait("runtime.core.worker:Worker.run", "cancel_scope.wait(task.waiter)", "numbers"),
+    Wait(
+        "runtime.core.step:Step._wait_for_end",
+        "worker_pool.wait(self._all_closed, self.cancel_scope, unless_failed=True)",
         "numbers",
         TAIL,
         "closing",
     ),
-    Wait("runtime.crew:Crew.rest", "self.wait(waiter, control)  # [2]", "numbers", ARRIVAL, "closing"),
-    Wait("runtime.step:Step._wait_for_outputs", "self.engine.crew.wait(run.passed, self.control)", "numbers", ON),
-    Wait("runtime.step:Step._wait_for_outputs", "run.computed.wait()", "order", ON),
+    Wait(
+        "runtime.core.worker_pool:WorkerPool.rest",
+        "self.wait(waiter, cancel_scope)  # [2]",
+        "numbers",
+        ARRIVAL,
+        "closing",
+    ),
+    Wait(
+        "runtime.core.step:Step._wait_for_outputs",
+        "self.engine.worker_pool.wait(run.passed, self.cancel_scope)",
+        "numbers",
+        ON,
+    ),
+    Wait("runtime.core.step:Step._wait_for_outputs", "run.computed.wait()", "order", ON),
 ]
 
 ELSEWHERE = {
     (
-        "runtime.arrivals:Arrivals.take",
+        "runtime.optimizer.grad_readiness:GradReadiness.take",
         "upload.wait()",
     ),  # test_a_unit_is_sent_when_its_uploads_are_over
-    ("runtime.slots:Slot.approach", "control.wait(waiter)"),  # test_slots.py: test_one_microbatch_ahead_and_no_more
-    ("runtime.crew:Crew.rest", "device.compute.synchronize()"),  # test_outputs_are_computed_when_given
-    ("runtime.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
-    ("runtime.sums:HostGradients.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
+    (
+        "runtime.core.schedule:Slot.approach",
+        "cancel_scope.wait(waiter)",
+    ),  # test_turns_of_slots.py: test_one_microbatch_ahead_and_no_more
+    (
+        "runtime.core.worker_pool:WorkerPool.rest",
+        "device.compute.synchronize()",
+    ),  # test_outputs_are_computed_when_given
+    ("runtime.reporting.events:Recorder.rows", "end.wait()"),  # test_events.py: test_rows_wait_for_what_is_on_its_way
+    ("runtime.memory.grad_buffers:HostGradSums.make_room", "before.wait()"),  # test_a_sum_that_nobody_took
     # test_reduction.py: test_each_wait_is_needed
-    ("runtime.sums:_Added.after", "landed.wait()"),
-    ("runtime.sums:_Added.wait", "while not self._over.wait(LOOK):"),  # is what HostGradients.wait waits with
-    ("runtime.sums:HostGradients.make_room", "self.wait()"),
+    ("runtime.memory.grad_buffers:_Added.after", "landed.wait()"),
+    (
+        "runtime.memory.grad_buffers:_Added.wait",
+        "while not self._over.wait(LOOK):",
+    ),  # is what HostGradSums.wait waits with
+    ("runtime.memory.grad_buffers:HostGradSums.make_room", "self.wait()"),
     # test_parts.py: test_a_part_is_not_taken_before_it_is_there
-    ("runtime.sums:HostGradients.wait_for_part", "arrived.wait()"),
-    ("runtime.sums:HostGradients.wait_for_part", "self.wait()"),
+    ("runtime.memory.grad_buffers:HostGradSums.wait_for_part", "arrived.wait()"),
+    ("runtime.memory.grad_buffers:HostGradSums.wait_for_part", "self.wait()"),
     # Versioned.wait, above; the first one in front of the lock, the second one for what was not read before.
-    ("runtime.segments:Segments.enter", "unit.wait(step.version, step.control)  # [1]"),
-    ("runtime.segments:Segments.read_master", "self.wait_for(unit, step.version)"),
-    ("runtime.segments:Segments.wait_for", "self.aside(lambda: what.wait(version, self._step.control))"),
-    ("runtime.scales:Scales.of", "run.segments.wait_for(self, version)"),  # test_precision_scaling.py
-    ("runtime.step:Step._end_whole", "sums.wait()"),  # test_a_step_that_fails_leaves_whole_updates
-    ("runtime.gradients:StepGradients.arrive", "total.wait()"),  # test_a_step_that_fails_leaves_whole_updates
-    ("runtime.buffers:Buffers._uploaded", "self._device.compute.wait(made.ready)"),  # test_running_statistics
-    ("runtime.buffers:HostBuffers._settle", "made.ready.wait()"),  # test_running_statistics
+    ("runtime.user_code.sections:UserCodeSections.enter", "bucket.wait(step.version, step.cancel_scope)  # [1]"),
+    ("runtime.user_code.sections:UserCodeSections.read_master", "self.wait_for(bucket, step.version)"),
+    (
+        "runtime.user_code.sections:UserCodeSections.wait_for",
+        "self.aside(lambda: what.wait(version, self._step.cancel_scope))",
+    ),
+    ("runtime.memory.loss_scale:Scales.of", "run.segments.wait_for(self, version)"),  # test_precision_scaling.py
+    ("runtime.core.step:Step._end_whole", "sums.wait()"),  # test_a_step_that_fails_leaves_whole_updates
+    (
+        "runtime.optimizer.loss_handle:StepGradients.arrive",
+        "total.wait()",
+    ),  # test_a_step_that_fails_leaves_whole_updates
+    (
+        "runtime.memory.layer_buffers:Buffers._uploaded",
+        "self._device.compute.wait(made.ready)",
+    ),  # test_running_statistics
+    ("runtime.memory.layer_buffers:HostBuffers._settle", "made.ready.wait()"),  # test_running_statistics
     ("runtime.engine:Engine.train_batch", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
     ("runtime.engine:Engine.train_manually", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
     ("runtime.engine:Engine.evaluate", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
-    ("runtime.evaluation_parts:Parting._look", "self._engine.host_buffers.settle()"),  # test_evaluation_parts.py
+    ("runtime.modes.evaluation_parts:Parting._look", "self._engine.host_buffers.settle()"),  # test_evaluation_parts.py
     (
-        "runtime.parts_check:PartsCheck._side",
+        "runtime.profile.parts_check:PartsCheck._side",
         "engine.host_buffers.settle()",
     ),  # test_beside_statistics_of_a_batch_the_rest_is_compared
     (
@@ -169,59 +260,65 @@ ELSEWHERE = {
         "self.updates.settle()",
     ),  # test_what_is_accumulated_outlives_an_error, where steps overlap
     ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates
-    ("runtime.updates:Updates.retire", "self.settle()"),  # test_stochastic_weight_averaging
+    ("runtime.optimizer.async_optimizer:Updates.retire", "self.settle()"),  # test_stochastic_weight_averaging
     (
         "runtime.engine:Engine.evaluate",
         "self.updates.settle()",
     ),  # test_evaluation_sees_whole_updates
     ("runtime.engine:Engine._adopt", "updates.settle()"),  # settled already: nobody submits in between
     ("runtime.engine:Engine._begin", "self.settle()"),  # test_what_is_trained_may_change
-    ("runtime.updates:Updates._rest", "while not waiter.wait_for(LOOK):"),  # is what all of these wait with
     (
-        "runtime.model_runs:PartRun.forward",
-        "self._control.wait(predecessor)",
+        "runtime.optimizer.async_optimizer:Updates._rest",
+        "while not waiter.wait_for(LOOK):",
+    ),  # is what all of these wait with
+    (
+        "runtime.modes.model_tasks:PartRun.forward",
+        "self._cancel_scope.wait(predecessor)",
     ),  # test_model_scope.py: test_parts_in_order
     # So that a peak is the call's own, see test_plan_policy.py.
-    ("runtime.gauge:Gauge.__init__", "device.activations_down.synchronize()"),
+    ("runtime.memory.peak_memory:PeakMemoryMeter.__init__", "device.activations_down.synchronize()"),
     # Values on a GPU only: test_logs.py
-    ("runtime.logs:_Download.__init__", "stream.wait(device.compute.record())"),
-    ("runtime.logs:_Download.wait", "self._end.wait()"),
-    ("runtime.logs:_arrived", "return value.wait() if isinstance(value, _Download) else value"),
-    ("runtime.worker:Worker.retire", "flying.oldest.wait()"),  # test_the_host_does_not_run_far_ahead
+    ("runtime.batch.logs:_Download.__init__", "stream.wait(device.compute.record())"),
+    ("runtime.batch.logs:_Download.wait", "self._end.wait()"),
+    ("runtime.batch.logs:_arrived", "return value.wait() if isinstance(value, _Download) else value"),
+    ("runtime.core.worker:Worker.retire", "flying.oldest.wait()"),  # test_the_host_does_not_run_far_ahead
 }
 """Tested below, in a way of its own, or where it says."""
 
 ENDS = {
-    ("runtime.step:Step._join", "crew.wait(self._tasks[-1].waiter, self.control)"),
-    ("runtime.step:Step._wait_for_end", "crew.wait(task.waiter, self.control)"),
-    ("runtime.model_step:ModelStep._run_all", "task.waiter.wait()"),
-    ("runtime.evaluation_step:EvaluationStep._run_all", "self.engine.crew.wait(task.waiter, self.control)"),
-    ("runtime.evaluation_step:EvaluationStep._run_all", "task.waiter.wait_for(GRACE)"),
+    ("runtime.core.step:Step._join", "worker_pool.wait(self._tasks[-1].waiter, self.cancel_scope)"),
+    ("runtime.core.step:Step._wait_for_end", "worker_pool.wait(task.waiter, self.cancel_scope)"),
+    ("runtime.modes.model_step:ModelStep._run_all", "task.waiter.wait()"),
     (
-        "runtime.evaluation_step:EvaluationStep.run_parts",
-        "self.engine.crew.wait(self._all_closed, self.control, unless_failed=True)",
+        "runtime.modes.evaluation_step:EvaluationStep._run_all",
+        "self.engine.worker_pool.wait(task.waiter, self.cancel_scope)",
     ),
-    ("runtime.model_step:ModelStep._run_all", "tasks[-1].waiter.wait()"),
-    ("runtime.step:Step._wait_for_outputs", "self.before._wait_for_end()"),
-    ("runtime.step:Step._join", "self._wait_for_end()"),
-    ("runtime.step:Step.drain", "self._wait_for_end()"),
-    ("runtime.step:Step._end_whole", "self._wait_for_end()"),
+    ("runtime.modes.evaluation_step:EvaluationStep._run_all", "task.waiter.wait_for(GRACE)"),
     (
-        "runtime.crew:Crew.wait",
-        "while not (unless_failed and control.failed) and not waiter.wait_for(min(LOOK, self._limit)):",
+        "runtime.modes.evaluation_step:EvaluationStep.run_parts",
+        "self.engine.worker_pool.wait(self._all_closed, self.cancel_scope, unless_failed=True)",
     ),
-    ("runtime.crew:Crew._comes", "while not waiter.wait_for(LOOK):"),
-    ("runtime.crew:WatchedControl.wait", "self._crew.wait(waiter, self)"),
-    ("runtime.threads:within", "if not task.waiter.wait_for(seconds):"),
+    ("runtime.modes.model_step:ModelStep._run_all", "tasks[-1].waiter.wait()"),
+    ("runtime.core.step:Step._wait_for_outputs", "self.before._wait_for_end()"),
+    ("runtime.core.step:Step._join", "self._wait_for_end()"),
+    ("runtime.core.step:Step.drain", "self._wait_for_end()"),
+    ("runtime.core.step:Step._end_whole", "self._wait_for_end()"),
+    (
+        "runtime.core.worker_pool:WorkerPool.wait",
+        "while not (unless_failed and cancel_scope.failed) and not waiter.wait_for(min(LOOK, self._limit)):",
+    ),
+    ("runtime.core.worker_pool:WorkerPool._comes", "while not waiter.wait_for(LOOK):"),
+    ("runtime.core.worker_pool:WatchedCancelScope.wait", "self._worker_pool.wait(waiter, self)"),
+    ("runtime.core.task_thread:within", "if not task.waiter.wait_for(seconds):"),
 }
 """How threads come to rest, above all when one fails, which tests/test_faults.py looks at. Without them there is no run
 to look at (the main thread goes on while microbatches are running), or, where nothing fails, others wait as well."""
 
 SPARE = {
     # In evaluation every copy is for the call that is about to run, which waits for it.
-    ("runtime.evaluation:Evaluation.call", "self._boundaries.settle()"),
+    ("runtime.modes.evaluation:Evaluation.call", "self._activations.settle()"),
     # An emulated device computes in the calling thread; on a GPU, times of what has not ended cannot be read.
-    ("runtime.evaluation_parts:Parting._look", "device.compute.synchronize()  # what has been timed has ended"),
+    ("runtime.modes.evaluation_parts:Parting._look", "device.compute.synchronize()  # what has been timed has ended"),
 }
 """Not needed for the order; each says why."""
 
@@ -250,7 +347,7 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
         def next(self) -> float:
             return 0.02 * times if self.late else super().next() / 10
 
-    real_run, real_close = MicrobatchRun.run, Worker.close_slot
+    real_run, real_close = MicrobatchTask.run, Worker.close_slot
     real_apply, real_add = Updates._apply, Updates._add
 
     def apply(self: Updates, *args: Any) -> None:
@@ -261,7 +358,7 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
         time.sleep(0.02 * times)
         real_add(self, *args)
 
-    def run(self: MicrobatchRun, *args: Any) -> None:
+    def run(self: MicrobatchTask, *args: Any) -> None:
         time.sleep((0.03 - 0.01 * self.index) * times)
         real_run(self, *args)
 
@@ -270,16 +367,16 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
         real_close(self, slot)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(updates, "PIECE", 0)
+        patch.setattr(async_optimizer, "PIECE", 0)
         if slow == "starting":
-            patch.setattr(MicrobatchRun, "run", run)
+            patch.setattr(MicrobatchTask, "run", run)
         elif slow == "closing":
             patch.setattr(Worker, "close_slot", close_slot)
         elif slow == "updating":
             patch.setattr(Updates, "_apply", apply)
         elif slow == "adding":
             patch.setattr(Updates, "_add", add)
-        elif slow == "glue":
+        elif slow == "user code":
             patch.setattr(stress, "GLUE_S", 0.01 * times)
         elif slow:
             patch.setattr(emulated, "Delays", Late)
@@ -342,7 +439,7 @@ def test_nothing_is_noticed_while_all_are_there(case: Case, slow: str, times: fl
 
 class Predicting(StressModule):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.net(batch["x"], self.glue, False).softmax(-1)  # type: ignore[no-any-return]
+        return self.net(batch["x"], self.user_code, False).softmax(-1)  # type: ignore[no-any-return]
 
 
 class Looking(pl.Callback):
@@ -359,7 +456,7 @@ def test_outputs_are_computed_when_given(missing: bool) -> None:
     module = Predicting()
     with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
         if missing:
-            take_out(patch, "runtime.crew:Crew.rest", "device.compute.synchronize()")
+            take_out(patch, "runtime.core.worker_pool:WorkerPool.rest", "device.compute.synchronize()")
         trainer.predict(module, harness.loader(stress.batches(CUT)))
     assert bool(ordering.faults) is missing, ordering.faults
 
@@ -380,7 +477,7 @@ def test_a_sum_that_nobody_took(missing: bool) -> None:
     strategy = ours(num_microbatches=4, layers=LAYERS, plan=WIDE.plan, emulation={"delay_seed": 0})
     with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
         if missing:
-            take_out(patch, "runtime.sums:HostGradients.make_room", "before.wait()")
+            take_out(patch, "runtime.memory.grad_buffers:HostGradSums.make_room", "before.wait()")
         harness.run(strategy, Careless(), stress.batches(replace(WIDE, sizes=(6, 6, 6))), devices=3, watch=False)
     assert bool(ordering.faults) is missing, ordering.faults
 
@@ -433,7 +530,7 @@ def test_running_statistics(missing: tuple[str, str] | None, kind: type[Normed])
     strategy = ours(num_microbatches=4, layers=["Sequential"], plan=plan)
     with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
         if missing is not None:
-            take_out(patch, f"runtime.buffers:{missing[0]}", missing[1])
+            take_out(patch, f"runtime.memory.layer_buffers:{missing[0]}", missing[1])
         harness.run(strategy, kind(), list(torch.randn(4, 8, 8)), devices=4, watch=False)
     assert bool(ordering.faults) is (missing is not None), ordering.faults
 
@@ -531,15 +628,15 @@ def test_a_device_that_does_not_warm_up(device: Device, monkeypatch: pytest.Monk
         raise RuntimeError("no room for cuBLAS")
 
     monkeypatch.setattr(device, "warm_up", fail)
-    worker, control, done = Worker(device), Control(), list[bool]()
+    worker, cancel_scope, done = Worker(device), CancelScope(), list[bool]()
     try:
         if asked == "run":
             with pytest.raises(RuntimeError, match="no room for cuBLAS"):
-                worker.run(lambda: done.append(True), control)
+                worker.run(lambda: done.append(True), cancel_scope)
         else:
-            worker.post(lambda: done.append(True), control)
+            worker.post(lambda: done.append(True), cancel_scope)
             worker.fence().wait()
-            assert "no room for cuBLAS" in str(control.error)
+            assert "no room for cuBLAS" in str(cancel_scope.error)
         assert done == []
     finally:
         worker.close()

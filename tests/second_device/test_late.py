@@ -158,20 +158,26 @@ def test_every_model_equals_plain(name: str, devices: list[Any], queues: Late) -
 
 WAITS = {
     "the end of a call before its outputs travel": (
-        "runtime.boundary:Boundaries._download",
+        "runtime.core.activation_store:ActivationStore._download",
         "stream.wait(device.compute.record())",
     ),
-    "what a call is given": ("runtime.boundary:Boundaries._used", "device.compute.wait(here.end)"),
-    "what a gradient is handed over as": ("runtime.boundary:Boundaries.fresh", "device.compute.wait(end)"),
-    "a download before its upload": ("runtime.boundary:Boundaries._upload", "stream.wait(copy.ready)"),
+    "what a call is given": ("runtime.core.activation_store:ActivationStore._used", "device.compute.wait(here.end)"),
+    "what a gradient is handed over as": (
+        "runtime.core.activation_store:ActivationStore.fresh",
+        "device.compute.wait(end)",
+    ),
+    "a download before its upload": (
+        "runtime.core.activation_store:ActivationStore._upload",
+        "stream.wait(copy.ready)",
+    ),
     "a backward before its gradients travel": (
-        "runtime.worker:Worker._send_gradients",
+        "runtime.core.worker:Worker._send_gradients",
         "stream.wait(self.device.compute.record())",
     ),
-    "gradients before they are used": ("runtime.sums:HostGradients.take", "self.wait()"),
+    "gradients before they are used": ("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()"),
     "copies before their memory goes": ("devices.cuda_streams:CudaStream.copy", "self.keep(to, of)"),
     "a call before what was brought for it goes": (
-        "runtime.boundary:Boundaries._drop",
+        "runtime.core.activation_store:ActivationStore._drop",
         "device.let_go([here.tensor for here in gone])",
     ),
 }

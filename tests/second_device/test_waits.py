@@ -21,8 +21,8 @@ from harness import ours, run
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_roundpipe.runtime.control import UserLock
-from lightning_roundpipe.runtime.segments import Segments
+from lightning_roundpipe.runtime.core.sync import UserLock
+from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from second_device import backend
 from second_device.backend import Wait
@@ -170,7 +170,7 @@ def test_a_wait_of_user_code_is_heard(devices: list[Any], monkeypatch: pytest.Mo
         return loss
 
     monkeypatch.setattr(Quiet, "training_step", training_step)
-    monkeypatch.setattr(Segments, "paused", lambda segments, wait: wait())
+    monkeypatch.setattr(UserCodeSections, "paused", lambda segments, wait: wait())
     heard = _heard("mlp without logging", monkeypatch)
     assert any(wait.what == "_local_scalar_dense" for wait in heard.holding)
     assert all(wait in heard.waits for wait in heard.holding)

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.runtime.glue import GlueMode
+from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from second_device import backend
 
 HOME = torch.device(backend.NAME, 0)
 
 
-def mode(masters: Iterable[nn.Parameter] = (), *, train: bool = True) -> GlueMode:
+def mode(masters: Iterable[nn.Parameter] = (), *, train: bool = True) -> UserCodeMode:
     """The mode of one microbatch, whose host tensors go to ``HOME`` through pinned memory."""
 
     def host_like(t: Tensor) -> Tensor:
         return torch.empty_like(t, pin_memory=True)
 
     facade: Any = SimpleNamespace(torch_device=HOME, host_like=host_like, let_go=lambda tensors: None)
-    return GlueMode(
+    return UserCodeMode(
         {id(p) for p in masters}, lambda master: master, train=train, accelerator=backend.NAME, devices=[facade]
     )
 

@@ -11,7 +11,7 @@ import os
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from zoo import glue, language, others, plain, stateful, vision  # noqa: F401  (they fill the registry)
+from zoo import language, others, plain, stateful, user_code, vision  # noqa: F401  (they fill the registry)
 from zoo.batches import VOCAB, Batch
 from zoo.modules import (
     CausalLM,

@@ -238,4 +238,4 @@ class Experts(nn.Module):
         return self.head(out)
 
 
-entry("experts_in_glue", causal_batch, PlainLM, other=True)(Experts)
+entry("experts_in_user_code", causal_batch, PlainLM, other=True)(Experts)

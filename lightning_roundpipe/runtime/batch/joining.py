@@ -1,0 +1,73 @@
+"""What the microbatches of a batch returned, logged and lost, made into what the whole batch would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.batch.logs import Key, LogRecorder, Said, gathered, issue
+from lightning_roundpipe.runtime.batch.loss_weights import Weighed, Weighing
+from lightning_roundpipe.runtime.batch.losses import check_counts
+from lightning_roundpipe.runtime.batch.microbatches import combined, loss_of, merge
+
+
+class Run(Weighed, Protocol):
+    """One microbatch that training_step has run on."""
+
+    output: Any
+    weight: float
+    logs: LogRecorder
+
+
+@dataclass
+class Joined:
+    """Of the whole batch.
+
+    Attributes:
+        output: what training_step would have returned; None if it skips the batch.
+        losses: those of the microbatches; fewer than these if there is no loss.
+        weights: how much each microbatch counts.
+        added: the losses, if they add up.
+        said: what the microbatches logged.
+    """
+
+    output: Any = None
+    losses: list[Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    added: list[Tensor] | None = None
+    said: Said = field(default_factory=dict)
+
+    @property
+    def loss(self) -> Tensor:
+        """That of the batch."""
+        return combined(self.losses, self.weights, self.added)
+
+
+def join(
+    module: Any, runs: Sequence[Run], sizes: list[int], weighing: Weighing, rules: Mapping[Key, str] | None = None,
+    *, mixes: bool = False,
+) -> Joined:  # fmt: skip
+    """Put together what ``runs``, of so many samples each, gave; ``module.log`` is called with what they logged."""
+    outputs = [run.output for run in runs]
+    missing = [m for m, output in enumerate(outputs) if output is None]
+    if missing and len(missing) < len(outputs):
+        raise RoundPipeError(
+            f"training_step returned None for microbatch {missing[0]} but not for all of this batch: skip whole "
+            "batches, or set num_microbatches=1."
+        )
+    if weighing.given is None and not missing:
+        check_counts([run.mode for run in runs], sizes, mixes=mixes)
+    weights = [run.weight for run in runs]
+    if not any(weights):
+        weights = [float(size) for size in sizes]
+    losses = [loss for output in outputs if (loss := loss_of(output)) is not None]
+    added = losses if len(losses) == len(outputs) and weighing.adds(runs[0]) else None
+    said = gathered([run.logs for run in runs])
+    issue(module, said, sizes, weights, added, rules)
+    if missing:
+        return Joined(said=said)
+    return Joined(merge(outputs, sizes, weights, added), losses, weights, added, said)

@@ -1,0 +1,350 @@
+"""``self.log`` from several microbatches, issued once.
+
+Called once per microbatch, Lightning's own ``log`` would keep the last microbatch's step value, count sums twice and
+lose updates between threads. So it is shadowed during the step, and what was said is merged by its reduction and said
+once, on the main thread. Scalars are merged by the weights of the loss: what a step logs is most often the loss itself,
+or a mean over the same targets.
+
+Metric objects gather over an epoch, and see each microbatch once. Their value for the batch is another matter, see
+`BatchValues`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.batch.microbatches import combined, weighted_mean
+
+
+class LogRecorder:
+    """What one microbatch logged, in order.
+
+    ``self.log`` runs while the microbatch holds the user-code lock, so it never waits for a device: a value that a
+    device still computes starts its download and is waited for when the step issues its logs.
+
+    Args:
+        devices: where logged values may lie.
+        weigh: what a value that is no mean over the samples weighs, or None.
+    """
+
+    def __init__(self, devices: Sequence[Device] = (), weigh: Callable[[Any], float | None] = lambda _: None) -> None:
+        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+        self.weights: list[float | None] = []
+        self._devices, self._weigh = devices, weigh
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        self.calls.append((name, self._kept(value), kwargs))
+        self.weights.append(self._weigh(value))
+
+    def another(self) -> LogRecorder:
+        """An empty one for the same devices."""
+        return LogRecorder(self._devices, self._weigh)
+
+    def _kept(self, value: Any) -> Any:
+        """``value`` as it is now: user code may write to it later."""
+        if isinstance(value, dict):
+            return {key: self._kept(item) for key, item in value.items()}
+        if not isinstance(value, Tensor):
+            return value
+        device = next((d for d in self._devices if d.torch_device == value.device), None)
+        if device is None or value.device.type == "cpu":
+            return value.detach().cpu().clone()
+        return _Download(value.detach().clone(), device)
+
+
+class _Download:
+    """A tensor on its way from ``device``, where ``compute`` makes it, to the host."""
+
+    def __init__(self, tensor: Tensor, device: Device) -> None:
+        self._host = device.host_like(tensor)
+        stream = device.activations_down
+        stream.wait(device.compute.record())
+        stream.copy(self._host, tensor)
+        self._end = stream.record()
+
+    def wait(self) -> Tensor:
+        """The tensor on the host."""
+        self._end.wait()
+        return self._host.clone()  # in ordinary memory, as loggers may keep it
+
+
+def _arrived(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _arrived(item) for key, item in value.items()}
+    return value.wait() if isinstance(value, _Download) else value
+
+
+@contextlib.contextmanager
+def log_as(module: nn.Module, stand_in: Callable[..., None]) -> Iterator[None]:
+    """``stand_in`` in place of ``module.log``, be that the class's or one that was set on the module itself."""
+    own = vars(module)
+    before = {"log": own["log"]} if "log" in own else {}
+    own["log"] = stand_in
+    try:
+        yield
+    finally:
+        del own["log"]
+        own.update(before)
+
+
+@contextlib.contextmanager
+def _refusing_others(module: Any) -> Iterator[None]:
+    """A ``module.log`` bound before, for which `log_as` cannot stand in, would log the values of each microbatch."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RoundPipeError(
+            "self.log was called through a reference that was taken before training_step, such as one that was handed "
+            "to another module; its values would be those of single microbatches. Call self.log of the LightningModule "
+            "in training_step itself."
+        )
+
+    trainer = getattr(module, "_trainer", None)
+    results = None if trainer is None else trainer._results
+    if results is not None:
+        results.log = refuse
+    try:
+        yield
+    finally:
+        if results is not None:
+            del results.log
+
+
+@contextlib.contextmanager
+def shadowed_log(module: Any, current: Any, *, several: bool) -> Iterator[None]:
+    """Send ``module.log`` to ``current().log`` (the calling microbatch's recorder, of ``several`` or the only one)."""
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > len(_POSITIONAL):
+            raise TypeError(f"log() takes {2 + len(_POSITIONAL)} positional arguments, {2 + len(args)} were given")
+        kwargs.update(zip(_POSITIONAL, args, strict=False))
+        current().log(name, value, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(log_as(module, log))
+        stack.enter_context(_refusing_others(module))
+        for metric in module.modules() if several else ():
+            if isinstance(metric, Metric):
+                stack.enter_context(BatchValue(metric))
+        yield
+
+
+_POSITIONAL = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
+
+
+class HostMetrics:
+    """The metrics of a module whose steps run on devices: what they gather stays on the host.
+
+    Predictions come from whichever device a microbatch ends on, and targets from the host. Lightning computes a metric
+    at the end of an epoch outside of the mode that brings them together, and a GPU would hold all of them until then.
+
+    Args:
+        module: whose metrics they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        self._changed = [m for m in self._metrics if not m.compute_on_cpu]
+        for metric in self._changed:
+            metric.compute_on_cpu = True  # torchmetrics moves lists to the host after each update
+
+    def bring_to_host(self) -> None:
+        """After a step: move the tensors that an update has replaced (``self.total = self.total + x``) too."""
+        for metric in self._metrics:
+            for name, value in metric.metric_state.items():
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    setattr(metric, name, value.cpu())
+
+    def end(self) -> None:
+        """Leave the metrics as they were found."""
+        for metric in self._changed:
+            metric.compute_on_cpu = False
+
+
+class BatchValue:
+    """The value of a metric for all microbatches that it is called with in one step, as if they had been one batch.
+
+    Calling a metric adds to what it gathers and returns the value for this call alone, which it also keeps for
+    ``log(on_step=True)``. From the values of microbatches that of the batch does not follow, be they weighted or not:
+    sums, extremes, F1. So what the step's calls were given is gathered once more, apart, and the value made of that is
+    what the metric keeps.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._parts = [part for part in metric.modules() if isinstance(part, Metric)]  # wrappers hold others
+        self._metric = metric
+        self._apart: list[dict[str, Any]] | None = None
+
+    def __enter__(self) -> None:
+        self._hook = self._metric.register_forward_hook(self._called, with_kwargs=True)
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self._hook.remove()
+        if self._apart is None or error is not None:
+            return
+        with self._swapped():
+            value = self._metric.compute()
+        self._metric._forward_cache = value
+
+    def _called(self, metric: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        with self._swapped():
+            self._metric.update(*args, **kwargs)
+            self._apart = [dict(vars(part)) for part in self._parts]
+
+    @contextlib.contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """The metric holds what was gathered in this step, at first nothing."""
+        kept = [dict(vars(part)) for part in self._parts]
+        try:
+            if self._apart is not None:
+                self._load(self._apart)
+            else:
+                for part in self._parts:  # ``reset`` empties lists where they are
+                    vars(part).update({k: [] for k, v in vars(part).items() if type(v) is list})
+                self._metric.reset()
+            yield
+        finally:
+            self._load(kept)
+
+    def _load(self, state: list[dict[str, Any]]) -> None:
+        for part, attributes in zip(self._parts, state, strict=True):
+            vars(part).clear()
+            vars(part).update(attributes)
+
+
+Key = tuple[str, int]
+"""A logged value: its name, and how many were logged under it before."""
+
+
+class Saying(NamedTuple):
+    """What a microbatch said under one key: its number, the value, what that weighs of itself, other arguments."""
+
+    part: int
+    value: Any
+    weight: float | None
+    kwargs: dict[str, Any]
+
+
+Said = dict[Key, list[Saying]]
+"""By logged value, what each microbatch said."""
+
+
+def gathered(recorders: Sequence[LogRecorder]) -> Said:
+    """What the microbatches said."""
+    merged: Said = {}
+    for index, recorder in enumerate(recorders):
+        said: dict[str, int] = {}
+        for (name, value, kwargs), weight in zip(recorder.calls, recorder.weights, strict=True):
+            nth = said[name] = said.get(name, -1) + 1
+            merged.setdefault((name, nth), []).append(Saying(index, _arrived(value), weight, kwargs))
+    return merged
+
+
+def undecided(said: Said, rules: Mapping[Key, str]) -> list[str]:
+    """Names of values that were zero as long as it was looked how they are merged, and are not any more."""
+    return [
+        key[0]
+        for key, parts in said.items()
+        if rules.get(key) == OPEN and any(bool(torch.as_tensor(p.value).any()) for p in parts)
+    ]
+
+
+def lost(said: Said, weights: Sequence[float]) -> list[str]:
+    """Names of values that are NaN in some parts only."""
+    found = []
+    for (name, _), parts in said.items():
+        counting = [p for p in parts if (weights[p.part] if p.weight is None else p.weight)]
+        numbers = [p.value for p in counting if isinstance(p.value, (float, Tensor))]
+        nans = [bool(torch.as_tensor(value).isnan().any()) for value in numbers]
+        if any(nans) and not all(nans):
+            found.append(name)
+    return found
+
+
+def issue(
+    module: Any, said: Said, sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None,
+    rules: Mapping[Key, str] | None = None,
+) -> None:  # fmt: skip
+    """Say once what the microbatches said, on the main thread.
+
+    Args:
+        module: whose ``log`` is called.
+        said: see `gathered`.
+        sizes: samples of each microbatch; ``weights``: and what it counts.
+        losses: as in `microbatches.combined`.
+        rules: how values are made of those of the microbatches that are no means, see `RULES`.
+    """
+    for (name, nth), parts in said.items():
+        kwargs = dict(parts[-1].kwargs)
+        given = [p.kwargs.get("batch_size") for p in parts]
+        if None not in given:
+            kwargs["batch_size"] = sum(given)
+        elif len(parts) < len(sizes):
+            kwargs["batch_size"] = sum(sizes[p.part] for p in parts)  # else Lightning infers it from the batch
+        values, rule = [p.value for p in parts], (rules or {}).get((name, nth), USUAL)
+        mine = [weights[p.part] if p.weight is None else p.weight for p in parts]
+        if rule in RULES and len(values) > 1:
+            merged: Any = ruled(rule, values, mine, [sizes[p.part] for p in parts])
+        else:
+            theirs = None if losses is None else [losses[p.part] for p in parts]
+            merged = _merged(values, kwargs.get("reduce_fx", "mean"), mine, theirs)
+        module.log(name, merged, **kwargs)
+
+
+USUAL = "by what the loss weighs"
+"""Instead of one of `RULES`: by ``reduce_fx``, and if that is a mean, by the weights of the loss."""
+OPEN = "unknown"
+"""Instead of one of `RULES`: as usual, but it is not known that this is right."""
+
+
+def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
+    return weighted_mean(list(values), list(weights))
+
+
+RULES: dict[str, Callable[[Tensor, Sequence[float], Sequence[float]], Tensor]] = {
+    "mean over samples": lambda v, weights, sizes: _mean(v, sizes),
+    "sum": lambda v, weights, sizes: v.sum(0),
+    "largest": lambda v, weights, sizes: v.amax(0),
+    "smallest": lambda v, weights, sizes: v.amin(0),
+    "exp of the mean": lambda v, weights, sizes: _mean(v.log(), weights).exp(),
+    "exp of the mean over samples": lambda v, weights, sizes: _mean(v.log(), sizes).exp(),
+    "root of the mean": lambda v, weights, sizes: _mean(v.square(), weights).sqrt(),
+    "root of the mean over samples": lambda v, weights, sizes: _mean(v.square(), sizes).sqrt(),
+}
+"""How the value of a batch may follow from those of its microbatches, where that is not as usual."""
+
+
+def ruled(rule: str, values: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> Tensor:
+    """The value of the batch by one of `RULES`."""
+    tensors = [torch.as_tensor(value).detach().cpu() for value in values]
+    made = RULES[rule](torch.stack([t.double() for t in tensors]), weights, sizes)
+    return made.to(tensors[0].dtype if tensors[0].is_floating_point() else torch.float32)
+
+
+def _merged(values: list[Any], reduce_fx: Any, weights: list[float], losses: Sequence[Tensor] | None) -> Any:
+    first = values[0]
+    if isinstance(first, Metric):
+        return first
+    if isinstance(first, dict):
+        return {k: _merged([v[k] for v in values], reduce_fx, weights, losses) for k in first}
+    if len(values) == 1:
+        return first
+    tensors = [v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float32) for v in values]
+    reduction = getattr(reduce_fx, "__name__", reduce_fx)
+    if reduction in ("min", "amin"):
+        return torch.stack(tensors).amin(0)
+    if reduction in ("max", "amax"):
+        return torch.stack(tensors).amax(0)
+    if reduction == "sum":
+        return torch.stack(tensors).sum(0)
+    return combined(tensors, weights, losses)

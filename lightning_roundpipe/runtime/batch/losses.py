@@ -1,0 +1,210 @@
+"""What kind of loss training_step computes: a mean over targets, which are counted, or a sum, whose parts are added.
+
+The gradient of a mean over the batch is a weighted mean of those of the microbatches, that of a sum is their sum. The
+functions that training_step calls tell which of the two a loss is, as long as it does nothing to what they
+return but add it up:
+
+    F.cross_entropy(..., reduction="sum") ── its node in the graph is kept ── [1]
+    the loss's graph, from its root ── sums and differences of such nodes, and nothing else ── [2]
+    all microbatches agree ── [3]
+
+A sum that is divided by something cannot be told from a mean, as the divisor may be a number of this microbatch alone,
+or of the batch: training has to be told which.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+
+_ALTERNATIVES = "set microbatch_scope='model' or num_microbatches=1, which compute the loss on the whole batch"
+
+_LINEAR = {
+    "AddBackward0", "SubBackward0", "NegBackward0", "CloneBackward0", "AliasBackward0", "ToCopyBackward0",
+    "SqueezeBackward0", "UnsqueezeBackward0", "ViewBackward0", "ReshapeAliasBackward0",
+}  # fmt: skip
+"""Nodes whose output is the sum, or the difference, of their inputs."""
+_SUM = ("SumBackward0", "SumBackward1")
+
+
+def _functions_with_a_reduction() -> dict[Callable[..., Any], tuple[int, str]]:
+    """``torch.nn.functional``'s losses: where ``reduction`` stands among the arguments, and its default."""
+    found: dict[Callable[..., Any], tuple[int, str]] = {}
+    for function in vars(F).values():
+        if inspect.isfunction(function) and not function.__name__.startswith("_"):
+            parameters = inspect.signature(function).parameters
+            if "reduction" in parameters:
+                found[function] = (list(parameters).index("reduction"), str(parameters["reduction"].default))
+    return found
+
+
+WITH_REDUCTION = _functions_with_a_reduction()
+COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
+"""Those whose means are over targets, some of which may be ignored."""
+
+
+def reduction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """``"mean"``, ``"sum"`` or ``"none"``, as one of ``WITH_REDUCTION`` is called."""
+    position, default = WITH_REDUCTION[function]
+    return str(args[position] if len(args) > position else kwargs.get("reduction", default))
+
+
+class Sums:
+    """The sum-reduced losses of one microbatch.
+
+    Attributes:
+        name: of the last cross entropy that was summed; empty if none was.
+        whole: whether the loss is made of sums alone.
+        plain: whether the loss is the ``sum()`` of a tensor with a row for each sample, which may be any weighted sum.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.whole = self.plain = False
+        self._nodes: set[Any] = set()
+
+    def note(self, result: Any, name: str = "") -> None:
+        """A loss function returned ``result``, a sum [1]. ``name``: of a cross entropy."""
+        if isinstance(result, Tensor) and result.grad_fn is not None:
+            self._nodes.add(result.grad_fn)
+            self.name = name or self.name
+
+    def judge(self, loss: Tensor | None, samples: int) -> None:
+        """The microbatch of so many ``samples`` has its ``loss``. Nothing of its graph is kept."""
+        nodes, self._nodes = self._nodes, set()
+        if loss is None or loss.grad_fn is None:
+            return
+        self.whole = bool(nodes) and _adds_up(loss.grad_fn, nodes)
+        self.plain = not self.whole and _sums_rows(loss.grad_fn, samples)
+
+
+def _adds_up(node: Any, nodes: set[Any]) -> bool:
+    """Whether ``node`` computes sums and differences of what ``nodes`` computed [2]."""
+    if node in nodes:
+        return True
+    if node is None or type(node).__name__ not in _LINEAR or getattr(node, "_saved_alpha", 1) != 1:
+        return False
+    return all(_adds_up(below, nodes) for below, _ in node.next_functions)
+
+
+def _sums_rows(node: Any, samples: int) -> bool:
+    while type(node).__name__ in _LINEAR and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    shape: Sequence[int] = getattr(node, "_saved_self_sym_sizes", ()) if type(node).__name__ in _SUM else ()
+    return bool(shape) and int(shape[0]) == samples
+
+
+class Counts:
+    """The targets that the mean-reduced cross entropies of one microbatch have counted.
+
+    Attributes:
+        of: each that the loss is made of, once that is there: one that is logged alone weighs nothing.
+        mixed: whether the loss is made of other things that layers have computed, too.
+    """
+
+    def __init__(self) -> None:
+        self.of: list[float] = []
+        self.mixed = False
+        self._nodes: dict[Any, float] = {}
+        self._results: list[tuple[Tensor, float]] = []
+
+    def note(self, result: Any, count: float) -> None:
+        """A loss function returned ``result``, a mean over so many targets."""
+        if isinstance(result, Tensor) and result.grad_fn is not None:
+            self._nodes[result.grad_fn] = count
+            self._results.append((result.detach(), count))
+
+    def behind(self, value: Any) -> float | None:
+        """The targets that ``value`` is a mean over, if it is what a cross entropy returned; else None."""
+        for result, count in self._results if isinstance(value, Tensor) else ():
+            if value.data_ptr() == result.data_ptr() and value.shape == result.shape:
+                return count
+        return None
+
+    def judge(self, loss: Tensor | None) -> None:
+        """The microbatch has its ``loss``. Nothing of its graph is kept."""
+        nodes, self._nodes, self._results = self._nodes, {}, []
+        if loss is None or not nodes:
+            return
+        reached: set[Any] = set()
+        waiting: list[Any] = [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in reached:
+                continue
+            reached.add(node)
+            if node not in nodes:
+                self.mixed |= hasattr(node, "entry")
+                waiting += [below for below, _ in node.next_functions]
+        self.of = [count for node, count in nodes.items() if node in reached]
+
+
+class Counted(Protocol):
+    """What is known of a microbatch's loss; see `mode.UserCodeMode`."""
+
+    @property
+    def counts(self) -> Counts: ...
+
+    @property
+    def sums(self) -> Sums: ...
+
+
+def are_spread(modes: Sequence[Counted], sizes: Sequence[int]) -> bool:
+    """Whether the targets of a first cross entropy are spread over the microbatches unlike the samples (``sizes``)."""
+    counts = [m.counts.of[0] for m in modes if m.counts.of]
+    if len(counts) < len(sizes) or not sum(counts):
+        return False
+    return any(abs(c / sum(counts) - size / sum(sizes)) > 1e-6 for c, size in zip(counts, sizes, strict=True))
+
+
+def check_counts(modes: Sequence[Counted], sizes: Sequence[int], *, mixes: bool = False) -> None:
+    """Refuse losses of which it is not known how those of the microbatches make up that of the batch [3].
+
+    Args:
+        modes: of the microbatches, which have so many samples each (``sizes``).
+        mixes: whether it is known that another loss beside a cross entropy makes no difference.
+
+    Raises:
+        RoundPipeError: if a step computed several mean-reduced cross entropies whose targets are spread differently
+            over the microbatches, or one whose targets are spread unlike the samples and another loss, or sums and did
+            something with them.
+    """
+    if len(modes) < 2 or all(m.sums.whole for m in modes):
+        return
+    if any(m.sums.whole for m in modes) or any(m.sums.name and not m.counts.of for m in modes):
+        name = next((m.sums.name for m in modes if m.sums.name), "a loss function")
+        raise RoundPipeError(
+            f"the loss is computed from {name} with reduction='sum', and not by adding up alone, so it is unknown how "
+            "the losses of microbatches make up that of the batch. If they add up to it (a sum that is multiplied or "
+            "divided by a number that is the same for every microbatch), set RoundPipeStrategy(loss_weight='sum'). If "
+            "each is divided by a number of its own, such as that of its targets, set loss_weight to a function that "
+            f"returns this number: RoundPipeStrategy(loss_weight=lambda batch: ...). Otherwise {_ALTERNATIVES}."
+        )
+    kinds = {len(m.counts.of) for m in modes}
+    if len(kinds) > 1:
+        raise RoundPipeError(
+            "some microbatches of this batch computed a cross entropy and others did not, so their weights in the "
+            "loss are unknown: set RoundPipeStrategy(loss_weight=...) to a function that returns the weight of a "
+            f"microbatch. Otherwise {_ALTERNATIVES}."
+        )
+    totals = [sum(m.counts.of[k] for m in modes) for k in range(kinds.pop())]
+    for mode in modes:
+        shares = [c / t if t else 0.0 for c, t in zip(mode.counts.of, totals, strict=True)]
+        if shares and max(shares) - min(shares) > 1e-6:
+            raise RoundPipeError(
+                "training_step computes several cross entropies whose numbers of targets differ between microbatches "
+                f"in different ways ({[m.counts.of for m in modes]}), so no single weight per microbatch gives the "
+                f"loss of the whole batch: {_ALTERNATIVES}."
+            )
+    if not mixes and any(m.counts.mixed for m in modes) and are_spread(modes, sizes):
+        raise RoundPipeError(
+            "the loss is a cross entropy and something else that comes from the model, and this batch's targets are "
+            f"spread over the microbatches ({[m.counts.of[0] for m in modes]}) unlike its samples ({list(sizes)}), so "
+            f"no single weight per microbatch gives the loss of the whole batch: {_ALTERNATIVES}."
+        )

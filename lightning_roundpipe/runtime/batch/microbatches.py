@@ -1,0 +1,323 @@
+"""A batch cut into microbatches, and what training_step returned for each of them put together again.
+
+Every tensor or array whose first dimension is the batch size is cut, and every list or tuple of texts of that length;
+the rest is given to every microbatch as it is. Containers keep their type (a tokenizer's ``BatchEncoding``, dataclasses
+and named tuples too).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.batch.samples import are_similar, are_texts, listed_samples
+
+_LOOKED_AT = 1 << 18
+"""Values of a tensor that are compared."""
+
+
+def sizes_of(samples: int, count: int | None, size: int | None, workers: int, fewest: int = 1) -> list[int]:
+    """How many samples each microbatch gets. An empty batch is one microbatch, as plain training would run it.
+
+    Args:
+        samples: the batch size.
+        count: microbatches asked for; fewer if there are fewer samples.
+        size: or samples per microbatch asked for.
+        workers: sets the default count, 2 per worker.
+        fewest: samples that each microbatch has at least by default.
+    """
+    if not samples:
+        return [0]
+    if size is not None:
+        return [min(size, samples - start) for start in range(0, samples, size)]
+    if count is None:
+        count = max(1, min(2 * workers, samples // fewest))
+    count = min(samples, count)
+    return [samples // count + (i < samples % count) for i in range(count)]
+
+
+def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[float]:
+    """What ``function``, the user's ``loss_weight``, says of each microbatch.
+
+    Raises:
+        ValueError: if that are no weights: numbers of at least 0, of which one is more.
+    """
+    weights = []
+    for index, part in enumerate(parts):
+        given = function(part)
+        try:
+            weights.append(float(given))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"loss_weight returned {given!r} for microbatch {index}: it must give one number, such as that of the "
+                "targets in it."
+            ) from error
+    if not all(0 <= w < math.inf for w in weights) or not sum(weights):
+        raise ValueError(
+            f"loss_weight returned {weights} for the microbatches: weights must be finite, at least 0, and not all 0."
+        )
+    return weights
+
+
+def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
+    """The memory that the tensors and arrays of a batch lie in: who holds it, and what is there, by its address."""
+    found: dict[int, tuple[Any, int]] = {}
+    for leaf in tree_iter(batch):
+        tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu":
+            values = tensor.detach().reshape(-1).resolve_neg().resolve_conj()[:_LOOKED_AT].contiguous()
+            found[tensor.untyped_storage().data_ptr()] = leaf, zlib.crc32(values.view(torch.uint8).numpy().tobytes())
+    return found
+
+
+class Columns:
+    """Which tensors of a batch have a row for each sample: those that had one in the first batch of the same structure.
+
+    A tensor that all samples share may have as many rows as a smaller last batch has samples.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], list[bool]] = {}
+
+    def split(self, batch: Any, sizes: list[int]) -> list[Any]:
+        """The microbatches. Tensors have the batch's memory."""
+        if len(sizes) == 1:
+            return [batch]
+        return [self.part(batch, rows, sum(sizes)) for rows in rows_of(sizes)]
+
+    def part(self, batch: Any, rows: slice, samples: int, *, copied: bool = False) -> Any:
+        """What of ``batch``, which has so many ``samples``, belongs to those of ``rows``.
+
+        ``copied``: in memory of its own, to which user code may write.
+        """
+        listed = listed_samples(batch) is not None
+        found: list[tuple[Any, bool]] = []
+
+        def see(value: Any, mine: slice | None) -> Any:
+            found.append((value, mine is not None))
+            return value
+
+        part_of(batch, rows, samples, listed, see)
+        key = tuple((type(value), value.ndim) for value, _ in found)
+        cut, taken = iter(self._known.setdefault(key, [mine for _, mine in found])), Rows()
+
+        def take(value: Any, mine: slice | None) -> Any:
+            part = taken(value, mine if next(cut) else None)
+            if copied and isinstance(part, Tensor):
+                return part if part.requires_grad else part.clone()
+            return part.copy() if copied and isinstance(part, np.ndarray) else part
+
+        return part_of(batch, rows, samples, listed, take)
+
+
+def rows_of(sizes: list[int]) -> list[slice]:
+    """The rows of each microbatch."""
+    ends = list(itertools.accumulate(sizes))
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def part_of(value: Any, rows: slice, samples: int, listed: bool, take: Callable[[Any, slice | None], Any]) -> Any:
+    """What of a batch belongs to the samples of ``rows``.
+
+    Args:
+        value: the batch, or something in it.
+        rows: of the part.
+        samples: of the batch; ``listed`` if there are lists with one item for each.
+        take: gives the rows of a tensor or array that is to be cut, or, if these are None, one that is not.
+    """
+    if isinstance(value, (Tensor, np.ndarray)):
+        return take(value, rows if value.ndim and value.shape[0] == samples else None)
+    if (isinstance(value, list) or are_texts(value)) and _has_an_item_each(value, samples, listed):
+        return value[rows]
+    return _rebuild(value, lambda item: part_of(item, rows, samples, listed, take))
+
+
+class Rows:
+    """Takes the rows of one microbatch out of a batch.
+
+    Its tensors have the batch's memory, and count what is written to them apart from other microbatches', which have
+    other rows. Among themselves they count together where they share memory, as inputs and targets may that are parts
+    of one tensor.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def __call__(self, value: Any, rows: slice | None) -> Any:
+        if rows is None:
+            return value
+        part = value[rows]
+        if type(part) is not Tensor or part.layout is not torch.strided or part.requires_grad or part.is_inference():
+            return part
+        key = part.untyped_storage()._cdata, part.dtype
+        root = self._roots.setdefault(key, part.data)
+        return root.as_strided(part.shape, part.stride(), part.storage_offset())
+
+
+def _has_an_item_each(values: Sequence[Any], samples: int, listed: bool) -> bool:
+    """A list of columns that happens to be as long as the batch is cut inside, not across."""
+    if len(values) != samples or (listed and are_similar(values)):
+        return len(values) == samples
+    return not any(_is_column(value, samples, listed) for value in values)
+
+
+def _is_column(value: Any, samples: int, listed: bool) -> bool:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return bool(value.ndim) and value.shape[0] == samples
+    return (are_texts(value) or (listed and isinstance(value, list))) and len(value) == samples
+
+
+def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return _with_items(value, {k: change(v) for k, v in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(change(v) for v in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(change(v) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fresh: Any = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(fresh, field.name, change(getattr(value, field.name)))
+        return fresh
+    return value
+
+
+def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the type of ``value``, which has the same keys."""
+    if type(value) is dict:
+        return items
+    mapping: Any = copy.copy(value)
+    if isinstance(getattr(mapping, "data", None), dict):  # a UserDict's copy shares its dict
+        mapping.data = dict(mapping.data)
+    for key, item in items.items():
+        mapping[key] = item
+    return mapping
+
+
+def merge(
+    outputs: Sequence[Any], sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None
+) -> Any:
+    """What ``training_step`` would have returned for the whole batch, as far as that can be told.
+
+    Tensors with one row per sample are concatenated, scalars `combined`, other things kept if they are the same for
+    every microbatch and gathered in a list otherwise.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return _detached(first)
+    if isinstance(first, Tensor):
+        tensors = [o.detach().cpu() for o in outputs]
+        if first.dim() and all(t.shape == (n, *first.shape[1:]) for t, n in zip(tensors, sizes, strict=True)):
+            return torch.cat(tensors)
+        if all(t.shape == first.shape for t in tensors):
+            return combined(tensors, weights, losses)
+        return tensors
+    if isinstance(first, Mapping) and all(isinstance(o, Mapping) and o.keys() == first.keys() for o in outputs):
+        return _with_items(first, {k: merge([o[k] for o in outputs], sizes, weights, losses) for k in first})
+    if isinstance(first, (list, tuple)) and all(type(o) is type(first) and len(o) == len(first) for o in outputs):
+        parts = [merge(list(column), sizes, weights, losses) for column in zip(*outputs, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    if isinstance(first, float):
+        return float(combined([torch.tensor(float(o), dtype=torch.float64) for o in outputs], weights, losses))
+    return first if all(same(o, first) for o in outputs[1:]) else list(outputs)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two outputs are surely equal; arrays, and what holds tensors, do not compare to one truth value."""
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b))
+    except Exception:
+        return False
+
+
+def without(value: Any, drop: Callable[[Any], bool]) -> Any:
+    """``value`` with None in place of what is to be dropped."""
+    return None if drop(value) else _rebuild(value, lambda item: without(item, drop))
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    return _rebuild(value, _detached)
+
+
+def combined(tensors: list[Tensor], weights: list[float], losses: Sequence[Tensor] | None = None) -> Tensor:
+    """One tensor of several of the same shape: their mean by ``weights``.
+
+    Args:
+        tensors: of each microbatch.
+        weights: of each.
+        losses: of each, if they add up to that of the batch. Then tensors that are these losses are added, too.
+    """
+    if losses is None or not all(_is_value_of(t, loss) for t, loss in zip(tensors, losses, strict=True)):
+        return weighted_mean(tensors, weights)
+    total = torch.stack([t.detach().cpu().double() for t in tensors]).sum(0)
+    return total.to(tensors[0].dtype)
+
+
+def _is_value_of(tensor: Tensor, loss: Tensor) -> bool:
+    return tensor.numel() == 1 and float(tensor) == float(loss)
+
+
+def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
+    """Mean over tensors of one shape; a weight of 0 leaves its tensor out, even if it holds NaN."""
+    total = sum(weights)
+    dtype = tensors[0].dtype if tensors[0].is_floating_point() else torch.float32
+    result = torch.zeros(tensors[0].shape, dtype=torch.float64)
+    for tensor, weight in zip(tensors, weights, strict=True):
+        if weight:
+            result += tensor.detach().cpu().double() * (weight / total)
+    return result.to(dtype) if total else tensors[0].detach().cpu()
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what ``training_step`` returned; None if there is none, of which Lightning says what is wrong.
+
+    Raises:
+        RoundPipeError: it is not one real number in a tensor.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        if isinstance(output, Mapping) and loss is not None:
+            raise RoundPipeError(
+                f"training_step returned 'loss' as a {type(loss).__name__}: return the tensor, without .item()."
+            )
+        return None
+    if loss.numel() != 1 or loss.is_complex():
+        raise RoundPipeError(
+            f"training_step returned a loss of shape {tuple(loss.shape)} and {loss.dtype}; it must be one real number "
+            "(take its mean)."
+        )
+    return loss
+
+
+def seed_of(scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """What the backward of a loss starts with, and what its gradients are multiplied by where they are summed.
+
+    Their product is ``scale``. Half precision, the loss's own or that of the gradients behind it, rounds a third: what
+    it starts with is a power of two.
+    """
+    if not scale or dtype not in (torch.bfloat16, torch.float16):
+        return scale, 1.0
+    rest, exponent = math.frexp(scale)
+    return (math.ldexp(1.0, exponent - 1), 1.0) if rest == 0.5 else (math.ldexp(1.0, exponent), rest)
+
+
+def detached(output: Any) -> Any:
+    """What ``training_step`` returned, without the graph."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, Mapping):
+        return {k: detached(v) for k, v in output.items()}
+    return output

@@ -1,0 +1,110 @@
+"""A slot of every call as it comes, which needs no trace.
+
+For the first batch, for evaluation, and for steps of one microbatch, where any control flow is allowed. There the step
+before says what will probably come, so that its weights are on their way already; being wrong costs only time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning_roundpipe.runtime.core.schedule import Slot
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.planning.costs import Phase
+    from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
+    from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+
+
+class SlotsOnArrival:
+    """A slot for each call, made when it comes, or when it is foreseen. Only one microbatch runs at a time.
+
+    Args:
+        make: makes a slot for (phase, microbatch, call, layer, sums).
+        prepare: begins to upload a slot's weights.
+        cancel: takes that back.
+        open: makes a slot the resident one.
+        close: closes it.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Phase, int, int, HostLayer, HostGradSums | None], Slot],
+        prepare: Callable[[Slot], None],
+        cancel: Callable[[Slot], None],
+        open: Callable[[Slot], None],
+        close: Callable[[Slot], None],
+    ) -> None:
+        self._make = make
+        self._prepare = prepare
+        self._cancel = cancel
+        self._open = open
+        self._close = close
+        self._foreseen: Slot | None = None
+        self._held: Slot | None = None
+
+    def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
+        self._let_go()
+        return self._arrive("forward", microbatch, call, layer, None)
+
+    def hold(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
+        """A slot for the forward of what is probably the last call; it stays open for the backward."""
+        self._let_go()
+        self._held = self._arrive("fused", microbatch, call, layer, sums)
+        return self._held
+
+    def holds(self, call: int) -> bool:
+        return self._held is not None and call in self._held.calls
+
+    def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
+        if self._held is not None and self.holds(call):
+            held, self._held = self._held, None
+            return held
+        self._let_go()
+        return self._arrive("backward", microbatch, call, layer, sums)
+
+    def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
+        if not self._is_foreseen(phase, call, layer):
+            self._drop_foreseen()
+            self._foreseen = self._make(phase, microbatch, call, layer, sums)
+            self._prepare(self._foreseen)
+
+    def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
+        return None
+
+    def approach(self, microbatch: int, slot: Slot) -> None:
+        pass  # nobody is in front
+
+    def is_over(self, slot: Slot, call: int) -> bool:
+        return slot is not self._held
+
+    def after(self, microbatch: int, slot: Slot, call: int) -> None:
+        if self.is_over(slot, call):
+            self._close(slot)
+
+    def finish(self, microbatch: int) -> None:
+        self._drop_foreseen()
+        self._let_go()
+
+    def _arrive(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
+        self.foresee(microbatch, phase, call, layer, sums)
+        slot, self._foreseen = self._foreseen, None
+        assert slot is not None
+        self._open(slot)
+        return slot
+
+    def _is_foreseen(self, phase: Phase, call: int, layer: HostLayer) -> bool:
+        slot = self._foreseen
+        return slot is not None and (slot.phase, slot.calls[0], slot.layers[0]) == (phase, call, layer)
+
+    def _drop_foreseen(self) -> None:
+        if self._foreseen is not None:
+            foreseen, self._foreseen = self._foreseen, None
+            self._cancel(foreseen)
+
+    def _let_go(self) -> None:
+        """Close the held slot: its call was not the last one, or needs no backward."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._close(held)

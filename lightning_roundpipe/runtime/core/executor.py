@@ -1,0 +1,512 @@
+"""One call of one layer on a worker: forward, or recomputation and backward. Runs on the worker's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.attributes import bits
+from lightning_roundpipe.model.reachable import reachable_values
+from lightning_roundpipe.planning.crossing import storage_bytes
+from lightning_roundpipe.planning.meter import Counter
+from lightning_roundpipe.runtime.core.activation_store import ActivationStore, HostTensor
+from lightning_roundpipe.runtime.core.call import Call, Forward, Ran
+from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
+from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.trace import TracedCall
+from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
+from lightning_roundpipe.runtime.layer_calls.arguments import (
+    FlatValue,
+    refuse_caches,
+    refuse_filled,
+    refuse_hidden,
+    unflatten_call,
+)
+from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
+from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecorder, DiscreteOpReplayer
+from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
+from lightning_roundpipe.runtime.layer_calls.process_state import alone
+from lightning_roundpipe.runtime.layer_calls.recompute_check import Outcome, refuse_difference
+from lightning_roundpipe.runtime.layer_calls.shared_memory import apart_from_lent, overlapping, private
+from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputs, again, refuse_new_gradients
+from lightning_roundpipe.runtime.layer_calls.surrounding_modes import parametrizing
+from lightning_roundpipe.runtime.memory.dtypes import Formats
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.memory.peak_memory import INPUTS, PeakMemoryMeter
+from lightning_roundpipe.runtime.profile.cast_weights import CastWatcher
+from lightning_roundpipe.runtime.profile.graph_leaks import reaches_out
+from lightning_roundpipe.runtime.profile.precedent import attempt
+from lightning_roundpipe.runtime.profile.probes import differs, differs_outside
+from lightning_roundpipe.runtime.reporting.events import EventSource
+from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
+from lightning_roundpipe.runtime.user_code.interception import Inside, calling
+from lightning_roundpipe.runtime.user_code.rng import Randomness
+
+OUTPUTS, GRADIENTS = "outputs of calls", "gradients between calls"
+"""What a device counts them as."""
+
+
+class LayerExecutor:
+    """Runs calls on one worker.
+
+    Args:
+        worker: whose thread this runs on.
+        randomness: seeds calls that draw, in training; evaluation draws from the caller's generator.
+        formats: that layers are computed in.
+        watched: whether it is to be found out what layers do with their weights.
+        forwards: how layers are run.
+        masters: ids of all parameters.
+        counter: something to count the operations of a call with, if a plan is going to be made from shapes.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        randomness: Callable[[], Randomness],
+        formats: Formats,
+        watched: Callable[[], bool],
+        forwards: LayerCompiler,
+        masters: Container[int] = (),
+        counter: Callable[[], Counter | None] = lambda: None,
+    ) -> None:
+        self._worker = worker
+        self._device = worker.device
+        self._randomness = randomness
+        self._formats = formats
+        self._watched = watched
+        self._forwards = forwards
+        self._masters = masters
+        self._counter = counter
+
+    def forward(self, slot: Slot, call: Call, activations: ActivationStore) -> Forward:
+        """Run the layer once; see `Call` for how."""
+        worker, device = self._worker, self._device
+        replica = worker.replica(call.layer)
+        buffers = worker.buffers(call.layer)
+        if call.measure:
+            activations.leave()  # as if it came from elsewhere
+        could = worker.ready(slot, call.layer)
+        leaves = [activations.on(device, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in call.leaves]
+        slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
+        thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
+        snapshot = buffers.snapshot() if call.recomputed else None
+        values = reachable_values(call.layer.state.modules) if call.checked else {}
+        if call.checked and not call.microbatch:
+            call.layer.see_values(values)
+        buffers.load()
+        if call.measure and self._forwards.compiled:
+            self._count_as_written(slot, call, leaves)
+        inputs = _tensors(leaves)
+        with device.hold(inputs, INPUTS):
+            gauge = PeakMemoryMeter(device, inputs) if call.measure else None
+            before = self._before(call, leaves)
+            foretold = self._foretold(slot, call, leaves, activations)
+            ran = foretold or self._run(slot, call, leaves, "forward")
+            refuse_hidden(ran.output.leaves, call.layer.name)
+            device.follow(ran.tensors(), OUTPUTS)  # until user code is done with them, too
+            activation = gauge.read() if gauge is not None else 0
+        if call.walk and ran.inlet is not None:
+            if call.bare and any(t.requires_grad for t in ran.tensors()):
+                refuse_caches(leaves, call.layer.name)
+            new = call.bare and not call.tentative
+            found = reaches_out(ran.tensors(), ran.inlet, replica.parameters, call.layer.name, new=new)
+            call.layer.reaches_out = call.layer.reaches_out or found
+        if before is not None:
+            written = (i for i, t in before.items() if not torch.equal(bits(leaves[i]), bits(t)))
+            call.layer.overwrites[len(leaves)] = frozenset(written)
+        mutated = self._mutated(call, ran.given)
+        differs = self._differs_without_grad(slot, call, leaves, ran)
+        if call.probe and self._formats.sets_default and not self._formats.default_matters:
+            self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
+        buffers.write_back(snapshot, thorough)
+        with self._watching(call.layer):
+            for flat in (ran.output, *ran.sides.values()):
+                flat.leaves = self._safe(flat.leaves)
+        shared = overlapping(ran.output.tensors(), ran.given)
+        mutated, own = apart_from_lent(leaves, call.leaves, [ran.output, *ran.sides.values()], mutated)
+        device.follow(own, OUTPUTS)
+        result = Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs, shared)
+        result.foretold = foretold is not None
+        if ran.recording is not None and ran.recording.made:
+            call.layer.seen_to_choose()
+            result.chosen, result.choices = ran.recording.saved(lambda packed: activations.save(packed, device))
+            device.follow(_tensors([result.chosen]), OUTPUTS)
+        if call.checked:
+            result.outcome = Outcome.of(result.tensors(), values)
+        if call.graph and not (call.kept or call.learning):
+            result.drop_graph()
+        worker.retire(leaves, ran.tensors())
+        return result
+
+    def _before(self, call: Call, leaves: list[Any]) -> dict[int, Tensor] | None:
+        """The inputs as they are now, if it is not known which of them the layer writes to, and no version will say."""
+        if not call.thread_state.inference or len(leaves) in call.layer.overwrites:
+            return None
+        return {i: t.clone() for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.layout is torch.strided}
+
+    def _foretold(self, slot: Slot, call: Call, leaves: list[Any], activations: ActivationStore) -> Ran | None:
+        """Run the layer without grad, as its precedent allows; None if it did anything else, which is then undone."""
+        precedent = call.precedent
+        if precedent is None or call.graph:
+            return None
+        ran = attempt(
+            lambda: self._run(slot, call, leaves, "forward"),
+            lambda ran: precedent.holds(ran.output) and not (ran.sides or self._mutated(call, ran.given)),
+            lambda: self._undo(call, leaves, activations),
+        )
+        if ran is None:
+            call.precedent, call.graph = None, True
+        return ran
+
+    def _undo(self, call: Call, leaves: list[Any], activations: ActivationStore) -> None:
+        """Bring the layer's copy and the inputs to what they were before the call."""
+        self._worker.replica(call.layer).drop_written()
+        buffers = self._worker.buffers(call.layer)
+        buffers.discard(thorough=True)
+        buffers.load()
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                before = activations.fresh(self._device, call.saved[i])
+                if not torch.equal(bits(leaf), bits(before)):
+                    leaf.data.copy_(before)
+                self._worker.retire(before)
+
+    def _run(
+        self,
+        slot: Slot,
+        call: Call,
+        leaves: list[Any],
+        kind: str,
+        replay: DiscreteOpReplayer | None = None,
+        as_written: Counter | None = None,
+    ) -> Ran:
+        """The layer's own code, in everything that was around it when user code called it.
+
+        ``as_written``: counts it, uncompiled.
+        """
+        forwards = self._forwards if as_written is None else LayerCompiler()
+        counter = as_written or (self._counter() if kind == "forward" and not forwards.compiled else None)
+        name = call.layer.name
+        replica = self._worker.replica(call.layer)
+        replica.apply(call.state)
+        replica.train(call.trainable)
+        where = EventSource(slot.index, slot.phase, call.index, name)
+        grad = call.thread_state.grad and call.graph
+        inlet = None
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        versions = [p._version for p in replica.parameters]
+        undisturbed = self._forwards.alone(self._device)
+        with undisturbed, parametrizing(call.layer), call.thread_state.entered(grad=grad), self._seeded(call, kind):
+            tensors = [leaves[i] for i in positions]
+            if grad:
+                inlet = DetachedInputs(name)
+                tensors = inlet.open(tensors, [call.requires_grad[i] for i in positions])
+            elif not call.thread_state.inference:
+                tensors = [t.data for t in tensors]
+            given = dict(zip(positions, tensors, strict=True))
+            all_given = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+            args, kwargs, carried = unflatten_call(all_given, call.spec)
+            replica.set(carried)
+            doors = SideOutputs(replica, (args, kwargs))
+            saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
+            recording = self._recording(call, leaves) if kind == "forward" else None
+            choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
+            computing = self._computing(slot, kind, where, call.microbatch, counter)
+            borrowing = self._borrowing(call.layer, call.lender)
+            observed = self._observed(call.layer, again=kind != "forward")
+            with computing, saved, calling(Inside(name)), watching, choosing, borrowing, observed:
+                output = call.context.run(collecting, forwards.of(call.layer, replica), *args, **kwargs)
+        if isinstance(borrowing, Borrowing):
+            call.layer.borrows = borrowing.found
+        written = [i for i, p in enumerate(replica.parameters) if p._version != versions[i]]
+        if written:
+            self._refuse_written(call.layer, written)
+        refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], name)
+        ran = Ran(inlet, FlatValue.of(output, given), doors.sides(given, name), given, recording)
+        if ran.sides or output[1]:
+            call.layer.observers.act()
+        if carried:
+            replica.drop_written()
+        return ran
+
+    def _borrowing(self, layer: HostLayer, lender: Lender | None) -> contextlib.AbstractContextManager[Any]:
+        """For a layer that computes with parameters of other modules, or that has not run yet; not compiled ones."""
+        if lender is None or self._forwards.compiled or layer.borrows == []:
+            return contextlib.nullcontext()
+        return Borrowing(self._masters, lender, self._device.torch_device, layer.borrows or [])
+
+    def _observed(self, layer: HostLayer, *, again: bool) -> contextlib.AbstractContextManager[None]:
+        """Hooks that only look are left out where the layer runs ``again``; a compiled one has them in its code."""
+        if self._forwards.compiled:
+            return contextlib.nullcontext()
+        return layer.observers.watched(self._worker.replica(layer).modules, again=again)
+
+    def _recording(self, call: Call, leaves: list[Any]) -> DiscreteOpRecorder | None:
+        """To write down what the call chooses, if it is recomputed and may choose at all."""
+        may = call.recomputed and call.layer.may_choose(call.state, anew=call.measure)
+        return DiscreteOpRecorder(self._device.torch_device, _tensors(leaves)) if may else None
+
+    def _refuse_written(self, layer: HostLayer, positions: list[int]) -> None:
+        """What a layer writes to its own parameters would be lost, unless they are what they were.
+
+        Putting a parametrization on and taking it off again is such a case (PEFT does it around fused experts). What
+        was seen once to change nothing is not compared again.
+        """
+        parameters = self._worker.replica(layer).parameters
+        for i in set(positions) - layer.rewritten:
+            master = layer.masters[i]
+            if not torch.equal(parameters[i].detach().to(master.device), layer.read(master)):
+                raise RoundPipeError(
+                    f"layer {layer.name!r} writes to its own parameters while it runs; on a worker that is lost. Write "
+                    "to them between steps (in a hook of the LightningModule), or keep what changes in a buffer."
+                )
+            layer.rewritten.add(i)
+
+    def _differs_without_grad(self, slot: Slot, call: Call, leaves: list[Any], first: Ran) -> bool:
+        """Whether the layer computes other bits in no-grad mode, where torch may choose another kernel.
+
+        Attention is such a case, and so is code that fails without. The forward of such a layer has to run with grad as
+        its recomputation does, or the result would depend on which stage it is in. A layer with side effects is not run
+        a second time to find out. One that is compiled is taken to: it is run again for its time, without its compiler.
+        """
+        compiled = self._forwards.compiled
+        if not call.probe or self._writes(call, first):
+            return call.probe or compiled
+        again = dataclasses.replace(call, graph=compiled)
+
+        def second() -> list[Tensor]:
+            gauge = PeakMemoryMeter(self._device, _tensors(leaves))
+            found = self._run(slot, again, leaves, "forward" if compiled else "").tensors()
+            self._device.follow(found, OUTPUTS)
+            call.forward_bytes = None if compiled else gauge.read()
+            return found
+
+        return differs(first.tensors(), second, self._worker.replica(call.layer).drop_written) or compiled
+
+    def _differs_outside(self, slot: Slot, call: Call, leaves: list[Any], first: Ran) -> bool:
+        """Whether it does under torch's default format outside a step, where its recomputation may be."""
+        return self._writes(call, first) or differs_outside(
+            first.tensors(),
+            lambda: self._run(slot, call, leaves, "").tensors(),
+            self._worker.replica(call.layer).drop_written,
+            self._formats.outside,
+        )
+
+    def _writes(self, call: Call, ran: Ran) -> bool:
+        written = any(t._version for t in ran.given.values())
+        return bool(ran.sides or written or self._worker.buffers(call.layer).changed(thorough=True))
+
+    @contextlib.contextmanager
+    def _seeded(self, call: Call, kind: str) -> Iterator[None]:
+        if call.seed is None:
+            yield
+            return
+        what = f"layer {call.layer.name!r}"
+        backward = kind == "recompute"
+        with self._randomness().segment(call.layer.index, call.seed, self._device, what, backward=backward):
+            yield
+
+    def _count_as_written(self, slot: Slot, call: Call, leaves: list[Any]) -> None:
+        """Count what a compiled layer computes, where a static plan needs that: its own code runs once more.
+
+        Operations inside of compiled code are not seen, and what it is compiled to depends on the compiler.
+        """
+        forward, backward = self._counter(), self._counter()
+        if forward is None or backward is None:
+            return
+        replica, buffers = self._worker.replica(call.layer), self._worker.buffers(call.layer)
+        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # the layer may write to them
+        ran = self._run(slot, dataclasses.replace(call, graph=True), copies, "", as_written=forward)
+        roots = [t for t in ran.tensors() if t.requires_grad]
+        ends = [t for t in (*ran.given.values(), *replica.parameters) if t.requires_grad]
+        if roots and ends:
+            with backward, self._device.permit():
+                torch.autograd.grad(roots, ends, [torch.zeros_like(t) for t in roots], allow_unused=True)
+        for kind, counter in (("forward", forward), ("backward", backward)):
+            slot.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
+        replica.drop_written()
+        buffers.discard(thorough=True)
+        buffers.load()
+
+    @contextlib.contextmanager
+    def _computing(
+        self, slot: Slot, kind: str, where: EventSource, microbatch: int, counter: Counter | None = None
+    ) -> Iterator[None]:
+        with self._device.permit(), self._device.named(f"{kind} slot {slot.index} {where.layer} of {microbatch}"):
+            start = self._device.compute.record(timed=True)
+            with counter or contextlib.nullcontext():
+                yield
+            end = self._device.compute.record(timed=True)
+        if kind:
+            slot.recorder.add(kind, self._worker.index, start, end, microbatch, 0, where)
+            if counter is not None:
+                slot.recorder.count(kind, microbatch, where.call, counter.work.seconds)
+
+    def _watching(self, layer: HostLayer) -> contextlib.AbstractContextManager[Any]:
+        """Where that is to be found out, takes down what is done with the weights of ``layer``."""
+        if not self._watched():
+            return contextlib.nullcontext()
+        return CastWatcher(layer.uses, self._worker.replica(layer).parameters)
+
+    def _safe(self, leaves: list[Any]) -> list[Any]:
+        """Outputs that lie in an arena (a layer that returns its weight) must not change with the next slot."""
+        return [leaf.clone() if isinstance(leaf, Tensor) and self._worker.owns(leaf) else leaf for leaf in leaves]
+
+    def _mutated(self, call: Call, given: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Inputs that the layer has written to. The aliases that it was given started at version 0."""
+        if call.thread_state.inference:
+            return {i: given[i] for i in call.layer.overwrites.get(len(call.leaves), ()) if i in given}
+        found = {i: t for i, t in given.items() if not t.is_inference() and t._version > 0}
+        if call.may_mutate is not None and (new := set(found) - call.may_mutate):
+            raise RoundPipeError(
+                f"layer {call.layer.name!r} wrote to its argument {min(new)} in place, which it did not do in the "
+                "first batch; what is recomputed from may be damaged. Make the layer work out of place."
+            )
+        return found
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        slot: Slot,
+        entry: RecordedCall,
+        activations: ActivationStore,
+        factor: float,
+        lender: Lender,
+        measured: TracedCall | None = None,
+    ) -> list[Tensor | None]:
+        """Recompute the call unless its graph was kept, and run its backward.
+
+        Args:
+            slot: the slot whose turn it is.
+            entry: the call, with its output gradients.
+            activations: bring saved inputs and gradients here.
+            factor: what its parameters' gradients are still to be multiplied by.
+            lender: the microbatch.
+            measured: where to note how much memory it takes, if that is to be known.
+
+        Returns:
+            Per tensor argument, its gradient on this worker's device.
+        """
+        worker = self._worker
+        entry.raise_failed()
+        kept = entry.graph or entry.recomputed
+        gauge = PeakMemoryMeter(self._device, self._there(entry)) if measured is not None and not kept else None
+        inlet, outputs = kept or self._recompute(slot, entry, activations, lender)
+        entry.graph = entry.recomputed = None
+        could = self._device.compute.record(timed=True)
+        parts = [[activations.transfer(part, home, self._device) for part, home in found] for found in entry.grads]
+        slot.recorder.waited(worker.index, could, self._device.compute.record(timed=True))
+        grads = [functools.reduce(torch.add, found) if found else None for found in parts]
+        entry.grads = []
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        sums = worker.gradients_of(entry.call)
+        entry.found = tuple(o.requires_grad for o in outputs)
+        replica = worker.replica(entry.layer)
+        parameters = replica.parameters
+        replica.train(entry.trainable)  # a later call may have been one with other parameters frozen
+        if sums is not None:
+            sums.attach(parameters, factor)
+        where = EventSource(slot.index, slot.phase, entry.call, entry.layer.name)
+        if pairs:
+            name, counter = entry.layer.name, None if self._forwards.compiled else self._counter()
+            computing = self._computing(slot, "backward", where, entry.microbatch, counter)
+            given = self._device.hold(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
+            watching = self._watching(entry.layer)
+            inside, borrowing = calling(Inside(name, lender.passed_by)), self._borrowing(entry.layer, lender)
+            buffers = worker.buffers(entry.layer)
+            held = buffers.written()
+            with given, alone(name, self._device), computing, inside, inlet, watching, borrowing:
+                retain = bool(entry.layer.reaches_out)  # other calls may get to the same graph
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=retain)
+                self._device.follow(_tensors(inlet.grads), GRADIENTS)
+            buffers.refuse_written(held)
+        if gauge is not None and measured is not None:
+            measured.activation_bytes = max(measured.activation_bytes, gauge.read())
+            measured.returning_bytes = storage_bytes(_tensors(grads))
+        if sums is not None:
+            sums.detach(parameters, factor)
+        worker.retire(outputs, parts, grads, inlet.grads)
+        return inlet.grads
+
+    def _there(self, entry: RecordedCall) -> list[Tensor]:
+        """The gradients of its outputs that are on this worker already."""
+        return [part for found in entry.grads for part, home in found if home is self._device]
+
+    def recompute_ahead(self, slot: Slot, entry: RecordedCall, activations: ActivationStore, lender: Lender) -> None:
+        """Keep the graph of a call whose gradient is not there yet; see `recompute_ahead`."""
+        recomputed = self._recompute(slot, entry, activations, lender, ahead=True)
+        if not entry.done or entry.wants_backward():  # else its microbatch has found that no gradient reaches it
+            entry.recomputed = recomputed
+
+    def _recompute(
+        self, slot: Slot, entry: RecordedCall, activations: ActivationStore, lender: Lender, *, ahead: bool = False
+    ) -> tuple[DetachedInputs, list[Tensor]]:
+        worker, device = self._worker, self._device
+        buffers = worker.buffers(entry.layer)
+        could = worker.ready(slot, entry.layer)
+        bring = activations.ahead_on if ahead else activations.on
+        leaves = [bring(device, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in entry.leaves]
+        if not ahead:
+            slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
+        buffers.load(entry.buffers)
+        chosen = entry.choices if entry.layer.chooses else None
+        there = functools.partial(bring, device)
+        replay = DiscreteOpReplayer(device.torch_device, _tensors(leaves), chosen, there) if chosen else None
+        expected, entry.outcome = entry.outcome, None
+        values = reachable_values(entry.layer.state.modules) if expected is not None else {}
+        call = Call(
+            entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.trainable,
+            entry.thread_state, entry.state, entry.seed, entry.context, graph=True, lender=lender,
+        )  # fmt: skip
+        with device.hold(_tensors(leaves), INPUTS):
+            place = FaultPlace(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device)
+            with noted(lambda: place), worker.replica(entry.layer).loose.unmoved(entry.layer.name):
+                ran = self._run(slot, call, private(entry, leaves), "recompute", replay)
+                if replay is not None and not replay.ended():
+                    entry.layer.chooses = None
+                    worker.replica(entry.layer).drop_written()
+                    buffers.load(entry.buffers)
+                    ran = self._run(slot, call, private(entry, leaves), "recompute")
+        if expected is not None:
+            self._compare(expected, Outcome.of(_results(ran, entry), values), slot, call, entry, leaves)
+        buffers.discard()
+        assert ran.inlet is not None
+        ran.inlet.within = replay if replay is not None and replay.agrees else ran.inlet.within
+        refuse_new_gradients(ran.sides, entry.sides, entry.layer.name)
+        outputs = _results(ran, entry)
+        for key, count in entry.sides.items():
+            outputs += again(ran.sides, key, count, entry.layer.name)
+        device.follow(outputs, OUTPUTS)
+        worker.retire(leaves)
+        return ran.inlet, outputs
+
+    def _compare(
+        self, forward: Outcome, recomputed: Outcome, slot: Slot, call: Call, entry: RecordedCall, leaves: list[Any]
+    ) -> None:
+        """Refuse a recomputation that gave something else than the forward."""
+
+        def again() -> Outcome:
+            self._worker.replica(entry.layer).drop_written()
+            self._worker.buffers(entry.layer).load(entry.buffers)
+            return Outcome.of(_results(self._run(slot, call, private(entry, leaves), "recompute"), entry), {})
+
+        refuse_difference(forward, recomputed, again, self._formats.low, entry.layer.name)
+
+
+def _results(ran: Ran, entry: RecordedCall) -> list[Tensor]:
+    """Of the output, and then the mutated inputs."""
+    return ran.output.tensors() + [ran.given[i] for i in sorted(entry.mutates)]
+
+
+def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

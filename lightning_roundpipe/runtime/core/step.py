@@ -1,0 +1,405 @@
+"""One training batch: its microbatches, their turns, and what comes out of all of them.
+
+    batch ── split ──► microbatch threads (`run`) ──► slots (`schedule`) ──► workers (`worker`)
+                                                                              │
+    merged loss and outputs ◄── weights of the microbatches ◄── sums on the host ◄┘
+
+Where nothing stands against it, the step `shared_memory` the next one: outputs are given out as soon as all losses are
+known, and the way back goes on behind the main thread's back. There are two steps on their way at the most.
+
+The first error anywhere fails the step: everybody leaves, the devices come to rest, and it is raised here. It fails the
+step behind it, but not the one before: that one ends first, so that its update is a whole one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.batch.joining import join
+from lightning_roundpipe.runtime.batch.logs import lost, shadowed_log, undecided
+from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
+from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
+from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
+from lightning_roundpipe.runtime.core.recompute_ahead import Ahead
+from lightning_roundpipe.runtime.core.rounds import make_rounds
+from lightning_roundpipe.runtime.core.schedule import PlannedSlots, Slot
+from lightning_roundpipe.runtime.core.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.core.task_thread import Task
+from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.faults.notes import add_waiting_note
+from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
+from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.user_code.interception import Inside, current
+from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState, adopt
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.planning.costs import Phase
+    from lightning_roundpipe.runtime.engine import Engine
+    from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
+    from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+    from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
+
+
+class Step:
+    """A step in flight.
+
+    Args:
+        engine: what outlives it.
+        seed: of this batch.
+        sizes: samples per microbatch.
+        weights: what the user says of how losses of microbatches make up that of the batch.
+        before: the step before, if it is still on its way.
+
+    Attributes:
+        plan: that it runs under; None if it goes call by call.
+        overlaps: whether its way back may go on when its outputs have been given out.
+        started: when, on the clock of ``time.perf_counter()``; or the end of the step before, if that is later.
+        seconds: that it took from then on, once it is over.
+        undisturbed: whether no optimizer wrote to masters when it began.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        seed: tuple[int, ...],
+        sizes: list[int],
+        weights: Weights,
+        before: Step | None = None,
+    ) -> None:
+        self.engine = engine
+        self.number = engine.next_step()
+        self.before = before
+        self.overlaps = False
+        self.seconds = 0.0
+        self.recorder: Recorder = Recorder()
+        self.readiness = GradReadiness(engine.buckets)
+        self.seed = seed
+        self.sizes, self.cut = sizes, len(sizes) > 1
+        self.thread_state = TorchThreadState.capture(engine.device_types, engine.thread_locals)
+        self.module_state: ModuleStateIsolation | None = (
+            engine.module_state if self.cut and not engine.in_order else None
+        )
+        self.cancel_scope: CancelScope = CancelScope(self._failed, before.cancel_scope if before is not None else None)
+        self.user_lock = engine.user_lock
+        self.version = engine.updates.wanted if engine.updates is not None else 0
+        """Of the weights that the step computes with."""
+        self.undisturbed = engine.undisturbed
+        self.slots: list[Slot] = []
+        self._sums: dict[tuple[int, int], HostGradSums] = {}
+        self._adding: dict[int, Slot] = {}
+        """Without a plan: the last slot that adds to a sum, by its id."""
+        self.weighing = Weighing(sizes, weights)
+        self.plan: Plan | None = None
+        self._unclosed = self._running = 0
+        self._counting = threading.Lock()
+        self._all_closed = Waiter()
+        self._tasks: list[Task[None]] = []
+        self.started = time.perf_counter()
+        self.retries = engine.retries.so_far()
+        """Of allocations, before it."""
+        self.runs: list[MicrobatchTask] = []
+        self.gradients: StepGradients | None = None
+        """What its loss hands out, once it is there."""
+        self.has_loss = False
+        """Whether there is a loss to differentiate; training_step may also skip a batch."""
+
+    @property
+    def everybody(self) -> Sequence[MicrobatchTask]:
+        """Whose user code may read masters, in an order that no plan changes."""
+        return self.runs
+
+    @property
+    def traces(self) -> list[Trace]:
+        """What each microbatch has called."""
+        return [run.trace for run in self.runs]
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run_planned(
+        self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]], *, overlaps: bool
+    ) -> None:
+        """All microbatches at once, under ``plan``."""
+        self.plan = plan
+        self.overlaps = overlaps
+        rounds = make_rounds(self, plan.stages(), trace, len(args), plan.round_microbatches)
+        self.slots = [slot for slots in rounds for slot in slots]
+        slots = PlannedSlots(rounds, plan, self.cancel_scope, self._close, Ahead(self).look)
+        self._unclosed, self._running = len(self.slots), len(args)
+        self.readiness.expect(self.slots, uploads=bool(self.engine.options.staleness))
+        self.runs = [MicrobatchTask(self, m, trace, slots) for m in range(len(args))]
+        for index, queue in enumerate(self.engine.queues):
+            queue.append((slot for slot in self.slots if slot.worker == index), self._close)
+        self._join(function, args, together=True)
+
+    def run_one_by_one(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+        """One microbatch after another, a slot for each call: needs no trace, and records one."""
+        slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
+        recent = self.engine.recent if len(args) == 1 else None
+        self._running = len(args)
+        self.runs = [MicrobatchTask(self, m, None, slots, recent) for m in range(len(args))]
+        self._join(function, args, together=False)
+
+    def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
+        worker_pool, given_up = self.engine.worker_pool, False
+        contexts = [contextvars.copy_context() for _ in args]
+        with shadowed_log(self.engine.module, self._current_log, several=self.cut):
+            if self.module_state is not None:
+                self.module_state.begin()
+            try:
+                for index, (run, given, context) in enumerate(zip(self.runs, args, contexts, strict=True)):
+                    before = self.runs[index - 1].started if index else None
+                    thread = worker_pool.thread(index if together else 0)
+                    work = functools.partial(context.run, run.run, function, given, before)
+                    self._tasks.append(thread.submit(work))
+                    if not together:
+                        worker_pool.wait(self._tasks[-1].waiter, self.cancel_scope)
+                        if self.cancel_scope.failed:
+                            break
+                if self.overlaps:
+                    self._wait_for_outputs()
+                else:
+                    self._wait_for_end()
+            except BaseException as error:  # a KeyboardInterrupt, most likely, or the watchdog
+                self._fail(error)
+                given_up = True
+            adopt(contexts[-1])
+            if self.overlaps and not self.cancel_scope.failed:
+                return  # the rest is waited for in `drain`
+            self._rest(given_up)
+        self.cancel_scope.raise_error()
+        if self.module_state is not None and (last := self.runs[-1].kept) is not None:
+            self.module_state.end(last, self.sizes[-1])
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _wait_for_outputs(self) -> None:
+        """All losses are known; the step before, which is waited for by nobody else, is over."""
+        for run in self.runs:
+            self.engine.worker_pool.wait(run.passed, self.cancel_scope)
+        if self.before is not None and not self.cancel_scope.failed:
+            self.before._wait_for_end()
+            self.started = max(self.started, self.before.started + self.before.seconds)
+            self.before = None
+            self.cancel_scope.part()
+        if not self.cancel_scope.failed:
+            for run in self.runs:
+                if run.computed is not None:
+                    run.computed.wait()
+
+    def _wait_for_end(self) -> None:
+        worker_pool = self.engine.worker_pool
+        for task in self._tasks:
+            worker_pool.wait(task.waiter, self.cancel_scope)
+        if self.plan is not None:  # slots that nobody needed may be on their way still
+            worker_pool.wait(self._all_closed, self.cancel_scope, unless_failed=True)
+
+    def drain(self) -> None:
+        """Wait until nothing of a step is on its way whose outputs were given out already.
+
+        Raises:
+            what went wrong meanwhile.
+        """
+        given_up = False
+        try:
+            self._wait_for_end()
+        except BaseException as error:
+            self._fail(error)
+            given_up = True
+        self._rest(given_up)
+        self.cancel_scope.raise_error()
+
+    def stop(self, error: BaseException) -> None:
+        """Its outputs cannot be used: ``error`` ends what is on its way."""
+        self.cancel_scope.fail(error)
+        self._rest(given_up=False)
+        self.cancel_scope.error = None
+
+    def _fail(self, error: BaseException) -> None:
+        add_waiting_note(error, [s for s in self.slots if s.opened and not s.closed])
+        self.cancel_scope.fail(error)
+
+    def _failed(self) -> None:
+        """In the thread that fails. The step before has nothing to do with it, and needs the devices still."""
+        self.readiness.fail()
+        before = self.before
+        if before is None or before.cancel_scope.failed:
+            self.engine.worker_pool.abort()
+
+    def _rest(self, given_up: bool) -> None:
+        """Everybody comes back; after a failure the step before does so first, with all its gradients."""
+        worker_pool, tasks = self.engine.worker_pool, self._tasks
+        if self.cancel_scope.failed:
+            if self.before is not None:
+                self.before._end_whole()
+                tasks = [*self.before._tasks, *tasks]
+            worker_pool.abort()
+        worker_pool.rest(self.cancel_scope, tasks, given_up=given_up)
+        if self.cancel_scope.failed:
+            for queue in self.engine.queues:
+                queue.clear()
+
+    def _end_whole(self) -> None:
+        """The step behind this one has failed."""
+        try:
+            if not self.cancel_scope.failed:
+                self._wait_for_end()
+                for sums in self._sums.values():
+                    sums.wait()
+        except BaseException as error:  # a second Ctrl-C; or what it waited for does not come
+            self.cancel_scope.fail(error)
+        self.cancel_scope.error = None  # the other one is raised, or it is the same
+
+    def ended(self) -> None:
+        """A microbatch has ended; in its thread."""
+        with self._counting:
+            self._running -= 1
+            last = not self._running
+        if last:
+            self.readiness.ended()
+            self.seconds = time.perf_counter() - self.started
+
+    @staticmethod
+    def _current_log() -> Any:
+        context = current()
+        if isinstance(context, Inside):
+            raise RoundPipeError(
+                f"self.log was called in layer {context.name!r}, which runs once for each microbatch and again for its "
+                "backward. Let the layer return what is to be logged, and call self.log in training_step itself."
+            )
+        if not isinstance(context, MicrobatchTask):
+            raise RoundPipeError(
+                "self.log was called from a thread that the user's code started inside training_step; log from "
+                "training_step itself."
+            )
+        context.engine.logs_on_the_way_back |= context.walking
+        return context.logs
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def is_fused(self, call: int) -> bool:
+        return self.plan is not None and call >= self.plan.fused.first
+
+    def new_slot(
+        self,
+        phase: Phase,
+        calls: range,
+        layers: Sequence[HostLayer],
+        sums: dict[int, HostGradSums],
+        microbatches: Sequence[int],
+        round_: int = 0,
+        predecessor: Slot | None = None,
+    ) -> Slot:
+        """The next one of the global sequence."""
+        index = self.engine.next_slot()
+        return Slot(
+            index, self._worker_of(index, layers), round_, phase, calls, layers, sums, microbatches, predecessor,
+            self.version, self.recorder, self.cancel_scope,
+        )  # fmt: skip
+
+    def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
+        return index % len(self.engine.workers)
+
+    def _close(self, slot: Slot) -> None:
+        worker = self.engine.workers[slot.worker]
+
+        def close_it() -> None:
+            worker.close_slot(slot)
+            if self.plan is None:
+                return
+            self.readiness.closed(slot)
+            self._closed()
+
+        worker.post(close_it, self.cancel_scope)
+        if self.plan is not None:
+            self.engine.queues[slot.worker].next()
+
+    def _closed(self) -> None:
+        with self._counting:
+            self._unclosed -= 1
+            last = not self._unclosed
+        if last:
+            self.seconds = time.perf_counter() - self.started
+            self._all_closed.wake()
+
+    def _make_slot(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
+        totals = {call: sums} if sums is not None else {}
+        return self.new_slot(phase, range(call, call + 1), [layer], totals, [microbatch])
+
+    def _prepare(self, slot: Slot) -> None:
+        worker = self.engine.workers[slot.worker]
+        worker.post(lambda: worker.prepare(slot), self.cancel_scope)
+
+    def _cancel(self, slot: Slot) -> None:
+        worker = self.engine.workers[slot.worker]
+        worker.post(lambda: worker.cancel(slot), self.cancel_scope)
+
+    def _open(self, slot: Slot) -> None:
+        self.slots.append(slot)
+        for sums in slot.sums.values():
+            slot.predecessor, self._adding[id(sums)] = self._adding.get(id(sums)), slot
+        worker = self.engine.workers[slot.worker]
+        worker.run(lambda: worker.open(slot), self.cancel_scope)
+
+    def sums_of(self, call: TracedCall) -> HostGradSums | None:
+        """Where the gradients of a call are summed."""
+        key = (call.layer.index, call.use)
+        known = self._sums.get(key)
+        if known is None:
+            known = self._sums[key] = self.engine.buffers_of(call).begin()
+        return known if known.layout.nbytes else None
+
+    # -- the outcome ---------------------------------------------------------------------------------------------------
+
+    def finish(self) -> Any:
+        """The merged output of ``training_step``, its loss carrying the gradients; issues what was logged."""
+        rules = self.engine.scope.log_rules
+        joined = join(self.engine.module, self.runs, self.sizes, self.weighing, rules, mixes=self.engine.scope.mixes)
+        if joined.losses and len(self.runs) > 1:
+            self.engine.hints.of_logs(undecided(joined.said, rules), lost(joined.said, joined.weights))
+        if len(joined.losses) < len(self.runs):
+            return joined.output
+        self._hint_at_sums()
+        self.has_loss = True
+        differentiable = any(run.differentiable for run in self.runs)
+        gradients = self._gradients()
+        loss = gradients.loss(joined.loss, differentiable=differentiable)
+        self.gradients = gradients
+        if isinstance(joined.output, Mapping):
+            return {**joined.output, "loss": loss}
+        return loss
+
+    def _hint_at_sums(self) -> None:
+        if self.weighing.given is None and len(self.runs) > 1 and all(run.mode.sums.plain for run in self.runs):
+            self.engine.hints.of_a_sum()
+
+    def let_go(self) -> None:
+        """Part from the microbatches, which know the step: in a circle, all of them would live on until a gc run.
+
+        And from sums that nobody is going to ask for.
+        """
+        self.runs, self.before = [], None
+        self.cancel_scope.end()
+        for sums in self._sums.values():
+            sums.end()
+            if self.gradients is None:
+                sums.consumed.wake()
+
+    def _gradients(self) -> StepGradients:
+        factor = self.weighing.factor(self.runs)
+        sums = [self._sums[key] for key in sorted(self._sums)]  # in an order that no plan changes
+        proxies = [run.mode.proxies for run in self.everybody]
+        read = set().union(*(run.segments.read for run in self.everybody))
+        self.engine.read_by_user_code |= read  # another set: microbatches of the next step walk through this one
+        self.readiness.passed(
+            self.engine.read_by_user_code
+        )  # what is read on the way back was seen in an earlier batch
+        by_unit = self.readiness if self.engine.updates is not None else None
+        return StepGradients(sums, proxies, factor / self.engine.formats.scales.outside(self.version), by_unit)

@@ -1,0 +1,1 @@
+"""What an exception says, and when an interrupt is raised."""

@@ -1,0 +1,273 @@
+"""A call's arguments and outputs as flat lists of leaves, and what may not stand among them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections import UserDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_unflatten
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.attributes import Container, tensors_in
+
+_PLAIN = (Tensor, str, int, float, complex, type(None), nn.Module, type, types.FunctionType, types.ModuleType)
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Stands for an input that comes out of a layer as it went in: user code gets back the tensor that it gave."""
+
+    index: int
+
+
+@dataclasses.dataclass
+class FlatValue:
+    """A value taken apart; ``objects`` if the structure has some that hold tensors."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+    objects: bool = False
+
+    @classmethod
+    def of(cls, value: Any, given: dict[int, Tensor]) -> FlatValue:
+        """``value`` with the tensors of ``given`` (by position) replaced by `Given`."""
+        leaves, spec, objects = _flatten(value)
+        known = {id(t): i for i, t in given.items()}
+        return cls([Given(known[id(x)]) if id(x) in known else x for x in leaves], spec, objects)
+
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def value(self, tensors: list[Tensor], originals: list[Any]) -> Any:
+        """The value with ``tensors`` in place of its own, and ``originals`` where it holds what was given."""
+        others = iter(tensors)
+        leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return unflatten([originals[x.index] if isinstance(x, Given) else x for x in leaves], self.spec)
+
+
+class _Opened:
+    """An object that holds tensors, to be taken apart as a dict is."""
+
+    def __init__(self, shell: Any, contents: dict[Any, Any]) -> None:
+        self.shell = shell
+        self.contents = contents
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sparse:
+    """What a sparse tensor is beside the tensors that it is made of."""
+
+    layout: torch.layout
+    size: torch.Size
+    dtype: torch.dtype
+
+    @staticmethod
+    def opened(tensor: Tensor) -> _Opened:
+        shell = _Sparse(tensor.layout, tensor.shape, tensor.dtype)
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor.coalesce()
+            return _Opened(shell, {"indices": tensor.indices(), "values": tensor.values()})
+        row, column = _COMPRESSED[tensor.layout]
+        first, second = getattr(tensor, row)(), getattr(tensor, column)()
+        return _Opened(shell, {"first": first, "second": second, "values": tensor.values()})
+
+    def of(self, *parts: Tensor) -> Tensor:
+        if self.layout is torch.sparse_coo:
+            indices, values = parts
+            return torch.sparse_coo_tensor(indices, values, self.size, dtype=self.dtype, is_coalesced=True)
+        first, second, values = parts
+        size = list(self.size)
+        return torch.sparse_compressed_tensor(first, second, values, size, dtype=self.dtype, layout=self.layout)
+
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.layout is torch.sparse_coo or value.layout in _COMPRESSED)
+
+
+def _opened(value: Any) -> _Opened:
+    return _Sparse.opened(value) if _is_sparse(value) else _Opened(value, _contents(value))
+
+
+def _close(contents: Any, shell: Any) -> Any:
+    if isinstance(shell, _Sparse):
+        (parts,) = contents
+        return shell.of(*parts.values())
+    fresh = copy.copy(shell)
+    held = fresh if isinstance(fresh, dict) else fresh.__dict__
+    held.clear()
+    held.update(*contents)
+    return fresh
+
+
+register_pytree_node(_Opened, lambda opened: ([opened.contents], opened.shell), _close)
+
+_Shape = tuple[bool, int, tuple[Any, ...]]
+"""Of (arguments, dict): whether there is one that stands for itself, how many there are, the keys of the dict."""
+
+_specs: dict[_Shape, TreeSpec] = {}
+_shapes: dict[int, _Shape] = {}
+"""The same the other way round, by id of the structure."""
+
+
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves and structure of containers, and of objects that hold tensors (dataclasses, mappings, sparse tensors).
+
+    Key-value caches stay whole: they are refused where they would be filled twice. So do shapes, which torch puts
+    together again as ordinary tuples.
+    """
+    return _flatten(value)[:2]
+
+
+def _flatten(value: Any) -> tuple[list[Any], TreeSpec, bool]:
+    """The same, and whether objects were opened, which the structure then holds with all that is in them."""
+    leaves, spec = _flatten_flat(value) or tree_flatten(value, is_leaf=_is_leaf)
+    objects = False
+    while any(map(_holds_tensors, leaves)):
+        objects = True
+        opened = [_opened(x) if _holds_tensors(x) else x for x in leaves]
+        leaves, spec = tree_flatten(unflatten(opened, spec), is_leaf=_is_leaf)
+    return leaves, spec, objects
+
+
+def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
+    """The inverse of `flatten`."""
+    shape = _shapes.get(id(spec))
+    if shape is None:
+        return tree_unflatten(leaves, spec)
+    single, count, keys = shape
+    return leaves[0] if single else tuple(leaves[:count]), dict(zip(keys, leaves[count:], strict=True))
+
+
+def _flatten_flat(value: Any) -> tuple[list[Any], TreeSpec] | None:
+    """What most calls are: (arguments, keywords) or (output, what was collected), with no container among them.
+
+    Torch's functions look at every level in Python, which was a fifth of what a call cost.
+    """
+    if type(value) is not tuple or len(value) != 2 or type(value[1]) is not dict:
+        return None
+    first, named = value
+    single = _is_leaf(first)
+    if not single and type(first) is not tuple:
+        return None
+    given = (first,) if single else first
+    leaves = [*given, *named.values()]
+    if not all(map(_is_leaf, leaves)):
+        return None
+    shape = (single, len(given), tuple(named))
+    spec = _specs.get(shape)
+    if spec is None:
+        spec = _specs.setdefault(shape, tree_flatten(value, is_leaf=_is_leaf)[1])
+        _shapes[id(spec)] = shape
+    return leaves, spec
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """The structure of a call: of its arguments, which have ``count`` leaves, and of the attributes that it carries.
+
+    ``objects`` says if it has some that hold tensors.
+    """
+
+    arguments: TreeSpec
+    count: int
+    carried: TreeSpec | None
+    objects: bool = False
+
+
+def flatten_call(args: Any, kwargs: Any, carried: dict[Any, Any]) -> tuple[list[Any], CallSpec]:
+    """Leaves and structure of a call; ``carried`` is most often empty."""
+    leaves, spec, objects = _flatten((args, kwargs))
+    if not carried:
+        return leaves, CallSpec(spec, len(leaves), None, objects)
+    more, carried_spec = flatten(carried)
+    return leaves + more, CallSpec(spec, len(leaves), carried_spec, objects)
+
+
+def unflatten_call(leaves: list[Any], spec: CallSpec) -> tuple[tuple[Any, ...], dict[str, Any], dict[Any, Any]]:
+    """The inverse of `flatten_call`."""
+    args, kwargs = unflatten(leaves[: spec.count], spec.arguments)
+    return args, kwargs, {} if spec.carried is None else unflatten(leaves[spec.count :], spec.carried)
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, (dict, list, tuple, _Opened)) or isinstance(value, torch.Size)
+
+
+def _contents(value: Any) -> dict[Any, Any]:
+    return dict(value) if isinstance(value, dict) else dict(value.__dict__)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    if _is_sparse(leaf):
+        return True
+    if isinstance(leaf, _PLAIN) or is_cache(leaf):
+        return False
+    if isinstance(leaf, (dict, UserDict)):
+        return True
+    held = getattr(leaf, "__dict__", None)
+    return bool(held) and any(True for _ in tensors_in(held))
+
+
+def is_cache(value: Any) -> bool:
+    """Whether ``value`` is a key-value cache of a Hugging Face model."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def mutable_parts(value: Any) -> Iterator[Any]:
+    """The lists and dicts in ``value`` that a layer may change, in an order that depends on its structure only."""
+    if isinstance(value, Container):
+        yield value
+    elif not isinstance(value, tuple):
+        if _is_sparse(value) or not _holds_tensors(value):
+            return
+        yield value.__dict__
+        value = value.__dict__
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from mutable_parts(item)
+
+
+def refuse_caches(leaves: list[Any], layer: str) -> None:
+    """A cache among the arguments of a layer that will be recomputed would be filled twice."""
+    for leaf in leaves:
+        if is_cache(leaf):
+            raise RoundPipeError(
+                f"layer {layer!r} is called with a {type(leaf).__name__} in training: recomputing the layer would fill "
+                "it a second time, and gradients cannot flow through it. Call the model with use_cache=False. Prefix "
+                "tuning trains what such a cache holds: take prompt tuning, P-tuning or adapters instead."
+            )
+
+
+def refuse_filled(leaves: list[Any], layer: str) -> None:
+    """An object without tensors is given to the layer as it is; what the layer puts there would be lost."""
+    for leaf in leaves:
+        if _holds_tensors(leaf):
+            raise RoundPipeError(
+                f"layer {layer!r} puts tensors into a {type(leaf).__name__} that it was given, which held none. "
+                "Tensors leave a layer through what it returns: return them, or give it a dict."
+            )
+
+
+def refuse_hidden(leaves: list[Any], layer: str) -> None:
+    """What torch cannot look into would carry tensors past the boundary unseen."""
+    for leaf in leaves:
+        function = isinstance(leaf, types.FunctionType) and leaf.__closure__
+        slots = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and not hasattr(leaf, "__dict__")
+        if function or slots or isinstance(leaf, (types.GeneratorType, types.MethodType)):
+            raise RoundPipeError(
+                f"layer {layer!r} returns a {type(leaf).__name__}, in which tensors would pass the boundary between "
+                "devices unseen. Return tensors, or containers and plain objects that hold them."
+            )

@@ -1,0 +1,168 @@
+"""How a layer's forward is run: as it is written, or compiled by ``torch.compile``.
+
+What is compiled is the copy that a worker runs. Its parameters are inputs of the compiled code, so it is no matter in
+which arena they lie; and as torch keeps what it has compiled beside the code, copies of a layer on one device share
+it, and so do layers of one class whose parameters have the same shapes.
+
+    layer's class and shapes ── a function of its own on each device ── compiled once for each kind of input ── [1]
+    forward, backward ── compiled together, or threads would compile the backward at the same time ── [2]
+    while torch compiles ── it saves and restores generators that other threads draw from ── [3]
+    sizes of inputs ── no matter for the code, or it would depend on what came before ── [4]
+    more variants than torch keeps ── an error; torch would run the layer as it is written from then on ── [5]
+
+A layer computes other bits compiled than as it is written, and others again compiled without grad. So all of its calls
+in training, the first batch's too, are compiled, and with grad: forward, fused stage and recomputation are one code.
+
+About [4]: by default torch compiles for the first sizes, then once more for all. Both fit the first sizes, and what
+ran before decides between them. Symbolic sizes from the start are not enough: two that are equal become one symbol, and
+a code for unequal ones fits equal ones, too. So inputs whose sizes are equal in other places have another function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten
+from lightning_roundpipe.runtime.layer_calls.process_state import holding_generators
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+
+_TOGETHER = "force_non_lazy_backward_lowering"
+"""The setting of AOTAutograd that [2] is about."""
+_STRICT = {"fail_on_recompile_limit_hit": True, "suppress_errors": False}
+"""Settings of dynamo that [5] is about."""
+
+
+class LayerCompiler:
+    """Layers run as they are written."""
+
+    compiled = False
+
+    def of(self, layer: HostLayer, replica: Replica) -> Callable[..., Any]:
+        """What to call for ``replica``, a copy of ``layer``."""
+        forward: Callable[..., Any] = replica.module.forward
+        return forward
+
+    def alone(self, device: Device) -> contextlib.AbstractContextManager[object]:
+        """Around a call on ``device``, outside of everything that it holds while it computes."""
+        return contextlib.nullcontext()
+
+
+class CompiledForwards(LayerCompiler):
+    """Layers are compiled when they are first called.
+
+    Args:
+        settings: arguments of ``torch.compile``.
+
+    Raises:
+        ValueError: torch refuses the settings.
+    """
+
+    compiled = True
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from torch._dynamo import config as tracing  # takes a second, which only those wait who compile
+        from torch._dynamo import exc
+        from torch._functorch import config
+
+        if not hasattr(config, _TOGETHER):
+            raise ValueError(
+                f"compile_layers needs a newer torch than {torch.__version__}, which compiles a backward pass when it "
+                "first runs, whatever other threads do. Leave compile_layers out, or upgrade torch."
+            )
+        if torch.version.cuda and not torch.cuda.is_available() and torch.__version__ < "2.13":
+            raise ValueError(
+                f"compile_layers: torch {torch.__version__} is built for CUDA, and here is no GPU. It would end the "
+                "process, as its compiler may not be used in several threads then. Leave compile_layers out, install "
+                "torch's CPU build, or upgrade torch."
+            )
+        self._settings = dict(settings)
+        if self._settings.get("dynamic") is None:
+            self._settings["dynamic"] = True  # [4]
+        self._failures = exc.TorchDynamoException
+        self._too_many = exc.FailOnRecompileLimitHit
+        self._config: Any = config
+        self._tracing: Any = tracing
+        # A thread's own in newer torch, so workers are told; in older torch all threads', but compiled calls are alone.
+        self._limits = {**_STRICT, "recompile_limit": self._tracing.recompile_limit}
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        try:
+            self._compile(_own_function("nothing"))
+        except Exception as error:
+            raise ValueError(
+                f"compile_layers={dict(settings)!r} is refused by torch.compile: {error} Use what torch.compile takes."
+            ) from error
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        settings: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in self._settings.items()}
+        compiled: Callable[..., Any] = torch.compile(function, **settings)  # which takes some of the options out
+        return compiled
+
+    def of(self, layer: HostLayer, replica: Replica) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            function = self._function_of(replica, sizes_alike((args, kwargs)))
+            try:
+                with self._config.patch({_TOGETHER: True}), self._tracing.patch(self._limits):  # [2, 5]
+                    return function(replica.module, args, kwargs)
+            except self._too_many as error:
+                raise RoundPipeError(
+                    f"layer {layer.name!r} has more variants than torch compiles of one layer "
+                    f"(torch._dynamo.config.recompile_limit={self._limits['recompile_limit']}), and would run as it is "
+                    "written from now on, with other rounding. Have one code for all sizes (compile_layers={'dynamic': "
+                    "True}, which is the default), raise that limit, or leave compile_layers out."
+                ) from error
+            except self._failures as error:
+                raise RoundPipeError(
+                    f"layer {layer.name!r} could not be compiled ({type(error).__name__}, see above). Leave "
+                    "compile_layers out, or give it another backend: compile_layers={'backend': 'aot_eager'} needs no "
+                    "compiler for C++ or CUDA."
+                ) from error
+
+        return forward
+
+    def _function_of(self, replica: Replica, alike: tuple[int, ...]) -> Callable[..., Any]:
+        """Shared by layers of a class with parameters of the same shapes [1]. Others would push each other out."""
+        kind = type(replica.module)
+        shapes = tuple((p.shape, p.dtype) for p in replica.originals[0].parameters())
+        key = (kind, shapes, replica.device, torch.is_grad_enabled(), alike)
+        if key not in self._functions:
+            named = _own_function(f"{kind.__name__}_{len(self._functions)}")
+            self._functions.setdefault(key, self._compile(named))
+        return self._functions[key]
+
+    def alone(self, device: Device) -> contextlib.AbstractContextManager[object]:
+        return holding_generators(device)  # [3]
+
+
+def sizes_alike(value: Any) -> tuple[int, ...]:
+    """Which sizes of the tensors in ``value`` torch takes for the same [4].
+
+    Returns:
+        For each size of each tensor: 0 or 1 where it is that, else the number of those that are like it, from 2.
+    """
+    seen: dict[int, int] = {}
+    tensors = (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor) and not leaf.is_nested)
+    sizes = (size for tensor in tensors for size in tensor.shape)
+    return tuple(size if size < 2 else seen.setdefault(size, len(seen) + 2) for size in sizes)
+
+
+def _own_function(name: str) -> Callable[..., Any]:
+    """Calls a module. By its code, and the name of that, torch knows what it has compiled for it."""
+
+    def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return module.forward(*args, **kwargs)
+
+    return types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name)
+
+
+def forwards_of(options: Options) -> LayerCompiler:
+    """As ``compile_layers`` says."""
+    settings = options.compile_layers
+    return CompiledForwards(settings) if isinstance(settings, Mapping) else LayerCompiler()

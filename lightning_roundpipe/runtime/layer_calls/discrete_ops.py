@@ -1,0 +1,251 @@
+"""What a layer chooses by its numbers is chosen again when it is recomputed: which experts a token goes to, above all.
+
+A recomputation may differ from the forward in the last bit: sums on a GPU come in any order, and kernels differ. That
+is rounding everywhere but where a layer decides. A router whose two best experts are nearly alike would send a token
+elsewhere, and gradients be those of a computation that nobody made. So a layer's choices are written down:
+
+    forward: what makes integers of real numbers (topk, argmax, comparisons) ── its results, in order ── [1]
+    packed into one small tensor, which is saved as inputs are ── [2]
+    recomputation: the same operations give the same; values are gathered anew, and differentiated ── [3]
+    backward: a checkpoint inside the layer runs some of them once more ── [4]
+
+Which layers choose is learned in the first batch; the others run without any of this, and so does one whose
+recomputation makes other choices altogether, as it asks for grad mode. It is done below autograd, so that gradients of
+an operation go where its values came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_roundpipe.planning.crossing import tensor_bytes
+from lightning_roundpipe.runtime.core.activation_store import HostTensor
+
+_ALIGNMENT = 8
+_SMALL = 8
+"""Comparisons are choices where they take less than a call's inputs over this; larger ones are part of activations."""
+
+aten = torch.ops.aten
+
+_PAIRS = {
+    aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim, aten.kthvalue.default,
+    aten.mode.default, aten.median.dim, aten.nanmedian.dim, aten.cummax.default, aten.cummin.default,
+}  # fmt: skip
+"""Values along a dimension, and where they were."""
+_DIMENSION = {aten.topk.default: 2, aten.kthvalue.default: 2}
+"""Position of the dimension among the arguments; 1 for the others."""
+_INDICES = {aten.argmax.default, aten.argmin.default, aten.searchsorted.Tensor, aten.bucketize.Tensor}
+_DRAWN = {aten.multinomial.default}
+"""Run again all the same, for the random numbers that they take."""
+_COMPARISONS = {
+    getattr(getattr(aten, name), kind) for name in ("gt", "ge", "lt", "le", "eq", "ne") for kind in ("Tensor", "Scalar")
+} | {aten._to_copy.default}
+_NUMBERS = {aten._local_scalar_dense.default, aten.equal.default}
+"""Give numbers to Python, which may go one way or another by them."""
+_CHOOSING = _PAIRS | _INDICES | _DRAWN | _COMPARISONS | _NUMBERS
+
+
+class _Made(NamedTuple):
+    """A choice: by which operation, what it was, and in which format. ``place``: of a tensor among all of the call."""
+
+    key: Any
+    value: Any
+    dtype: torch.dtype | None
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Those of one call, on the host.
+
+    Attributes:
+        made: in order; tensors stand as empty ones of their format and shape.
+        packed: all tensors, one behind the other.
+    """
+
+    made: list[_Made]
+    packed: HostTensor | None
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operations of one call. What is compiled stays compiled, and its inside unseen.
+
+    Args:
+        device: where the call computes.
+        inputs: of the call, which say what is small.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device, inputs: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._room = sum(map(tensor_bytes, inputs))
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # or torch.compile, which several threads may be in, would look away as long as this is on
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        key = self._key(func, args, kwargs) if func in _CHOOSING else None
+        return func(*args, **kwargs) if key is None else self.choose(key, func, args, kwargs)
+
+    def choose(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError  # `DiscreteOpRecorder` and `DiscreteOpReplayer` do it, each in its way
+
+    def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What has to agree for a choice to be the same one; None: it is none, or too large to be one."""
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if not any(t.is_floating_point() for t in tensors) or not any(t.device == self._device for t in tensors):
+            return None
+        if any(type(t) not in (Tensor, nn.Parameter) for t in tensors) or (func in _PAIRS and not tensors[0].dim()):
+            return None
+        if func is aten._to_copy.default and not _makes_integers(kwargs):
+            return None
+        if func in _COMPARISONS:
+            size = max(t.numel() for t in tensors)
+            if _SMALL * size * kwargs.get("dtype", torch.bool).itemsize > self._room:
+                return None
+        return func, *((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in args), *sorted(_plain(kwargs))
+
+
+class DiscreteOpRecorder(_Mode):  # type: ignore[no-untyped-call]
+    """Writes down what the call chooses [1]."""
+
+    def __init__(self, device: torch.device, inputs: Iterable[Tensor]) -> None:
+        super().__init__(device, inputs)
+        self.made: list[_Made] = []
+
+    def choose(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = func(*args, **kwargs)
+        value = found[1] if func in _PAIRS else found
+        if isinstance(value, Tensor):
+            self.made.append(_Made(key, value.to(_narrowest(func, args, kwargs, value.dtype)), value.dtype))
+        else:
+            self.made.append(_Made(key, value, None))
+        return found
+
+    def saved(self, save: Callable[[Tensor], HostTensor]) -> tuple[Tensor | None, Choices]:
+        """All tensors of it in one [2], where there are any, and what it is when ``save`` has begun to save that."""
+        places, end = [], 0
+        for made in self.made:
+            places.append(end)
+            if isinstance(made.value, Tensor):
+                end += -(-made.value.nbytes // _ALIGNMENT) * _ALIGNMENT
+        packed = torch.empty(end, dtype=torch.uint8, device=self._device)
+        for i, (made, place) in enumerate(zip(self.made, places, strict=True)):
+            if isinstance(value := made.value, Tensor):
+                packed[place : place + value.nbytes].copy_(value.contiguous().view(-1).view(torch.uint8))
+                self.made[i] = made._replace(value=value.to("meta"), place=place)
+        return (packed, Choices(self.made, save(packed))) if end else (None, Choices(self.made, None))
+
+
+class DiscreteOpReplayer(_Mode):  # type: ignore[no-untyped-call]
+    """Chooses what was chosen [3], and what a checkpoint chooses in backward [4].
+
+    Args:
+        device: where the call computes.
+        inputs: of the call.
+        choices: what the forward chose.
+        bring: gets its tensors to the device.
+    """
+
+    def __init__(
+        self, device: torch.device, inputs: Iterable[Tensor], choices: Choices, bring: Callable[[HostTensor], Tensor]
+    ) -> None:
+        super().__init__(device, inputs)
+        self._made = choices.made
+        self._packed = None if choices.packed is None else bring(choices.packed)
+        self._next = 0
+        self._again = False
+        self.agrees = True
+        """Whether the recomputation has chosen by the same operations as the forward, so far."""
+
+    def choose(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = self._like(key, func, args, kwargs) if self._again else self._take(key)
+        if made is None or func in _DRAWN:
+            drawn = func(*args, **kwargs)
+            if made is None:
+                return drawn
+        if not isinstance(made.value, Tensor):
+            return made.value
+        chosen = self._tensor(made).to(made.dtype)
+        return (_values(func, args, kwargs, chosen), chosen) if func in _PAIRS else chosen
+
+    def ended(self) -> bool:
+        """The forward of the recomputation is over; from here on a checkpoint chooses again. Whether it agreed."""
+        self.agrees &= self._next == len(self._made)
+        self._again = True
+        return self.agrees
+
+    def _take(self, key: Any) -> _Made | None:
+        """The next choice."""
+        made = self._made[self._next] if self._next < len(self._made) else None
+        self.agrees &= made is not None and made.key == key
+        self._next += 1
+        return made if self.agrees else None
+
+    def _like(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Made | None:
+        """Which choice a checkpoint makes again: the one of its kind, or of several the one that agrees best.
+
+        Autograd's own operations run without grad mode.
+        """
+        kind = [made for made in self._made if made.key == key] if torch.is_grad_enabled() else []
+        if len(kind) < 2 or kind[0].dtype is None:
+            return kind[0] if len(kind) == 1 else None
+        now = func(*args, **kwargs)
+        now = now[1] if func in _PAIRS else now
+        return max(kind, key=lambda made: int((self._tensor(made) == now).sum()))
+
+    def _tensor(self, made: _Made) -> Tensor:
+        assert self._packed is not None
+        like: Tensor = made.value
+        part = self._packed[made.place : made.place + like.numel() * like.element_size()]
+        return part.view(like.dtype).view(like.shape)
+
+
+def _makes_integers(kwargs: Mapping[str, Any]) -> bool:
+    dtype = kwargs.get("dtype")
+    return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+
+
+def _plain(kwargs: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(key, str(value)) for key, value in kwargs.items() if not isinstance(value, (Tensor, torch.Generator))]
+
+
+def _narrowest(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """The smallest format for positions in what was chosen from."""
+    if func in _PAIRS:
+        most = args[0].shape[_dim(func, args, kwargs)]
+    elif func in _INDICES:
+        most = max(a.numel() for a in args if isinstance(a, Tensor))
+    else:
+        return dtype
+    return next(t for t in (torch.uint8, torch.int16, torch.int32, torch.int64) if most <= torch.iinfo(t).max)
+
+
+def _dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    position = _DIMENSION.get(func, 1)
+    dim: int = args[position] if len(args) > position else kwargs.get("dim", -1)
+    return dim
+
+
+def _values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], indices: Tensor) -> Tensor:
+    """Of the operation's input, at ``indices``."""
+    source, dim = args[0], _dim(func, args, kwargs)
+    if indices.dim() == source.dim():
+        return torch.gather(source, dim, indices)
+    return torch.gather(source, dim, indices.unsqueeze(dim)).squeeze(dim)

@@ -1,0 +1,162 @@
+"""What torch keeps for the whole process, where several threads run layers: one of them at a time may change it.
+
+* The level of forward-mode differentiation, and how deep `torch.func.jvp` is nested. Two layers at once would find each
+  other's, and be refused as nested or compute with the wrong tangents.
+* The host's generator, within `torch.random.fork_rng`, as checkpoints inside a layer use it in their backward: others
+  would draw from the state that is put in, and what they drew would be undone.
+
+Which layers do so shows too late to keep them apart by what was learned, so torch's functions are replaced by ones that
+take a lock, for as long as there are workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+
+from lightning_roundpipe.devices import Device, generators
+from lightning_roundpipe.devices.generators import GeneratorLock
+from lightning_roundpipe.runtime.user_code.interception import current
+
+PATIENCE_S = 60.0
+"""Who waits longer goes on, and torch says what is wrong: somebody has entered a level and does not leave it."""
+SURPRISE_S = 1.0
+"""Likewise for the generator, if a layer takes it that did not in the first batch."""
+
+_LEVELS = (
+    (forward_ad, "enter_dual_level", "exit_dual_level"),
+    (eager_transforms, "enter_jvp_nesting", "exit_jvp_nesting"),
+)
+_local = threading.local()
+_users = 0
+_own: dict[tuple[Any, str], Any] = {}
+"""torch's functions, while ours stand in for them."""
+_forked: set[str] = set()
+"""Who does, layers by their names."""
+
+
+@contextlib.contextmanager
+def one_at_a_time(devices: Iterable[Device]) -> Iterator[None]:
+    """Until the last of those who have entered this leaves it. For the main thread.
+
+    Args:
+        devices: where layers run.
+    """
+    global _users
+    _users += 1
+    try:
+        if _users == 1:
+            _install({device.torch_device: device.generator_lock for device in devices})
+        yield
+    finally:
+        _users -= 1
+        if not _users:
+            _remove()
+
+
+def under_forward_mode() -> bool:
+    """Whether the calling thread differentiates forward; the level alone may be another one's."""
+    return forward_ad._current_level >= 0 and (not _own or _depth() > 0)
+
+
+def has_forked() -> bool:
+    """Whether a layer, or user code, has put another state into the host's generator for a while."""
+    return bool(_forked)
+
+
+def alone(layer: str, device: Device) -> contextlib.AbstractContextManager[object]:
+    """Around the backward of ``layer``: if it forks it does so with the generator's lock, taken before anything else.
+
+    Who draws takes the lock first and then its share of the device; the other way round the two would wait for each
+    other.
+    """
+    return holding_generators(device) if layer in _forked else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def holding_generators(device: Device) -> Iterator[None]:
+    """Nobody else draws on ``device`` or the host. Always in this order, or two who want both wait for each other."""
+    with device.generator_lock, generators.HOST_LOCK:
+        yield
+
+
+def _install(generator_locks: dict[torch.device, GeneratorLock]) -> None:
+    _forked.clear()
+    lock = threading.RLock()  # a new one: a thread that is stuck in a layer may hold the last one forever
+    for module, enter, leave in _LEVELS:
+        _replace(module, enter, functools.partial(_entering, lock=lock))
+        _replace(module, leave, functools.partial(_leaving, lock=lock))
+    _replace(torch.random, "fork_rng", functools.partial(_forking, locks=generator_locks))
+
+
+def _replace(module: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    _own[module, name] = getattr(module, name)
+    setattr(module, name, wrap(_own[module, name]))
+
+
+def _remove() -> None:
+    while _own:
+        (module, name), own = _own.popitem()
+        setattr(module, name, own)
+
+
+def _depth() -> int:
+    return getattr(_local, "depth", 0)
+
+
+def _entering(own: Callable[..., Any], lock: threading.RLock) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        if lock.acquire(timeout=PATIENCE_S):
+            _local.depth = _depth() + 1
+        return own(*args, **kwargs)
+
+    return enter
+
+
+def _leaving(own: Callable[..., Any], lock: threading.RLock) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def leave(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(*args, **kwargs)
+        finally:
+            if _depth():
+                _local.depth -= 1
+                lock.release()
+
+    return leave
+
+
+def _forking(own: Callable[..., Any], locks: dict[torch.device, GeneratorLock]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    @contextlib.contextmanager
+    def fork(devices: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if not enabled or current() is None:
+            with own(devices, enabled, *args, **kwargs):
+                yield
+            return
+        _forked.add(getattr(current(), "name", ""))
+        if devices is None and torch.cuda.is_available():  # all of them, but others draw from those
+            devices = [torch.cuda.current_device()]
+        with contextlib.ExitStack() as held:
+            for device, lock in locks.items():  # before the host's, for who draws holds one already
+                if device.type != "cpu" and device.index in (devices or ()):
+                    _take(lock, held)
+            _take(generators.HOST_LOCK, held)
+            held.enter_context(own(devices, enabled, *args, **kwargs))
+            yield
+
+    return fork
+
+
+def _take(lock: GeneratorLock, held: contextlib.ExitStack) -> None:
+    """Unless it takes too long: a layer that forks for the first time may keep another from the device."""
+    if lock.acquire(timeout=SURPRISE_S):
+        held.callback(lock.release)

@@ -1,0 +1,101 @@
+"""Outputs of a layer that share memory with each other or with its inputs, and must not be written to.
+
+In plain training a write to one of them changes the others, and autograd knows. Behind the boundary between devices
+they are tensors of their own, which may share memory or not, and autograd does not know.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.core.activation_store import HostTensor
+from lightning_roundpipe.runtime.layer_calls.inference_writes import writes_of
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.core.tape import RecordedCall
+    from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue
+
+
+def overlapping(outputs: list[Tensor], given: dict[int, Tensor]) -> tuple[list[int], list[int]]:
+    """Which of ``outputs``, and which positions of ``given``, share a storage with another one that is returned."""
+    inputs = {i: t.untyped_storage().data_ptr() for i, t in given.items()}
+    storages = [t.untyped_storage().data_ptr() for t in outputs]
+    known = set(inputs.values())
+    shared = [i for i, s in enumerate(storages) if s and (s in known or storages.count(s) > 1)]
+    return shared, [i for i, s in inputs.items() if s and s in storages]
+
+
+def private(entry: RecordedCall, leaves: list[Any]) -> list[Any]:
+    """A layer that writes to its inputs must not write to what other calls share."""
+    return [leaf.clone() if i in entry.mutates and isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
+
+
+def apart_from_lent(
+    inputs: list[Any], brought: list[Any], flats: Sequence[FlatValue], mutated: dict[int, Tensor]
+) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """What a call returns of inputs whose memory is given back after it must not go to user code: it gets memory of its
+    own.
+
+    Args:
+        inputs: leaves that the layer was given.
+        brought: the same as the call has them; those that stand as a `HostTensor` were lent.
+        flats: what the layer returned; changed.
+        mutated: inputs that it wrote to.
+
+    Returns:
+        ``mutated``, and all that has memory of its own now.
+    """
+    lent = {_memory(t) for t, leaf in zip(inputs, brought, strict=True) if isinstance(leaf, HostTensor)} - {0}
+    own: list[Tensor] = []
+
+    def parted(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or _memory(leaf) not in lent:
+            return leaf
+        own.append(leaf.clone())
+        return own[-1]
+
+    for flat in flats:
+        flat.leaves = [parted(leaf) for leaf in flat.leaves]
+    return {i: parted(t) for i, t in mutated.items()}, own
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tensors have in common that share memory; 0 if there is none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+class SharedOutputs:
+    """Tensors that nobody may write to until the microbatch's user code is done. Keeps none of their memory."""
+
+    def __init__(self) -> None:
+        self._counters: list[tuple[Tensor, int, str]] = []
+        self._storages: list[tuple[weakref.ref[torch.UntypedStorage], int, str]] = []
+        """Those of inference tensors, which count nothing themselves."""
+
+    def add(self, tensors: Iterable[Tensor], layer: str) -> None:
+        for tensor in tensors:
+            if tensor.is_inference():
+                storage = tensor.untyped_storage()
+                self._storages.append((weakref.ref(storage), writes_of(storage), layer))
+            else:
+                counter = tensor.detach()  # counts the same writes ...
+                counter.data = tensor.new_empty(0)  # ... and holds nothing
+                self._counters.append((counter, counter._version, layer))
+
+    def check(self) -> None:
+        """Raise if one of them has been written to."""
+        now = [(counter._version, version, layer) for counter, version, layer in self._counters]
+        now += [(writes_of(s), writes, layer) for ref, writes, layer in self._storages if (s := ref()) is not None]
+        for count, before, layer in now:
+            if count != before:
+                raise RoundPipeError(
+                    f"layer {layer!r} returned tensors that share memory with each other or with its input, and code "
+                    "behind it wrote to one of them in place: the others would not follow. Write out of place, or "
+                    "clone what the layer returns."
+                )

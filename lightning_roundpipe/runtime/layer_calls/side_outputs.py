@@ -1,0 +1,95 @@
+"""What leaves a layer by a side door: attributes that it sets on its modules, lists and dicts that it was given.
+
+On the worker all of these are copies. What the call has changed is found by comparing them, becomes further outputs,
+with gradients where they require them, and is put where it belongs by user code, when the call has returned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.messages import plural
+from lightning_roundpipe.model.attributes import Container, frozen, refill, same, tensors_in
+from lightning_roundpipe.model.replica import Replica
+from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue, mutable_parts
+
+Key = tuple[str, int, str]
+"""("attribute", number of the module in the layer, name) or ("argument", number of the container, "")."""
+Sides = dict[Key, FlatValue]
+
+
+class SideOutputs:
+    """Looks at a copy and the arguments before a call, and again after it."""
+
+    def __init__(self, replica: Replica, arguments: Any) -> None:
+        self._replica = replica
+        self._before = replica.attributes()
+        self._parts = [(part, frozen(part)) for part in mutable_parts(arguments)]
+
+    def sides(self, given: dict[int, Tensor], layer: str) -> Sides:
+        """What the call changed; the copy is as before afterwards."""
+        found: Sides = {}
+        for number, (part, before) in enumerate(self._parts):
+            if not same(part, before):
+                found["argument", number, ""] = FlatValue.of(frozen(part), given)
+        written = self._replica.written(self._before)
+        for module, name, value in written:
+            if any(isinstance(t, nn.Parameter) for t in tensors_in(value)):
+                raise RoundPipeError(
+                    f"layer {layer!r} sets attribute {name!r} to a parameter of its own during the call. Set it once, "
+                    "before training."
+                )
+            found["attribute", module, name] = FlatValue.of(self._replica.original(value), given)
+        if written:
+            self._replica.drop_written()
+        return found
+
+
+def put(modules: list[nn.Module], arguments: Any, values: dict[Key, Any]) -> None:
+    """Give user code what the layer changed.
+
+    Args:
+        modules: of the user's layer.
+        arguments: of the call, as user code gave them.
+        values: by side door.
+    """
+    parts = list(mutable_parts(arguments))
+    for (kind, number, name), value in values.items():
+        if kind == "argument":
+            refill(parts[number], value)
+            continue
+        state = modules[number].__dict__
+        known = state.get(name)
+        if isinstance(known, Container) and type(known) is type(value):
+            refill(known, value)
+        else:
+            state[name] = value
+
+
+def named(key: Key) -> str:
+    """For messages."""
+    return f"attribute {key[2]!r}" if key[0] == "attribute" else f"list or dict {key[1]} among its arguments"
+
+
+def refuse_new_gradients(sides: Sides, known: dict[Key, Any], layer: str) -> None:
+    """What required no grad in the first batch was handed on without."""
+    for key, flat in sides.items():
+        if key not in known and any(t.requires_grad for t in flat.tensors()):
+            raise RoundPipeError(
+                f"layer {layer!r} put a tensor that requires grad into {named(key)}, which it did not do in the first "
+                "batch, so its gradient was lost. Return the tensor instead."
+            )
+
+
+def again(sides: Sides, key: Key, count: int, layer: str) -> list[Tensor]:
+    """The tensors of a side door when the layer runs again."""
+    tensors = sides[key].tensors() if key in sides else []
+    if len(tensors) != count:
+        raise RoundPipeError(
+            f"layer {layer!r} put {plural(count, 'tensor')} into {named(key)}, and {len(tensors)} when recomputed: "
+            "what it does must not depend on how often it ran. Return the tensors instead."
+        )
+    return tensors

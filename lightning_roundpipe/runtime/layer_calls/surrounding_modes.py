@@ -1,0 +1,89 @@
+"""What user code may put around a layer call that would have to reach into the worker: transforms, modes, flags."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.layer_calls.process_state import under_forward_mode
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+
+_caching = threading.Lock()
+
+
+class Surroundings:
+    """What was around the user's code when it began."""
+
+    def __init__(self) -> None:
+        self._modes = _modes()
+        self._flags = _flags()
+
+    def refuse(self, layer: str) -> None:
+        """At a call of ``layer``.
+
+        Raises:
+            RoundPipeError: if user code has entered something since that the layer would not see.
+        """
+        what = ""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            what = "a transform of torch.func (vmap, grad, jvp, ...)"
+        elif under_forward_mode():
+            what = "forward-mode differentiation"
+        elif _caches_parametrizations():
+            what = "torch.nn.utils.parametrize.cached()"
+        elif entered := [m for m in _modes() if not any(m is before for before in self._modes)]:
+            what = f"the mode {type(entered[0]).__name__}"
+        if what:
+            raise RoundPipeError(
+                f"layer {layer!r} is called under {what}, which does not reach into a layer that runs on a worker. Use "
+                "it inside a layer, or between layers."
+            )
+        if _flags() != self._flags:
+            raise RoundPipeError(
+                f"layer {layer!r} is called with another default dtype, or another choice of deterministic algorithms, "
+                "than the step began with. They hold for the whole process, where other layers run now: set them "
+                "before training."
+            )
+
+
+@contextlib.contextmanager
+def parametrizing(layer: HostLayer) -> Iterator[None]:
+    """Around a layer's code: layers that cache parametrizations run one at a time.
+
+    ``parametrize.cached()`` keeps one cache for the whole process, until nobody uses it any more. Two layers at once,
+    and one would find what the other left for an earlier microbatch. The first batch shows which layers do it.
+    """
+    before = parametrize._cache
+    with _caching if layer.caches_parametrizations else contextlib.nullcontext():
+        yield
+    if parametrize._cache is not before:  # leaving it makes a new one
+        layer.caches_parametrizations = True
+
+
+def _caches_parametrizations() -> bool:
+    """Whether user code does; while a layer may be doing it, that cannot be told."""
+    if not _caching.acquire(blocking=False):
+        return False
+    try:
+        return bool(parametrize._cache_enabled)
+    finally:
+        _caching.release()
+
+
+def _modes() -> list[Any]:
+    stack = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
+    return [mode for mode in stack if not isinstance(mode, DeviceContext)]
+
+
+def _flags() -> tuple[Any, ...]:
+    """What torch keeps for the whole process."""
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()

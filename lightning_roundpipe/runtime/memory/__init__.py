@@ -1,0 +1,1 @@
+"""Host memory: flat parameters, buckets that are updated together, gradient buffers, buffers of layers, dtypes."""

@@ -1,0 +1,1 @@
+"""Steps of other kinds: manual optimization, evaluation, and model calls in parts."""

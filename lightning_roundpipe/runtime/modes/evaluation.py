@@ -1,0 +1,244 @@
+"""Forward only: validation, test and predict.
+
+The user's step runs once, on the calling thread, on the whole batch; each layer call goes to a worker with the layer's
+weights and leaves nothing behind. A layer always goes to the same worker, so that a key-value cache that it fills in
+one call is where the next one needs it, and calls may come in any order (`generate`, beam search).
+
+    layer call ── its weights are in the arena, if it was foreseen ── [1]
+               ── what came after it last time is uploaded to its own worker ── [2]   while this one runs ── [3]
+
+A wrong guess costs an upload. What is uploaded ahead must not be written to meanwhile: user code that writes to weights
+between layer calls shows by their version counters, or by taking hold of ``.data``, and then nothing is uploaded ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.core.activation_store import ActivationStore
+from lightning_roundpipe.runtime.core.call import Call, Forward
+from lightning_roundpipe.runtime.core.outputs import hand_back
+from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.trace import TracedCall
+from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope
+from lightning_roundpipe.runtime.faults.interrupts import allowed
+from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call
+from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
+from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
+from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.user_code.interception import calling
+from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
+from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+
+OFTEN = 64
+"""Calls between two looks for copies that nobody needs: a long text is thousands of calls in one step."""
+
+
+class Evaluation:
+    """One batch's forward."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._order = engine.order
+        self._ahead, self._written = bool(engine.options.prefetch), False
+        self._foreseen: Slot | None = None
+        self._cancel_scope = WatchedCancelScope(engine.worker_pool)
+        self.recorder = Recorder()
+        self._activations = ActivationStore(-1, self.recorder, engine.staging)
+        self._device: Device | None = None
+        self._user_code = contextlib.ExitStack()
+        self._calls = 0
+        self._slot: Slot | None = None
+        self.surroundings = Surroundings()
+        self._mode: UserCodeMode = EvaluationUserCode(engine, self._stay_behind)
+        self._executors = engine.executors
+        self._within = False
+        self._watched = SharedOutputs()
+        self.looked_at: list[tuple[HostLayer, Forward]] | None = None
+        """Takes down the calls, while somebody looks at what a model does."""
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)`` with its layer calls on the workers."""
+        output: Any = None
+        self._order.begin()
+        try:
+            with calling(self), self._mode, self._user_code, noted(self._place), allowed():
+                self._user_code.enter_context(self._engine.devices[0].activate())
+                self.surroundings = Surroundings()
+                if not self._engine.parting.expected:
+                    self._foresee()
+                output = function(*args, **kwargs)
+                self._watched.check()
+            if (left := self._drop_foreseen()) is not None:  # nobody reads weights any more
+                left.run(left.device.weights_up.synchronize, self._cancel_scope)
+        except BaseException as error:
+            self._cancel_scope.fail(error)
+        worker_pool = self._engine.worker_pool
+        worker_pool.rest(self._cancel_scope, given_up=self._cancel_scope.given_up)
+        self._activations.move_to(None)
+        for bucket in self._engine.buckets if self._written else ():
+            bucket.refresh()  # it may have put weights back
+        self._cancel_scope.raise_error()
+        return output
+
+    def _place(self) -> FaultPlace:
+        return FaultPlace("the code between layers", "evaluation", 0, self._slot, self._device)
+
+    # -- calls of a model ---------------------------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> int:
+        """Of layers, so far."""
+        return self._calls
+
+    @property
+    def device(self) -> Device | None:
+        """Where the newest tensors are."""
+        return self._device
+
+    @property
+    def follows_writes(self) -> bool:
+        """Whether user code may write to weights between calls."""
+        return self._written
+
+    def locate(self, tensor: Tensor) -> Device | None:
+        return self._engine.locate(tensor, self._device)
+
+    def call_model(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an intercepted model does when the step calls it; ``function`` is its forward."""
+        if self._within:
+            return function(*args, **kwargs)
+        return self._engine.parting.call(self, name, function, args, kwargs)
+
+    @contextlib.contextmanager
+    def within_model(self) -> Iterator[None]:
+        """The model calls its layers, and models in it are no calls of the step."""
+        before, self._within = self._within, True
+        try:
+            yield
+        finally:
+            self._within = before
+
+    def go_on(self, device: Device | None) -> None:
+        """User code goes on in the stream that made the newest tensors."""
+        if device is not None:
+            self._user_code.close()
+            self._user_code.enter_context(device.activate())
+            self._device = device
+
+    def stop_foreseeing(self) -> None:
+        """Others upload what they need."""
+        self._drop_foreseen()
+
+    # -- calls of layers ----------------------------------------------------------------------------------------------
+
+    def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
+        """What a layer on ``device`` finds in place of a parameter that is not its own."""
+        return master.to(device, self._engine.formats.of(master))
+
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Gradients that user code asks for here belong in ``.grad``."""
+        return False
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the intercepted layer does instead of running."""
+        with torch._C.DisableTorchFunction(), allowed(False):
+            engine = self._engine
+            layer.check()
+            self.surroundings.refuse(layer.name)
+            worker = self._worker_of(layer)
+            state = layer.state.current()
+            leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
+            leaves = [self._mode.stand_in(leaf) for leaf in leaves]
+            originals = list(leaves)
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and engine.locate(leaf, self._device) is not worker.device:
+                    leaves[i] = self._activations.save(leaf, engine.locate(leaf, self._device))
+            call = Call(
+                self._calls, layer, 0, spec, leaves, [False] * len(leaves), layer.trainable(),
+                TorchThreadState.capture(engine.device_types, engine.thread_locals), state, None,
+                contextvars.copy_context(), originals, lender=self,
+            )  # fmt: skip
+            self._adapt(call)
+            self._calls += 1
+            if self._written:
+                layer.bucket.refresh()
+            slot = self._slot_for(layer)
+            with noted(lambda: FaultPlace(f"layer {layer.name!r}", "evaluation", 0, slot, worker.device)):
+                worker.run(lambda: worker.open(slot), self._cancel_scope)
+                self._order.see(layer)
+                self._foresee()  # [2]
+                forward = worker.run(  # [3]
+                    lambda: self._executors[worker.index].forward(slot, call, self._activations), self._cancel_scope
+                )
+            self.go_on(worker.device)
+            self._slot = slot
+            if self.looked_at is not None:
+                self.looked_at.append((layer, forward))
+            self._activations.settle()
+            if self._calls % OFTEN == 0:
+                self._activations.forget_dead()
+            worker.post(lambda: worker.close_slot(slot), self._cancel_scope)
+            return self._hand_back(call, forward, args, kwargs)
+
+    def _adapt(self, call: Call) -> None:
+        """Before it runs."""
+
+    def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer's output as user code sees it."""
+        return hand_back(call, None, TracedCall(call.layer, 0), forward, args, kwargs, self._watched)[0]
+
+    # -- uploading ahead ----------------------------------------------------------------------------------------------
+
+    def _worker_of(self, layer: HostLayer) -> Worker:
+        return self._engine.workers[layer.index % len(self._engine.workers)]
+
+    def _new_slot(self, layer: HostLayer) -> Slot:
+        return Slot(
+            self._engine.next_slot(), self._worker_of(layer).index, 0, "forward", range(0), [layer], {}, [0],
+            recorder=self.recorder, cancel_scope=self._cancel_scope,
+        )  # fmt: skip
+
+    def _slot_for(self, layer: HostLayer) -> Slot:
+        """The slot that ``layer`` is to run in [1]."""
+        foreseen = self._foreseen
+        if foreseen is not None and foreseen.layers[0] is layer:
+            self._foreseen = None
+            return foreseen
+        self._drop_foreseen()
+        return self._new_slot(layer)
+
+    def _foresee(self) -> None:
+        following = self._order.following() if self._ahead else None
+        if following is not None:
+            slot, worker = self._new_slot(following), self._worker_of(following)
+            self._foreseen = slot
+            worker.post(lambda: worker.prepare(slot), self._cancel_scope)
+
+    def _drop_foreseen(self) -> Worker | None:
+        """Take back what was foreseen. Who has uploaded it for nothing, if somebody has."""
+        slot, self._foreseen = self._foreseen, None
+        if slot is None:
+            return None
+        worker = self._engine.workers[slot.worker]
+        worker.post(lambda: worker.cancel(slot), self._cancel_scope)
+        return worker
+
+    def _stay_behind(self) -> None:
+        """User code may write to weights without anybody seeing it: for the rest of the batch each is uploaded late."""
+        self._ahead, self._written = False, True
+        self._drop_foreseen()

@@ -1,0 +1,156 @@
+"""A call of the model in evaluation, in parts; see `evaluation_parts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.runtime.core.schedule import Slots
+from lightning_roundpipe.runtime.core.sync import Cancelled, Waiter
+from lightning_roundpipe.runtime.core.task_thread import Task
+from lightning_roundpipe.runtime.core.trace import Trace
+from lightning_roundpipe.runtime.core.worker_pool import GRACE
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
+from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, ModelCallStages
+from lightning_roundpipe.runtime.modes.model_calls import ModelCall
+from lightning_roundpipe.runtime.modes.model_step import ModelStep
+from lightning_roundpipe.runtime.modes.model_tasks import PartRun
+from lightning_roundpipe.runtime.user_code.interception import calling
+from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
+from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+    from lightning_roundpipe.runtime.modes.evaluation import Evaluation
+
+Branches = set[tuple[bool, ...]] | frozenset[tuple[bool, ...]]
+"""Truth values of tensors, one after another, that code went by."""
+
+
+class _Astray(BaseException):
+    """A part does what it may not do in parts. Not an ``Exception``, so that user code does not catch it."""
+
+
+class EvaluationStep(ModelStep):
+    """One call of the model, in parts.
+
+    Args:
+        engine: what outlives it.
+        evaluation: that it belongs to.
+        trace: the layers that parts call.
+        spans: of its stages.
+        branches: that the code of parts may take; a set is added to, and they may take any.
+
+    Attributes:
+        astray: whether a part did what it may not do.
+    """
+
+    def __init__(
+        self, engine: Engine, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...],
+        branches: Branches,
+    ) -> None:  # fmt: skip
+        super().__init__(engine, (0,))
+        self.recorder = evaluation.recorder
+        self.module_state = None
+        self.version = 0
+        self.astray = False
+        self.branches = branches
+        self._trace, self._spans = trace, spans
+        self._device = evaluation.device
+        self._unclosed = 1  # that stands for those that are not made yet
+        self._portion = ModelCallStages("", range(len(trace.calls)), spans, ())
+
+    def run_parts(self, call: ModelCall, function: Callable[..., Any], parts: list[tuple[Any, Any]]) -> None:
+        self.plan = Plan((), Span(0, len(self._portion.calls) - 1), (), len(parts))
+        try:
+            self.forward(call, function, parts, self._device)
+            self._closed()
+            self.engine.worker_pool.wait(self._all_closed, self.cancel_scope, unless_failed=True)
+        except BaseException as error:  # Ctrl-C, or the watchdog
+            self.cancel_scope.fail(error)
+        if self.cancel_scope.failed:
+            for queue in self.engine.queues:
+                queue.clear()
+        self.cancel_scope.raise_error()
+
+    def _slots_for(self, call: ModelCall, microbatches: int) -> tuple[ModelCallStages | None, Slots]:
+        return self._portion, CallSlots(self._make_group("forward", self._spans, microbatches))
+
+    def _part(
+        self, index: int, slots: Slots, call: ModelCall, portion: ModelCallStages | None, device: Device | None
+    ) -> PartRun:
+        return _Part(self, index, self._trace, slots, call, portion, None, device)
+
+    def _run_all(self, work: list[Callable[[], None]]) -> None:
+        tasks: list[Task[None]] = []
+        try:
+            tasks += [self.engine.worker_pool.thread(1 + i).submit(function) for i, function in enumerate(work)]
+            for task in tasks:
+                self.engine.worker_pool.wait(task.waiter, self.cancel_scope)
+        except BaseException as error:
+            self.cancel_scope.fail(error)
+            for task in tasks:
+                task.waiter.wait_for(GRACE)
+            raise
+
+
+class _Part(PartRun):
+    """Draws from nobody's generator, as the model does not; what it may not do ends it, and all others."""
+
+    def __init__(self, step: EvaluationStep, *args: Any) -> None:
+        super().__init__(step, *args)
+        self._evaluation_step = step
+        self.segments = _Pieces(step, self.index, learning=False)
+        self.mode = EvaluationUserCode(step.engine, go_astray, self.segments.paused, self._decided)
+
+    def forward(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, context: Any, predecessor: Waiter | None
+    ) -> None:
+        try:
+            with calling(self):  # in any order, as they leave nothing behind
+                try:
+                    context.run(self._go, function, args, kwargs)
+                finally:
+                    self.segments.close()
+        except Cancelled:
+            pass
+        except BaseException:  # if it is the model's own, it comes again when the call is made whole
+            self._evaluation_step.astray = True
+        finally:
+            self._announce()
+            self._slots.finish(self.index)
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._evaluation_step.astray:
+            raise _Astray
+        return super().call(layer, args, kwargs)
+
+    def _seed_of(self, layer: HostLayer) -> None:
+        return None
+
+    def _decided(self, decisions: list[bool]) -> None:
+        """Its code goes by a tensor's truth value, the last of these."""
+        branches, branch = self._evaluation_step.branches, tuple(decisions)
+        if isinstance(branches, set):
+            branches.add(branch)
+        elif branch not in branches:
+            go_astray()
+
+
+class _Pieces(UserCodeSections):
+    """User code without a random state of its own."""
+
+    def enter(self, slot: int, spot: SegmentKey | None, device: Device | None, what: str, *, astray: bool) -> None:
+        self._slot, self._spot = slot, spot
+        self._take_lock()
+        self._around.callback(self._give_lock)
+        self._around.enter_context((device or self._step.engine.devices[0]).activate())
+
+
+def go_astray(*_: Any, **__: Any) -> None:
+    """What may not be done in parts."""
+    raise _Astray

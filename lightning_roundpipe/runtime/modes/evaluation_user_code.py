@@ -1,0 +1,53 @@
+"""The mode of the user's code in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+
+
+class EvaluationUserCode(UserCodeMode):
+    """Host tensors follow the device of what they meet; ``touched`` is called where a master's ``.data`` is read.
+
+    ``aside``: as in `UserCodeMode`. ``decided`` is called where a tensor's truth value is asked for, with all so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        touched: Callable[[], None],
+        aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
+        decided: Callable[[list[bool]], None] = lambda decisions: None,
+    ) -> None:
+        formats = engine.formats
+        super().__init__(
+            engine.bucket_of,
+            lambda p: p.to(formats.of(p)),
+            formats,
+            train=False,
+            accelerator=engine.accelerator,
+            devices=engine.devices,
+            aside=aside,
+            buffers=engine.host_buffers,
+        )
+        self._all, self._touched, self._decided = engine.bucket_of, touched, decided
+        self.decisions: list[bool] = []
+        """Truth values of tensors that user code went by."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(args[0] if args else None, nn.Parameter) and func == DATA and id(args[0]) in self._all:
+            self._touched()
+        result = super().__torch_function__(func, types, args, kwargs)
+        if getattr(func, "__name__", "") == "__bool__":
+            self.decisions.append(bool(result))
+            self._decided(self.decisions)
+        return result

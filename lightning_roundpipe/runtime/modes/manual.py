@@ -1,0 +1,322 @@
+"""A step under manual optimization: training_step differentiates, and steps its optimizers, by itself.
+
+It runs on the calling thread, on the whole batch, as one microbatch without a plan:
+
+    layer call ─► worker ── its weights are there before user code goes on, which may write to them next ── [1]
+    loss.backward() ── through the user code behind the layers, then the tape, deepest call first ── [2]
+                    ── gradients come down and are added to .grad; nothing is on its way when it returns ── [3]
+    optimizer.step(), p.clamp_(), ... write to masters; the next call uploads what they are then ── [4]
+
+What user code sees of masters in low precision is `manual_user_code`'s affair.
+
+A call is recomputed for its backward, so its weights must be what they were. Plain training keeps what it needs of them
+and complains if that was written to; here it is an error if any weight of the layer was.
+
+Calls stay on the tape until a backward has used them up, so a step may have several, for different losses. User code
+draws from the caller's own generators, as in plain training; layers that draw have seeds of their own, as ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.batch.microbatches import seed_of
+from lightning_roundpipe.runtime.core.call import Call
+from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
+from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
+from lightning_roundpipe.runtime.core.prediction import LayerCallPredictor
+from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.step import Step
+from lightning_roundpipe.runtime.core.tape import RecordedCall, driven_backward
+from lightning_roundpipe.runtime.core.trace import TracedCall
+from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope
+from lightning_roundpipe.runtime.faults.interrupts import allowed
+from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, HostGradSums
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.modes.manual_user_code import ManualUserCode
+from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.runtime.user_code.interception import calling
+from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
+from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
+from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+
+
+class ManualStep(Step):
+    """One batch.
+
+    Args:
+        engine: what outlives it.
+        seed: of this batch.
+        buffers: of earlier steps, for gradients; updated.
+    """
+
+    def __init__(self, engine: Engine, seed: tuple[int, ...], buffers: dict[Hashable, HostGradBuffers]) -> None:
+        super().__init__(engine, seed, [1], None)
+        self.cancel_scope: WatchedCancelScope = WatchedCancelScope(engine.worker_pool)
+        self._buffers = buffers
+        self._trainable: dict[int, tuple[bool, ...]] = {}
+        low = engine.formats.low is not None
+        self._copied = {layer: layer.written() for layer in engine.layers} if low else {}
+        """What working copies were made of."""
+        self._loose: set[int] = set()
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """``function()``, the user's training_step."""
+        engine = self.engine
+        engine.plans, engine.randomness.learning, engine.randomness.comparing = False, True, False
+        slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
+        run = ManualRun(self, slots)
+        self.runs = [run]
+        output: Any = None
+        try:
+            output = run.train(function)
+        except BaseException as error:
+            self.cancel_scope.fail(error)
+        engine.worker_pool.rest(self.cancel_scope, given_up=self.cancel_scope.given_up)
+        self.seconds = time.perf_counter() - self.started
+        self.cancel_scope.raise_error()
+        return output
+
+    def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
+        """A layer is always on the same worker, so that what is logged is on the same device in each step."""
+        return layers[0].index % len(self.engine.workers)
+
+    def called(self, call: TracedCall, trainable: list[bool]) -> None:
+        """What was trained of the layer when it was called: optimizers are toggled within the step."""
+        self._trainable[id(call)] = tuple(trainable)
+
+    def sums_of(self, call: TracedCall) -> HostGradSums | None:
+        """Where the gradients of a call are summed, in the backward that is under way."""
+        key = (call.layer.index, call.use)
+        if key not in self._sums:
+            trainable = self._trainable[id(call)]
+            # Not by its number in the step, which may call a layer in a loop, with a backward after each time.
+            nth = sum(layer == call.layer.index for layer, _ in self._sums)
+            place = (call.layer.index, nth, trainable)
+            if place not in self._buffers:
+                engine = self.engine
+                buffers = HostGradBuffers(call.layer, engine.devices[0], engine.reduction, trainable)
+                self._make_room(buffers.layout.nbytes)
+                self._buffers[place] = buffers
+            self._sums[key] = self._buffers[place].begin()
+        known = self._sums[key]
+        return known if known.layout.nbytes else None
+
+    def loosen(self, master: nn.Parameter) -> None:
+        """From now on ``master`` may be written to without being counted."""
+        self._loose.add(id(master))
+
+    def _prepare(self, slot: Slot) -> None:
+        """What is uploaded is what masters are now."""
+        for layer in slot.layers if self._copied else ():
+            now = layer.written()
+            if self._copied[layer] != now or any(id(master) in self._loose for master in layer.masters):
+                layer.bucket.refresh()
+                self._copied[layer] = now
+        super()._prepare(slot)
+
+    def _make_room(self, nbytes: int) -> None:
+        """What was frozen before may be trained now."""
+        for worker in self.engine.workers:
+            worker.run(lambda w=worker: w.reserve(0, nbytes), self.cancel_scope)  # type: ignore[misc]
+
+    def hand_out(self) -> None:
+        """Add what a backward has summed to ``.grad`` [3], as autograd does: hooks of parameters are called."""
+        sums, self._sums = [self._sums[key] for key in sorted(self._sums)], {}
+        # When a worker's thread comes to this, slots are closed, and gradients on their way. What was foreseen and did
+        # not come must not be uploaded while user code writes to weights, either.
+        for worker in self.engine.workers:
+            worker.run(worker.device.weights_up.synchronize, self.cancel_scope)
+        gradients = StepGradients(sums, [], 1.0)
+        self.engine.workers[0].run(gradients.arrive, self.cancel_scope)
+        loss = gradients.loss(torch.zeros(()), differentiable=True)
+        try:
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            gradients.let_go()
+            for total in sums:
+                total.end()
+
+
+class ManualRun(MicrobatchTask):
+    """The batch, as the one microbatch of its step."""
+
+    def __init__(self, step: ManualStep, slots: SlotsOnArrival) -> None:
+        super().__init__(step, 0, None, slots)
+        self._manual = step
+        self.segments = self._pieces = _Pieces(step)
+        self.mode: ManualUserCode = ManualUserCode(self._differentiate, self._touched, step.engine)
+        self._predictor = self._guess = LayerCallPredictor(
+            slots, step.sums_of, step.engine.order, ahead=bool(step.engine.options.prefetch)
+        )
+        self._weights: dict[RecordedCall, list[tuple[int, int]]] = {}
+        """What was known of the weights of a call's layer when it was made."""
+        self._before: dict[RecordedCall, list[tuple[nn.Parameter, Tensor]]] = {}
+        """Weights that user code has got hold of between a call and its backward, and what they were."""
+
+    def train(self, function: Callable[[], Any]) -> Any:
+        """``function()`` with its layer calls on the workers."""
+        try:
+            with calling(self), self.mode.watching_optimizers(), self.mode:
+                self._enter_user_code()
+                self._surroundings = Surroundings()
+                with self._noted(), allowed():
+                    output = function()
+                self._watched.check()
+            return output
+        finally:
+            for entry in self.tape:  # what is kept for the next step has no gradients there
+                entry.done = True
+                entry.let_go()
+            self.tape.clear()
+            self._leave_user_code()
+            self._pieces.end()
+            self.activations.move_to(None)
+
+    # -- layer calls --------------------------------------------------------------------------------------------------
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with allowed(False):
+            with torch._C.DisableTorchFunction():
+                self._bring_up_to_date(layer)  # [4]
+            output = super().call(layer, args, kwargs)
+            assert self._slot is not None
+            worker, uploaded = self.engine.workers[self._slot.worker], self._slot.uploaded[layer.index]
+            worker.run(uploaded.wait, self._cancel_scope)  # [1]
+            return output
+
+    def _check_weights(self, layer: HostLayer) -> None:
+        """They are up to date."""
+        layer.check()
+
+    def _bring_up_to_date(self, layer: HostLayer) -> None:
+        if self._guess.is_late(layer):
+            self._slots.finish(self.index)
+        places = [master.data_ptr() for master in layer.masters]
+        layer.adopt()
+        moved = [m for m, place in zip(layer.masters, places, strict=True) if m.data_ptr() != place]
+        torch.autograd.graph.increment_version(moved)  # they were given other memory, and with it other values
+        layer.remember()
+
+    def _touched(self, master: nn.Parameter) -> None:
+        """User code reads ``master.data``, through which it may write without being counted."""
+        self._guess.stay_behind()
+        self._manual.loosen(master)
+        if self._phase == "forward":
+            self._slots.finish(self.index)
+        held = [entry for entry in self.tape if any(master is mine for mine in entry.layer.masters)]
+        value = master.detach().clone() if held else master
+        for entry in held:
+            self._before.setdefault(entry, []).append((master, value))
+
+    def _new_entry(self, call: Call, traced: TracedCall) -> RecordedCall:
+        entry = super()._new_entry(call, traced)
+        self._weights[entry] = call.layer.written()
+        self._manual.called(traced, call.trainable)
+        return entry
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
+        """Gradients belong in ``.grad`` here."""
+        return False
+
+    def _differentiate(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """What ``loss.backward()`` does in training_step [2]."""
+        if create_graph or inputs is not None:
+            raise RoundPipeError(
+                f"backward({'create_graph=True' if create_graph else 'inputs=...'}) is not supported by the roundpipe "
+                "strategy: a layer is differentiated on its worker, once, by all that is trained. Differentiate twice "
+                "inside a layer, and choose what gets gradients with requires_grad (toggle_optimizer)."
+            )
+        with allowed(False), torch._C.DisableTorchFunction():
+            self._phase = "backward"
+            if (scale := self.engine.formats.scales.manual) != 1.0:
+                seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)
+                gradient = torch.full_like(loss, seed) if gradient is None else gradient * seed
+            with self._noted(), driven_backward.of(loss):
+                torch.autograd.backward(loss, gradient, retain_graph=True)
+            self._leave_user_code()
+            self._walk_losses(retain=bool(retain_graph))
+            self._slots.finish(self.index)
+            self._manual.hand_out()
+            self.activations.end_forward()  # a step may run the model any number of times
+            self.activations.move_to(None)
+            self._enter_user_code()
+            self._phase = "forward"
+
+    def _walk_losses(self, *, retain: bool) -> None:
+        """The calls that the gradient reaches; others may be reached by another loss."""
+        left: list[RecordedCall] = []
+        while self.tape:
+            entry = self.tape.pop()
+            reached = entry.wants_backward()
+            if reached:
+                self._refuse_written(entry)
+                outputs = len(entry.grads)
+                entry.done = not retain
+                self._walk_back(entry, self._manual.sums_of(self.trace.calls[entry.call]))
+                entry.grads, entry.readiness = [[] for _ in range(outputs)], 0
+            if retain or not reached:
+                left.append(entry)
+            else:
+                del self._weights[entry]
+                self._before.pop(entry, None)
+        self.tape = left[::-1]
+
+    def _refuse_written(self, entry: RecordedCall) -> None:
+        before = self._before.get(entry, ())
+        if self._weights[entry] == entry.layer.written() and all(torch.equal(m, value) for m, value in before):
+            return
+        raise RoundPipeError(
+            f"weights of layer {entry.layer.name!r} were written to (by an optimizer's step, most likely) between its "
+            "call and the backward of that call, for which it is computed once more. Run backward before the step, or "
+            "call the model again after it."
+        )
+
+
+class _Pieces(UserCodeSections):
+    """The user code of a step that has no other: nobody to take turns with, and the caller's own random state."""
+
+    def __init__(self, step: ManualStep) -> None:
+        super().__init__(step, 0, learning=True)
+        self._before = GlobalRandomState(step.engine.devices)
+        self._now: GlobalRandomState | None = None
+
+    def enter(self, slot: int, spot: SegmentKey | None, device: Device | None, what: str, *, astray: bool) -> None:
+        device = device or self._step.engine.devices[0]
+        self._around.enter_context(device.activate())
+        if self._now is not None:
+            self._now.restore()  # layers and the way back have seeds of their own
+        if device.generator is not torch.default_generator:  # which device it is depends on how many there are
+            device.generator.manual_seed(derive(*self._step.seed, self._index, -1 - self._count))
+        self._count += 1
+
+    def leave(self, spot: SegmentKey | None) -> None:
+        self._now = GlobalRandomState(self._step.engine.devices)
+        self.close()
+
+    def end(self) -> None:
+        """Afterwards the host's generators are where plain training leaves them, and the devices' where they were."""
+        host = GlobalRandomState([])
+        self._before.restore()
+        host.restore()

@@ -1,0 +1,242 @@
+"""A call of the model by training_step, which runs it in parts: its arguments cut, and its outputs put together.
+
+    arguments ── rows of each tensor that has one a sample, the rest as it is ── [1]   microbatch: the model's forward
+    outputs of all microbatches ── rows one below the other, what is the same for all once ── [2]
+    gradient of an output ── its rows go back to their microbatches ── [3]
+    gradients of an argument's rows ── put together; of what all were given, added up in their order ── [4]
+
+What cannot be put together exactly is refused: above all a number such as a loss, in which samples have met already.
+Between the parts and the whole there is no autograd node, but joints: a part's graph may span no other thread's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.batch import microbatches
+from lightning_roundpipe.runtime.batch.samples import batch_size, listed_samples
+from lightning_roundpipe.runtime.core.tape import GraphCut, boundary
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
+from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.devices import Device
+    from lightning_roundpipe.runtime.modes.model_tasks import PartRun
+
+
+@dataclass(eq=False)
+class CutArgument(GraphCut):
+    """An argument of a part, or all of its outputs; ``name`` is the model's."""
+
+    name: str
+
+    @property
+    def what(self) -> str:
+        return f"the call of {self.name!r}"
+
+
+@dataclass(eq=False)
+class ModelCall(CutArgument):
+    """One call, on the whole batch.
+
+    Attributes:
+        number: of calls before it in the step.
+        ambient: modes that it was made in.
+        sizes: samples of each microbatch.
+        cut: per argument that requires grad, whether its rows are those of the samples.
+        arguments: per microbatch and such argument, where the part's gradient arrives.
+        runs: the microbatches.
+        rows: per output tensor, whether its rows are those of the samples; else it is the same for all.
+        flags: whether it requires grad.
+    """
+
+    number: int
+    thread_state: TorchThreadState
+    sizes: list[int] = field(default_factory=list)
+    cut: list[bool] = field(default_factory=list)
+    arguments: list[list[CutArgument]] = field(default_factory=list)
+    runs: list[PartRun] = field(default_factory=list)
+    rows: list[bool] = field(default_factory=list)
+    flags: list[bool] = field(default_factory=list)
+
+    # -- arguments ----------------------------------------------------------------------------------------------------
+
+    def split(
+        self, args: Any, kwargs: Any, sizes_of: Callable[[int], list[int]], masters: Collection[int],
+        locate: Callable[[Tensor], Device | None],
+    ) -> list[tuple[Any, Any]]:  # fmt: skip
+        """The arguments of each part [1].
+
+        Args:
+            sizes_of: microbatches for so many samples.
+            masters: ids of parameters, which every microbatch reads for itself.
+            locate: where a tensor is.
+        """
+        leaves = [leaf for leaf in flatten((args, kwargs))[0] if id(leaf) not in masters]
+        if any(map(is_cache, leaves)):
+            raise RoundPipeError(
+                f"{self.what} is given a key-value cache, which cannot be cut into microbatches. Call the model with "
+                "use_cache=False, or set microbatch_scope='step'."
+            )
+        samples = self._samples(leaves, args, kwargs, masters)
+        self.sizes = sizes_of(samples) if samples is not None else [1]
+        listed = samples is not None and listed_samples((args, kwargs)) is not None
+        wanted = {id(t): t for t in leaves if isinstance(t, Tensor) and t.requires_grad and self.thread_state.grad}
+        self.connect(list(wanted.values()))
+        self.cut = [False] * len(wanted)
+        places = {key: place for place, key in enumerate(wanted)}
+        parts = []
+        for rows in microbatches.rows_of(self.sizes):
+            ends = [CutArgument(self.name) for _ in wanted]
+            self.arguments.append(ends)
+            take = _Taker(masters, places, self.cut, ends, locate)
+            parts.append(microbatches.part_of((args, kwargs), rows, samples or 1, listed, take))
+            if take.overlooks(parts[-1]):
+                raise RoundPipeError(
+                    f"{self.what} is given a list or an object that holds a tensor which requires grad, and cannot be "
+                    "cut into microbatches. Give it the tensors, or set microbatch_scope='step'."
+                )
+        return parts
+
+    @staticmethod
+    def _samples(leaves: list[Any], args: Any, kwargs: Any, masters: Collection[int]) -> int | None:
+        """How many; None if there is nothing that could be cut."""
+        if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+            return None
+        return batch_size(microbatches.without((args, kwargs), lambda value: id(value) in masters))
+
+    # -- outputs ------------------------------------------------------------------------------------------------------
+
+    def merge(self, home: Device | None, of_pairs: Callable[[Tensor], None]) -> Any:
+        """The output for the whole batch [2], hanging on this joint.
+
+        Args:
+            home: where it is put together.
+            of_pairs: is told of a tensor that may hold a value for each pair of samples.
+        """
+        outputs = [run.outputs for run in self.runs]
+        first, spec = outputs[0]
+        if any(other != spec or len(leaves) != len(first) for leaves, other in outputs):
+            self._refuse("something of another structure for each part")
+        merged, tensors = [], []
+        for column in zip(*(leaves for leaves, _ in outputs), strict=True):
+            if isinstance(column[0], Tensor):
+                whole = self._merge([r.bring(t, r.device, home) for r, t in zip(self.runs, column, strict=True)])
+                if self.rows[-1] and len(self.runs) > 1 and whole.dim() > 1 and {column[0].shape[1]} == set(self.sizes):
+                    of_pairs(column[0])
+                tensors.append(whole)
+                self.flags.append(any(t.requires_grad for t in column))
+            elif not all(microbatches.same(leaf, column[0]) for leaf in column[1:]):
+                self._refuse(f"another {type(column[0]).__name__} for each part ({column[0]!r}, {column[1]!r}, ...)")
+            merged.append(column[0])
+        for run in self.runs:
+            run.outputs = ([], spec)  # what the devices hold of them
+        self.home = home
+        if self.thread_state.grad and any(self.flags):
+            tensors = boundary(self, tensors, self.flags)
+        rest = iter(tensors)
+        return unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in merged], spec)
+
+    def _merge(self, parts: list[Tensor]) -> Tensor:
+        first = parts[0]
+        rows = bool(first.dim()) and all(
+            p.dtype is first.dtype and p.dim() and (len(p), p.shape[1:]) == (size, first.shape[1:])
+            for p, size in zip(parts, self.sizes, strict=True)
+        )
+        self.rows.append(rows)
+        with torch.no_grad():
+            if rows and len(parts) > 1:
+                return torch.cat(parts)
+            if all(p.dtype is first.dtype and p.shape == first.shape and torch.equal(p, first) for p in parts[1:]):
+                return first.detach().clone()  # graphs of the part may need what is there
+        if not first.dim():
+            raise RoundPipeError(
+                f"{self.what} returns a number for each part of the batch, such as a loss, which does not give that of "
+                "the whole batch. With microbatch_scope='model' compute the loss in training_step, from what the model "
+                "returns for each sample (call a Hugging Face model without labels)."
+            )
+        self._refuse(f"tensors of the shapes {', '.join(str(tuple(p.shape)) for p in parts)}")
+        raise AssertionError
+
+    def _refuse(self, what: str) -> None:
+        raise RoundPipeError(
+            f"{self.what} returns {what}, for microbatches of sizes {', '.join(map(str, self.sizes))}: with "
+            "microbatch_scope='model' only tensors with a row for each sample can be put together, and what is the "
+            "same for all parts. Return those, and compute the rest in training_step."
+        )
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def output_gradients(self, whole: list[Tensor | None]) -> list[list[Tensor | None]]:
+        """Of each microbatch's outputs [3]; what is the same for all depends on none of them, or on all alike."""
+        shares = [size / sum(self.sizes) for size in self.sizes] if len(self.sizes) > 1 else [1.0]
+        return [
+            [
+                None if grad is None else grad[part] if rows else grad * share
+                for grad, rows in zip(whole, self.rows, strict=True)
+            ]
+            for part, share in zip(microbatches.rows_of(self.sizes), shares, strict=True)
+        ]
+
+    def argument_gradients(self) -> list[Tensor | None]:
+        """Of the whole batch's arguments [4]."""
+        return [self._argument_gradient(index, cut) for index, cut in enumerate(self.cut)]
+
+    def _argument_gradient(self, index: int, cut: bool) -> Tensor | None:
+        found: list[Tensor | None] = []
+        for run, end in zip(self.runs, (ends[index] for ends in self.arguments), strict=True):
+            parts = [run.bring(grad, device, end.home) for grad, device in (end.grads[0] if end.grads else ())]
+            found.append(functools.reduce(torch.add, parts) if parts else None)
+        there = [grad for grad in found if grad is not None]
+        if not there or not cut:
+            return functools.reduce(torch.add, there) if there else None
+        rest = there[0].shape[1:]
+        return torch.cat(
+            [
+                grad if grad is not None else there[0].new_zeros((size, *rest))
+                for grad, size in zip(found, self.sizes, strict=True)
+            ]
+        )
+
+
+class _Taker:
+    """Takes a part's rows of tensors; those that require grad hang on the part's own ends."""
+
+    def __init__(
+        self, masters: Collection[int], places: dict[int, int], cut: list[bool], ends: list[CutArgument],
+        locate: Callable[[Tensor], Device | None],
+    ) -> None:  # fmt: skip
+        self._masters, self._places, self._cut, self._ends = masters, places, cut, ends
+        self._locate = locate
+        self._taken: dict[int, Any] = {}
+
+    def __call__(self, value: Any, rows: slice | None) -> Any:
+        if id(value) in self._masters:
+            return value
+        if id(value) not in self._taken:
+            self._taken[id(value)] = self._take(value, rows)
+        return self._taken[id(value)]
+
+    def _take(self, value: Any, rows: slice | None) -> Any:
+        place = self._places.get(id(value)) if isinstance(value, Tensor) else None
+        if place is None:
+            return value if rows is None else value[rows]
+        self._cut[place] = rows is not None
+        end = self._ends[place]
+        end.home = self._locate(value)
+        # A copy, because the part's graph may need it when training_step has written to the tensor.
+        part = value.detach().clone() if rows is None else value.detach()[rows].clone()
+        return boundary(end, [part], [True])[0]
+
+    def overlooks(self, part: Any) -> bool:
+        """Whether something in ``part`` requires grad and was not taken."""
+        taken = {id(value) for value in self._taken.values()}
+        leaves = [leaf for leaf in flatten(part)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return any(id(leaf) not in taken and id(leaf) not in self._masters for leaf in leaves)

@@ -1,0 +1,217 @@
+"""A training step whose training_step runs once, on the whole batch, and whose calls of the model are cut.
+
+For losses that need all samples at once. The whole batch's run has a thread, and so has each number of a microbatch;
+between two calls of the model these have nothing to do. What a call is cut into is known when it comes, so its slots
+are made then, and those of the way back when the last call of the trace comes, or else when there is a loss.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.planning.costs import Phase
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.runtime.batch import microbatches
+from lightning_roundpipe.runtime.batch.logs import gathered, issue
+from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
+from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
+from lightning_roundpipe.runtime.core.rounds import make_rounds
+from lightning_roundpipe.runtime.core.schedule import PlannedSlots, Slots
+from lightning_roundpipe.runtime.core.step import Step
+from lightning_roundpipe.runtime.core.task_thread import Task
+from lightning_roundpipe.runtime.core.trace import Trace
+from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, DirectionStages, ModelCallStages, portions_of
+from lightning_roundpipe.runtime.modes.model_calls import ModelCall
+from lightning_roundpipe.runtime.modes.model_tasks import PartRun, WholeRun
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+
+
+class ModelStep(Step):
+    """One batch.
+
+    Args:
+        engine: what outlives it.
+        seed: of this batch.
+        before: the step before, if it is still on its way.
+    """
+
+    def __init__(self, engine: Engine, seed: tuple[int, ...], before: Step | None = None) -> None:
+        super().__init__(engine, seed, [1], None, before)
+        self.cut = True
+        self.module_state = None if engine.in_order else engine.module_state
+        self.calls: list[ModelCall] = []
+        self._parts: list[PartRun] = []
+        self._last: dict[int, PartRun] = {}
+        """By number, the microbatch of the last call that had one."""
+        self._trace: Trace | None = None
+        self._portions: list[ModelCallStages] = []
+        self._next_portion = 0
+        self._forward_of: list[tuple[ModelCallStages, CallSlots, int]] = []
+        """Portions that were called, with their slots and microbatches; those whose way back has no slots yet."""
+        self._arriving: Slots | None = None
+
+    @property
+    def everybody(self) -> Sequence[MicrobatchTask]:
+        return [*self.runs, *self._parts]
+
+    @property
+    def traces(self) -> list[Trace]:
+        traces = [self._last[index].trace for index in sorted(self._last)] or [Trace()]
+        if self._trace is None:
+            for trace in traces:
+                trace.portions = [call.name for call in self.calls]
+        return traces
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run_planned(
+        self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]], *, overlaps: bool
+    ) -> None:
+        self.plan, self._trace, self.overlaps = plan, trace, overlaps
+        self._portions = portions_of(plan, trace)
+        self._unclosed = self._running = 1  # of the slots, one that stands for those that are not made yet
+        self.runs = [WholeRun(self, CallSlots(None))]
+        self._join(function, args, together=True)
+
+    def run_one_by_one(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+        slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
+        self._arriving, self._running = slots, 1
+        self.runs = [WholeRun(self, slots)]
+        self._join(function, args, together=True)
+
+    def ended(self) -> None:
+        super().ended()
+        if self.plan is not None:
+            self._closed()
+
+    def is_fused(self, call: int) -> bool:
+        return False
+
+    def sizes_for(self, samples: int) -> list[int]:
+        """How many samples each microbatch of a call gets."""
+        options = self.engine.options
+        count, size = options.num_microbatches, options.microbatch_size
+        return microbatches.sizes_of(samples, count, size, len(self.engine.workers), self.engine.fewest_samples)
+
+    # -- calls of the model, in the whole batch's thread --------------------------------------------------------------
+
+    def forward(
+        self, call: ModelCall, function: Callable[..., Any], parts: list[tuple[Any, Any]], device: Device | None
+    ) -> None:
+        """Run the parts of ``call``; ``device`` is where their arguments are."""
+        portion, slots = self._slots_for(call, len(parts))
+        if self.module_state is not None:
+            self.module_state.begin()
+        call.runs = [self._part(m, slots, call, portion, device) for m in range(len(parts))]
+        self.calls.append(call)
+        self._parts += call.runs
+        self._last.update(enumerate(call.runs))
+        if len(parts) > len(self.sizes) or len(self.calls) == 1:
+            self.sizes = call.sizes
+        before = [None, *(run.started for run in call.runs)]
+        contexts = [contextvars.copy_context() for _ in parts]
+        self._run_all(
+            [
+                lambda run=run, part=part, context=context, b=b: run.forward(function, *part, context, b)  # type: ignore[misc]
+                for run, part, context, b in zip(call.runs, parts, contexts, before, strict=False)
+            ]
+        )
+        if self.module_state is not None and (last := call.runs[-1].kept) is not None:
+            self.module_state.end(last, call.sizes[-1])
+
+    def _part(
+        self, index: int, slots: Slots, call: ModelCall, portion: ModelCallStages | None, device: Device | None
+    ) -> PartRun:
+        return PartRun(self, index, self._trace, slots, call, portion, self._last.get(index), device)
+
+    def back(self, call: ModelCall, grads: list[list[Tensor | None]], factor: float) -> None:
+        """Run the way back of ``call`` from the gradients of each part's outputs."""
+        self._run_all(
+            [
+                lambda run=run, grads=mine: run.back(grads, call.home, factor)  # type: ignore[misc]
+                for run, mine in zip(call.runs, grads, strict=True)
+            ]
+        )
+
+    def _run_all(self, work: list[Callable[[], None]]) -> None:
+        """Each on its microbatch's thread, and without a plan one after another."""
+        tasks: list[Task[None]] = []
+        for index, function in enumerate(work):
+            tasks.append(self.engine.worker_pool.thread(1 + index).submit(function))
+            if self.plan is None:
+                tasks[-1].waiter.wait()
+        for task in tasks:  # they come back when the step has failed, too
+            task.waiter.wait()
+        self.cancel_scope.check()
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def _slots_for(self, call: ModelCall, microbatches: int) -> tuple[ModelCallStages | None, Slots]:
+        if self._arriving is not None:
+            return None, self._arriving
+        portion = self._find(call)
+        slots = CallSlots(self._make_group("forward", portion.forward, microbatches))
+        self._forward_of.append((portion, slots, microbatches))
+        if self._next_portion == len(self._portions):
+            self.expect_backward()
+        return portion, slots
+
+    def _find(self, call: ModelCall) -> ModelCallStages:
+        """The portion that ``call`` is: the next one of that model."""
+        for number in range(self._next_portion, len(self._portions)):
+            if self._portions[number].name == call.name:
+                self._next_portion = number + 1
+                return self._portions[number]
+        known = ", ".join(repr(portion.name) for portion in self._portions)
+        raise RoundPipeError(
+            f"training_step called {call.name!r} where the first batches did not: they called {known}, in this order. "
+            "With microbatch_scope='model' each batch must do so (it may leave some out). Set num_microbatches=1, "
+            "without a plan, which allows any control flow."
+        )
+
+    def expect_backward(self) -> None:
+        """Make the slots of the way back of all calls so far that have none, the last one's first."""
+        waiting, self._forward_of = self._forward_of, []
+        if self.plan is not None:
+            for portion, slots, microbatches in reversed(waiting):
+                slots.back = self._make_group("backward", portion.backward, microbatches)
+
+    def _make_group(self, phase: Phase, spans: tuple[Span, ...], microbatches: int) -> PlannedSlots | None:
+        """Slots for one direction of a call, behind all others."""
+        if not spans:
+            return None
+        assert self.plan is not None and self._trace is not None
+        way = DirectionStages(phase, spans)
+        rounds = make_rounds(self, way.stages, self._trace, microbatches, self.plan.round_microbatches)
+        slots = [slot for row in rounds for slot in row]
+        with self._counting:
+            self._unclosed += len(slots)
+        self.slots += slots
+        self.readiness.expect(slots, uploads=bool(self.engine.options.staleness))
+        group = PlannedSlots(rounds, way, self.cancel_scope, self._close)
+        for index, queue in enumerate(self.engine.queues):
+            queue.append((slot for slot in slots if slot.worker == index), self._close)
+        return group
+
+    # -- the outcome --------------------------------------------------------------------------------------------------
+
+    def finish(self) -> Any:
+        for call in self.calls:  # what the model itself has logged
+            sizes = [float(size) for size in call.sizes]
+            issue(self.engine.module, gathered([run.logs for run in call.runs]), call.sizes, sizes)
+        return super().finish()
+
+    def let_go(self) -> None:
+        super().let_go()
+        for call in self.calls:  # which know each other
+            call.runs, call.arguments = [], []
+        self.calls, self._parts, self._last, self._forward_of = [], [], {}, []

@@ -1,0 +1,1 @@
+"""From gradients that have arrived to updated weights."""

@@ -1,0 +1,171 @@
+"""From the sums of a batch to whoever uses them up: the loss that training_step returns.
+
+Lightning divides the loss, may scale it, calls ``zero_grad`` and only then ``backward``. So gradients wait in host
+buffers, and the returned loss is a node of which every master is an input. What its backward is given says by how much
+they are to be scaled. Then there are two ways:
+
+* they are handed to autograd, and with it to ``.grad``: hooks, overridden parts of the step and any optimizer work as
+  in plain training, and everything waits for that;
+* nothing is handed on, and `async_optimizer` takes them from the buffers, bucket by bucket. That may begin while
+  backward is still under way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
+from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
+from lightning_roundpipe.runtime.user_code.mode import Proxies
+
+
+class StepGradients:
+    """The gradients of one batch, before its loss is differentiated.
+
+    Args:
+        sums: per call, in trace order.
+        proxies: user code's stand-ins, in microbatch order.
+        factor: corrects the provisional total of the loss weights.
+        arrivals: says when those of a bucket are complete, if they are taken bucket by bucket, and ``.grad`` stays as
+            it is. Without it all of them are complete.
+
+    Attributes:
+        scale: what they are multiplied by; None until the loss was differentiated.
+    """
+
+    def __init__(
+        self,
+        sums: Sequence[HostGradSums],
+        proxies: Sequence[Proxies],
+        factor: float,
+        readiness: GradReadiness | None = None,
+    ) -> None:
+        self._sums = list(sums)
+        self._of: dict[ParamBucket, list[HostGradSums]] = defaultdict(list)
+        for total in sums:
+            self._of[total.layer.bucket].append(total)
+        self._proxies = list(proxies)
+        self._factor = factor
+        self.readiness = readiness
+        self.scale: float | None = None
+        self._masters: list[nn.Parameter] = []
+        if readiness is None:
+            found = {id(master): master for total in sums for master in total.got()}
+            found.update({id(master): master for master, _ in self._user_code()})
+            self._masters = list(found.values())
+
+    def loss(self, value: Tensor, *, differentiable: bool) -> Tensor:
+        """``value`` with a backward that hands the gradients out.
+
+        Args:
+            value: the merged loss.
+            differentiable: whether a microbatch's loss required grad. If so, and it depends on no parameter, a backward
+                pass does nothing; if not, it fails, as it would on the loss itself.
+        """
+        with torch.enable_grad():
+            anchors: list[Tensor] = [*self._masters] or [torch.zeros((), requires_grad=True)]
+            loss: Tensor = _StepLoss.apply(self if differentiable else None, value, *anchors)  # type: ignore[no-untyped-call]
+        return loss
+
+    def differentiated(self, scale: float) -> list[Tensor]:
+        """Backward has reached the loss. The gradients of the masters that have one; nothing, if buckets are taken."""
+        if self.readiness is None and not self._masters:
+            return []
+        if self.scale is not None:
+            raise RoundPipeError(
+                "backward was called twice on the loss of one training_step: its gradients have been handed out."
+            )
+        self.scale = scale * self._factor
+        if self.readiness is not None:
+            return []
+        for total in self._sums:
+            total.handed_out = True
+        taken = self._taken(self._sums, self._user_code())
+        self.let_go()
+        return [taken.pop(id(master)) for master in self._masters]
+
+    def take(self, bucket: ParamBucket) -> dict[int, Tensor]:
+        """The gradients of a bucket that is there, by the ids of its masters, scaled where they lie. Once."""
+        user_code = self._user_code({id(master) for master in bucket.masters}) if self._proxies else []
+        return self._taken(self._of[bucket], user_code)
+
+    def sums_by_master(self, bucket: ParamBucket) -> dict[int, list[HostGradSums]] | None:
+        """What the gradients of a bucket that is there are the sums of, by the ids of its masters, for `take_part`.
+
+        None if user code between layers has added to them: then they are to be taken as a whole.
+        """
+        if self._proxies and self._user_code({id(master) for master in bucket.masters}):
+            return None
+        found: dict[int, list[HostGradSums]] = defaultdict(list)
+        for total in self._of[bucket]:
+            for master in total.got():
+                found[id(master)].append(total)
+        return found
+
+    def take_part(self, sums: Sequence[HostGradSums], key: int, start: int, end: int) -> Tensor:
+        """Of one master's gradient the numbers ``start`` to ``end``, scaled and added up where they lie. Once."""
+        assert self.scale is not None
+        first, *others = (total.take_part(key, start, end, self.scale) for total in sums)
+        for other in others:
+            first.add_(other)
+        return first
+
+    @property
+    def sums(self) -> Sequence[HostGradSums]:
+        """Per call, in trace order; none once all has been let go."""
+        return self._sums
+
+    def arrive(self) -> None:
+        """Wait until all of them are on the host."""
+        for total in self._sums:
+            total.wait()
+
+    def let_go(self, bucket: ParamBucket | None = None) -> None:
+        """Nobody needs the gradients of ``bucket``, or any of them, any more: their memory may be written to."""
+        for total in self._sums if bucket is None else self._of[bucket]:
+            total.consumed.wake()
+        if bucket is None:
+            self._sums, self._proxies = [], []
+            self._of.clear()
+
+    def _user_code(self, masters: set[int] | None = None) -> list[tuple[nn.Parameter, Tensor]]:
+        return [pair for proxies in self._proxies for pair in proxies.gradients(masters)]
+
+    def _taken(self, sums: list[HostGradSums], user_code: list[tuple[nn.Parameter, Tensor]]) -> dict[int, Tensor]:
+        assert self.scale is not None
+        totals: dict[int, Tensor] = {}
+        for total in sums:
+            taken = total.take(self.scale)
+            for key in totals.keys() & taken.keys():
+                taken[key] = totals[key].add_(taken[key])
+            totals |= taken
+        for master, grad in user_code:
+            grad = grad * self.scale
+            totals[id(master)] = totals[id(master)].add_(grad) if id(master) in totals else grad
+        return totals
+
+
+class _StepLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradients: StepGradients | None, value: Tensor, *anchors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        ctx.anchors = len(anchors)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RoundPipeError(
+                "training_step returned a loss that does not require grad: it was detached, computed under "
+                "torch.no_grad(), or depends on no parameter that is trained. Return the loss as it was computed, or "
+                "None to skip the batch."
+            )
+        taken = ctx.gradients.differentiated(float(grad))
+        return None, None, *(taken or [None] * ctx.anchors)

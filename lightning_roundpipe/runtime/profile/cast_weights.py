@@ -1,0 +1,88 @@
+"""What a layer does with each of its weights: whether autocast casts it wherever it is used.
+
+Looked at while the first batch runs, forward, recomputation and backward: torch tells of each operation, and the memory
+that it was given tells whose weight it is. Whatever is no cast, and no view, needs the weight as it is. So does a
+weight that is cast to several formats, or to none because nobody has used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from lightning_roundpipe.model.rounded import TO, casts_to, keeps_values
+
+
+class Uses:
+    """Of one layer's weights, by their positions, as far as they have been seen. What was seen once stays."""
+
+    def __init__(self, module: nn.Module, masters: Sequence[nn.Parameter]) -> None:
+        lists = {id(p) for inner in module.modules() if isinstance(inner, nn.RNNBase) for p in inner.parameters()}
+        self._candidates = {
+            i for i, p in enumerate(masters) if p.dtype is torch.float32 and p.numel() and id(p) not in lists
+        }
+        self._formats: dict[int, torch.dtype] = {}
+
+    def cast(self, position: int, dtype: torch.dtype) -> None:
+        """One use was a cast to ``dtype``."""
+        if self._formats.setdefault(position, dtype) is not dtype or dtype.itemsize != 2:
+            self.otherwise([position])
+
+    def otherwise(self, positions: Iterable[int]) -> None:
+        """One use was another."""
+        self._candidates -= set(positions)
+
+    def only_cast(self) -> dict[int, torch.dtype]:
+        """The weights that are cast at every use, and to what."""
+        return {i: dtype for i, dtype in self._formats.items() if i in self._candidates}
+
+
+class CastWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes down the uses of ``parameters``, which lie in a worker's arena, while it is entered."""
+
+    def __init__(self, uses: Uses, parameters: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._uses = uses
+        self._places: dict[int, list[tuple[int, int, int]]] = {}
+        for position, parameter in enumerate(parameters):
+            start = parameter.data_ptr()
+            places = self._places.setdefault(parameter.untyped_storage()._cdata, [])
+            places.append((start, start + parameter.nbytes, position))
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Functions that are compiled stay so; else torch would never compile them again."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in TO:
+            with self:
+                return func.decompose(*args, **kwargs)
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                self._see(leaf, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _see(self, tensor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            places = self._places.get(tensor.untyped_storage()._cdata)
+            start = tensor.data_ptr() if places else 0
+        except (RuntimeError, NotImplementedError):  # a tensor of somebody's own: nobody knows what it stands for
+            self._uses.otherwise(position for places in self._places.values() for _, _, position in places)
+            return
+        found = [position for first, end, position in places or () if first <= start < end]
+        if not found:
+            return
+        dtype = casts_to(func, args, kwargs)
+        if tensor is not args[0] or (dtype is None and not keeps_values(func)):
+            self._uses.otherwise(found)
+        elif dtype is not None:
+            self._uses.cast(found[0], dtype)

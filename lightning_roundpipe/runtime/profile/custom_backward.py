@@ -1,0 +1,203 @@
+"""Whether backward code of the user's own gives in parts of a batch what it gives on the whole of it.
+
+The gradients of torch's own operations are linear in what arrives, so those of parts add up. A
+``torch.autograd.Function`` and a hook may do anything else: add the gradient of a loss of their own, which then counts
+once for each part, or divide by a norm. So a rehearsal runs the graphs that such code is in backward, each for itself:
+
+    the graph of a layer's call, of what goes into one, of a loss ── is there such code in it? ── [1]
+    a backward of gradients that a sample gets in whatever part, and a backward of zeros ── [2]
+    sums over what arrives at inputs and parameters, which those of the parts must add up to ── [3]
+
+The backward of zeros shows what is added, however small it is beside the other gradients.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.nn.modules._functions import BackwardHookFunction
+
+from lightning_roundpipe.runtime.layer_calls.recompute_check import sums_of
+
+_TORCHS = ("torch", "lightning_roundpipe")
+_REGISTERED = "torch._library"
+"""Where torch makes functions of the backward formulas of custom operators."""
+
+
+@dataclass
+class GradEnd:
+    """Where gradients arrive.
+
+    Attributes:
+        of: what it is, for messages.
+        at: whose gradient it is.
+        hooks: that are called with it.
+    """
+
+    of: str
+    at: Tensor | GradientEdge
+    hooks: Sequence[Callable[[Tensor], Tensor | None]] = ()
+
+
+@dataclass
+class Arrived:
+    """Sums over one gradient, of all calls: two weighted ones, and the norm."""
+
+    code: str
+    of: str
+    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+
+    def differs(self, other: Arrived, tolerance: float) -> bool:
+        """By more than rounding."""
+        mine, its = self.sums.tolist(), other.sums.tolist()
+        if any(x != x or abs(x) == float("inf") for x in (*mine, *its)):
+            return False
+        return any(abs(a - b) > tolerance * max(mine[2], its[2]) for a, b in zip(mine[:2], its[:2], strict=True))
+
+
+class CustomBackwards:
+    """What has arrived in the runs of one side.
+
+    Args:
+        samples: of the whole batch.
+        rows: which of them run now.
+        whole: the side that the whole batch ran in, if this is another.
+
+    Attributes:
+        arrived: by the place of the code, the end, and whether the gradients were zeros.
+    """
+
+    def __init__(self, samples: int, rows: Callable[[], slice], whole: CustomBackwards | None = None) -> None:
+        self.arrived: dict[tuple[str, int, bool], Arrived] = {}
+        self._samples, self._rows, self._whole = samples, rows, whole
+        self._shapes: dict[tuple[str, Any], set[torch.Size]] = {}
+        self._untold: set[str] = set()
+        """Places that cannot be compared."""
+
+    def see(
+        self, place: str, roots: Sequence[Tensor], ends: list[GradEnd], code: str, share: float | None = None
+    ) -> None:
+        """Run the graph of ``roots`` backward [2].
+
+        Args:
+            place: of the code.
+            roots: tensors that require grad.
+            ends: where gradients are wanted; as many and in the same order on both sides.
+            code: of the user's own in it.
+            share: of a loss in that of the batch.
+        """
+        try:
+            gradients = [self._gradient(place, i, root, share) for i, root in enumerate(roots)]
+            for zeros in (False, True):
+                given = [torch.zeros_like(g) for g in gradients] if zeros else gradients
+                at: Any = [end.at for end in ends]
+                found = torch.autograd.grad(roots, at, given, retain_graph=True, allow_unused=True)
+                for i, (end, gradient) in enumerate(zip(ends, found, strict=True)):
+                    arrived = self.arrived.setdefault((place, i, zeros), Arrived(code, end.of))
+                    if gradient is not None:
+                        for hook in end.hooks:
+                            changed = hook(gradient)
+                            gradient = gradient if changed is None else changed
+                        arrived.sums += sums_of(self._placed(place, f"end {i}", gradient.detach())).cpu()
+        except Exception:
+            self._untold.add(place)  # the step's own backward says what is wrong, if anything is
+
+    def different(self, parts: CustomBackwards, tolerance: float) -> Iterator[tuple[Arrived, Arrived]]:
+        """Pairs of what differs between this side and ``parts`` [3]."""
+        told = {place for place, _, _ in self.arrived.keys() & parts.arrived.keys()} - self._untold - parts._untold
+        for key in sorted(self.arrived, key=lambda key: not key[2]):
+            if key[0] in told and key in parts.arrived and self.arrived[key].differs(parts.arrived[key], tolerance):
+                yield self.arrived[key], parts.arrived[key]
+
+    def _gradient(self, place: str, index: int, root: Tensor, share: float | None) -> Tensor:
+        shape, rows = self._whole_shape(place, index, root.shape)
+        seed = zlib.crc32(f"{place} {index} {tuple(shape)}".encode())
+        full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        if rows is not None:
+            full = full[rows]
+        elif share is None:
+            share = self._count() / self._samples
+        return (full * (1.0 if share is None else share)).to(root.device, root.dtype)
+
+    def _placed(self, place: str, what: str, gradient: Tensor) -> Tensor:
+        """``gradient`` with its rows where they are in the whole batch."""
+        shape, rows = self._whole_shape(place, what, gradient.shape)
+        if rows is None:
+            return gradient
+        placed = gradient.new_zeros(shape)
+        placed[rows] = gradient
+        return placed
+
+    def _whole_shape(self, place: str, what: Any, shape: torch.Size) -> tuple[torch.Size, slice | None]:
+        """The shape in the whole batch, and where the rows of a tensor of ``shape`` are there, if it has such."""
+        if self._whole is None:
+            self._shapes.setdefault((place, what), set()).add(shape)
+            return shape, None
+        rows, known = self._rows(), self._whole._shapes.get((place, what), set())
+        if shape in known:
+            return shape, None
+        if shape and shape[0] % self._count() == 0:
+            each = shape[0] // self._count()
+            full = torch.Size((each * self._samples, *shape[1:]))
+            if full in known:
+                return full, slice(each * rows.start, each * rows.stop)
+        raise ValueError("a shape that the whole batch does not have")
+
+    def _count(self) -> int:
+        rows = self._rows()
+        return int(rows.stop - rows.start)
+
+
+def code_in(roots: Sequence[Tensor]) -> tuple[str, list[GradEnd]]:
+    """Walk the graph of ``roots``, up to layers and leaves.
+
+    Returns:
+        The user's code in it [1], by its name, or an empty text; and the ends that are calls of layers, and leaves.
+    """
+    nodes: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr) for t in reversed(roots) if t.grad_fn is not None]
+    seen: set[Any] = set()
+    code, ends = "", []
+    while nodes:
+        node, output = nodes.pop()
+        entry = getattr(node, "entry", None)
+        leaf = hasattr(node, "variable")
+        key = (node, output) if entry is not None else node
+        if node is None or key in seen:
+            continue
+        seen.add(key)
+        if entry is not None:
+            hooks = tuple(entry.hooks.get(output, {}).values())
+            ends.append(GradEnd(f"what {entry.what} returns", GradientEdge(node, output), hooks))
+            code = code or (_HOOK if hooks else "")
+        elif leaf:
+            ends.append(GradEnd("a parameter or another leaf", GradientEdge(node, 0)))
+        else:
+            code = code or _own(node)
+            nodes += [edge for edge in reversed(node.next_functions) if edge[0] is not None]
+    return code, ends
+
+
+_HOOK = "a hook on a tensor"
+
+
+def hooked(code: str, hooks: bool) -> str:
+    """``code``, or that there are hooks."""
+    return code or (_HOOK if hooks else "")
+
+
+def _own(node: Any) -> str:
+    function = getattr(type(node), "_forward_cls", None)
+    if function is not None:
+        module = function.__module__
+        if function is BackwardHookFunction:
+            return "a backward hook of a module"
+        library = module.partition(".")[0] in _TORCHS and not module.startswith(_REGISTERED)
+        return "" if library else f"torch.autograd.Function {function.__qualname__!r}"
+    name = str(node.name())
+    return name if "CppNode" in name else ""

@@ -1,0 +1,184 @@
+"""What user code changes while a microbatch is on its way, and the engine cannot keep apart for each of them.
+
+Microbatches take turns within a step, so what one leaves in a global, in a helper object or in what a hook writes to,
+another would find. Attributes of modules are kept apart (`module_state`, `side_outputs`), as long as no layer changes
+those of
+others. A rehearsal shows whether there is anything else:
+
+    training_step on the whole batch ── which objects does it change at all? ── [1]   most often none
+    training_step on parts of it ── which of them while a layer runs ── [2]   or before its last call of one ── [3]
+    a part once more, which at every call finds what another one has there ── does it give something else? ── [4]
+
+What is changed only behind the last call is read by nobody who is still on the way, and what is only counted or written
+down harms nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_roundpipe.model.attributes import Container, own_attributes
+from lightning_roundpipe.runtime.profile.left_behind import names_in, put_back_of, state_of, walk
+
+_MOST_BYTES = 1 << 26
+"""Of an array, from which on only its first bytes are looked at."""
+
+
+BETWEEN = "between layers"
+"""The place that is not a layer."""
+
+
+@dataclass
+class _Watched:
+    """One object: where it was found, its kind, what it held when it was last looked at, and whether it is kept apart
+    between layers."""
+
+    path: str
+    value: Any
+    kind: str
+    apart: bool
+    before: dict[str, Any] | list[Any]
+
+    def change(self) -> str | None:
+        """The path of something in it that has changed."""
+        now = _mark(self.value, self.kind)
+        if isinstance(now, dict) and isinstance(self.before, dict):
+            for name in {**now, **self.before}:
+                if not _is(self.before.get(name, _mark), now.get(name, _mark)):
+                    return f"{self.path}.{name}" if self.path else name
+            return None
+        return None if len(self.before) == len(now) and all(map(_is, self.before, now)) else self.path
+
+    def look(self) -> None:
+        self.before = _mark(self.value, self.kind)
+
+
+class OutsideWrites:
+    """Looks at what is reachable.
+
+    Args:
+        modules: all, with their names.
+        others: by name, further objects that user code may change.
+        inside: ids of the modules inside layers.
+
+    Attributes:
+        found: what is changed, by the name of the layer whose code does, or `BETWEEN`.
+        clashes: the same where a layer changes what is kept apart between layers.
+    """
+
+    def __init__(
+        self, modules: Iterable[tuple[str, nn.Module]], others: Iterable[tuple[str, Any]], inside: set[int]
+    ) -> None:
+        modules = list(modules)
+        ignored = inside | {i for _, module in modules if id(module) in inside for i in _own(module, tensors=True)}
+        apart = {id(module) for _, module in modules}
+        for _, module in modules:
+            apart.update(_own(module, tensors=isinstance(module, Metric)))
+        self._watched = [
+            _Watched(path, value, kind, id(value) in apart, _mark(value, kind))
+            for path, value, kind in walk([*modules, *others])
+            if kind != "leaf" and id(value) not in ignored and not isinstance(value, torch.jit.ScriptModule)
+        ]
+        self._narrow = False
+        self.found: dict[str, str] = {}
+        self.clashes: dict[str, str] = {}
+        self._record: list[list[Callable[[], object]]] | None = None
+        self._recorded: list[list[Callable[[], object]]] = []
+        self._replay: Iterator[list[Callable[[], object]]] | None = None
+
+    def narrow(self) -> None:
+        """Look at nothing any more but what has changed meanwhile [1]; at first, there is nothing else to see."""
+        if not self._narrow:
+            self._watched = [watched for watched in self._watched if watched.change() is not None]
+            self._narrow = True
+
+    def begin(self) -> None:
+        """A microbatch begins."""
+        self._look()
+
+    def enter(self) -> None:
+        """It calls a layer [3]."""
+        self._see(BETWEEN, (watched for watched in self._watched if not watched.apart))
+
+    def leave(self, layer: str) -> None:
+        """The layer has run [2]."""
+        self._see(layer, self._watched)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While a part runs, whose state another is to find."""
+        self._record = self._recorded = []
+        try:
+            yield
+        finally:
+            self._record = None
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """While another one does [4]."""
+        self._replay, self._recorded = iter(self._recorded), []
+        try:
+            yield
+        finally:
+            self._replay = None
+
+    def _see(self, place: str, those: Iterable[_Watched]) -> None:
+        if not (self._narrow and self._watched):
+            return
+        if self._record is not None:
+            shared = (watched for watched in self._watched if not watched.apart and watched.kind != "iterator")
+            self._record.append([put_back_of(watched.value, watched.kind) for watched in shared])
+        elif self._replay is not None:
+            for put in next(self._replay, ()):
+                put()
+        else:
+            for watched in those:
+                if (path := watched.change()) is not None:
+                    (self.clashes if watched.apart else self.found).setdefault(place, path)
+            self._look()
+
+    def _look(self) -> None:
+        for watched in self._watched if self._narrow else ():
+            watched.look()
+
+
+def _own(module: nn.Module, *, tensors: bool) -> Iterable[int]:
+    """Ids of what the attributes of ``module`` hold: lists and dicts, and ``tensors``."""
+    yield from map(id, module._buffers.values() if tensors else ())
+    waiting = list(own_attributes(module).values())
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Container) or (tensors and isinstance(value, Tensor)):
+            yield id(value)
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+
+
+def _mark(value: Any, kind: str) -> dict[str, Any] | list[Any]:
+    """What changes when ``value`` does; it keeps what it refers to alive, so that nothing else gets its id."""
+    if (named := names_in(value, kind)) is not None:
+        return named
+    if kind == "tensor":
+        return [-1 if value.is_inference() else value._version]
+    if kind == "array":
+        return [zlib.crc32(memoryview(value).cast("B")[:_MOST_BYTES]) if value.flags.c_contiguous else repr(value)]
+    if kind == "many":
+        return [len(value)]
+    if kind == "container":
+        return [x for item in value.items() for x in item] if isinstance(value, dict) else list(value)
+    return state_of(value, kind)
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str, MethodType)) and a == b)

@@ -1,0 +1,634 @@
+"""Whether parts of a batch give what the whole batch gives: found out on a few samples, before anything is trained.
+
+    a few samples as one batch ── loss, outputs, logged values, metrics, what is left on modules ── [1]
+    the same samples as two parts, one after the other ── put together as those of a step are ── [2]   the same: parts
+    training_step once, and each call of the model in two parts ── [3]   the same as [1]: microbatch_scope="model"
+    neither ── an error with the value that differs most plainly ── [4]
+
+Rehearsals run forward only and leave nothing behind; see `rehearsal` and `left_behind`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchmetrics import Metric
+
+from lightning_roundpipe.messages import plural
+from lightning_roundpipe.runtime.batch import microbatches
+from lightning_roundpipe.runtime.batch.joining import join
+from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, Said, gathered, ruled, shadowed_log
+from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
+from lightning_roundpipe.runtime.batch.losses import are_spread
+from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of
+from lightning_roundpipe.runtime.core.prediction import CallOrder
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten
+from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
+from lightning_roundpipe.runtime.profile.left_behind import ABSENT, Attributes, LeftBehind, code_of
+from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
+from lightning_roundpipe.runtime.profile.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
+from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
+from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.engine import Engine
+
+FEW = 2
+"""Samples of a part in a rehearsal; one more in the first, where parts of the batch are not all equal."""
+PAIRS = 3
+"""Neighbouring parts that are tried, if the first ones do not tell."""
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative difference that rounding makes, by the format that is computed in."""
+_FLOOR = 1e-2
+"""Of the tolerance: the absolute difference that is rounding, too, as values may be small differences of large ones."""
+
+_NAMED = 3
+"""Attributes that an error names."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that parts give otherwise than the whole batch.
+
+    Attributes:
+        what: it is.
+        whole: what it is for the whole; None: ``what`` raises ``parts`` instead.
+        parts: what it is for the parts.
+    """
+
+    what: str
+    whole: str | None
+    parts: str
+
+    def __str__(self) -> str:
+        if self.whole is None:
+            return f"{self.what} raises {self.parts}"
+        return f"{self.what} is {self.parts} instead of {self.whole}"
+
+
+@dataclass
+class Verdict:
+    """What the rehearsals have shown.
+
+    Attributes:
+        parts: what is another value in parts; None if nothing is.
+        model: the same where only the model's calls are cut; None if nothing is, or it was not tried.
+        samples: that were taken.
+        why_not: why it could not be found out; empty if it was.
+        left: attributes and buffers that training_step changes, by path, if parts differ.
+        announced: whether all that differs comes from layers with batch statistics.
+        raised: whether training_step raises an error on a part.
+        lopsided: whether a part counts nothing, so that the other one is all.
+        spread: whether its targets were spread unlike its samples.
+        losses_inside: layers that compute a cross entropy themselves, whose targets nobody counts.
+        shared: what is changed that microbatches share, by whose code does that; see `OutsideWrites`.
+        rules: how logged values may be made of those of the parts: `USUAL`, or some of `logs.RULES`.
+    """
+
+    samples: int
+    parts: Difference | None = None
+    model: Difference | None = None
+    why_not: str = ""
+    left: list[str] = field(default_factory=list)
+    announced: bool = False
+    raised: bool = False
+    lopsided: bool = False
+    spread: bool = False
+    losses_inside: list[str] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)
+    rules: dict[Key, list[str]] = field(default_factory=dict)
+
+
+@dataclass
+class _Shown:
+    """What one side has shown: values by what they are."""
+
+    output: Any = None
+    loss: Tensor | None = None
+    logged: list[tuple[str, Any]] = field(default_factory=list)
+    said: Said = field(default_factory=dict)
+    weights: list[float] = field(default_factory=list)
+    spread: bool = False
+    metrics: dict[str, Any] = field(default_factory=dict)
+    left: dict[str, Any] = field(default_factory=dict)
+    alike: bool = True
+    backwards: CustomBackwards | None = None
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None:
+        """Stands in for the module's."""
+        self.logged.append((name, value))
+
+
+class PartsCheck:
+    """Of one engine and batch.
+
+    Args:
+        engine: whose layers run. Nothing is on its way.
+        function: training_step.
+        batch: of the first step, and ``rest``, its other arguments.
+        sizes: samples of each part that it would be cut into.
+        weigh: what the user says of how the losses of some parts make up that of the batch.
+        seed: of the batch.
+        others: by name, further objects that user code may change.
+        asked: whether the calls of the model are to be cut, whatever parts of the batch give. Then only those are
+            compared with the whole, as `Verdict.parts`, with layers whose statistics are held fixed, and not by what
+            the model's own forward leaves in itself: it is known to run several times.
+    """
+
+    def __init__(
+        self, engine: Engine, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], sizes: list[int],
+        weigh: Callable[[Sequence[Any]], Weights], seed: tuple[int, ...], others: Iterable[tuple[str, Any]] = (),
+        *, asked: bool = False,
+    ) -> None:  # fmt: skip
+        self._asked = asked
+        self._engine, self._function, self._batch, self._rest = engine, function, batch, rest
+        self._sizes, self._weigh, self._seed = sizes, weigh, derive(*seed)
+        self._root: Any = engine.module
+        names = {id(p): name for name, p in self._root.named_parameters()}
+        self._written = Written(names)
+        self._inside = {id(m) for layer in engine.layers for m in layer.module.modules()}
+        self._modules = dict(self._root.named_modules())
+        others = list(others)
+        self._left = LeftBehind(self._root, others)
+        self._outside = OutsideWrites(self._modules.items(), [*others, *code_of(self._root)], self._inside)
+        self._order = CallOrder()
+        self._lost: Exception | None = None
+        """The error after which the engine cannot go on."""
+
+    # -- what is rehearsed --------------------------------------------------------------------------------------------
+
+    def find_out(self, models: Sequence[ModelInterceptor]) -> Verdict:
+        """Rehearse; ``models`` are what calls are cut of, if that is to be tried, too.
+
+        Raises:
+            Exception: after which the engine cannot go on. What user code raises is part of the verdict.
+        """
+        found: Verdict | None = None
+        for start, one, two, full in self._candidates():
+            if self._left.stuck:
+                return Verdict(one + two, why_not=f"{self._left.stuck[0]} could not be put back")
+            verdict = self._rehearse(start, one, two, models)
+            if self._lost is not None:
+                raise self._lost
+            if found is not None and not verdict.why_not:
+                verdict.rules = in_both(found.rules, verdict.rules)
+            differs = verdict.parts is not None and (full or not verdict.raised)
+            if differs or not (verdict.why_not or verdict.raised or verdict.lopsided):
+                return verdict
+            if found is None or found.why_not or (found.raised and not verdict.why_not):
+                found = verdict
+        assert found is not None
+        if found.why_not and len(self._sizes) > 2 and not self._left.stuck:  # a few samples may not be taken out of it
+            verdict = self._rehearse(0, sum(self._sizes[:-1]), self._sizes[-1], models)
+            found = found if verdict.why_not else verdict
+        return found
+
+    def _candidates(self) -> Iterator[tuple[int, int, int, bool]]:
+        """Samples to take: the first one, how many each of two neighbouring parts has, and whether that is all of them.
+
+        Of parts of unequal sizes, if there are such. A few samples may be too few for user code, or hold no targets.
+        """
+        sizes, ends = self._sizes, [*itertools.accumulate(self._sizes)]
+        pairs = sorted(range(len(sizes) - 1), key=lambda i: sizes[i] == sizes[i + 1])
+        for number, i in enumerate(pairs[:PAIRS]):
+            uneven = sizes[i] != sizes[i + 1]
+            few = (min(sizes[i], FEW + uneven), min(sizes[i + 1], FEW))
+            full = few == (sizes[i], sizes[i + 1])
+            yield ends[i] - few[0], *few, full
+            if number == 0 and not full:
+                yield ends[i] - sizes[i], sizes[i], sizes[i + 1], True
+
+    def _rehearse(self, start: int, one: int, two: int, models: Sequence[ModelInterceptor]) -> Verdict:
+        sizes = [one, two]
+        verdict = Verdict(one + two)
+        state = GlobalRandomState(self._engine.devices)
+        draws = SameDraws(self._engine.devices, one + two, self._seed)
+        try:
+
+            def whole_batch() -> list[Any]:
+                return [self._take(start, 0, one + two)]
+
+            def parts() -> list[Any]:
+                return [self._take(start, 0, one), self._take(start, one, one + two)]
+
+            with without_dropout():
+                if self._asked:
+                    verdict.parts, verdict.raised = self._in_calls(whole_batch, sizes, models, draws, steady=True)
+                    return verdict
+                whole = self._side(whole_batch(), [one + two], draws, CustomBackwards(one + two, lambda: draws.rows))
+                try:
+                    verdict.parts = self._in_parts(whole, parts(), sizes, draws, verdict)
+                except CannotRehearse:
+                    raise
+                except Exception as error:
+                    verdict.parts, verdict.raised = Difference("training_step", None, _named(error)), True
+                gathers = verdict.parts is not None and self._layers_gather(whole)
+                if gathers:
+                    backwards = CustomBackwards(one + two, lambda: draws.rows)
+                    whole = self._side(whole_batch(), [one + two], draws, backwards, steady=True)
+                    found = self._in_parts(whole, parts(), sizes, draws, verdict, steady=True)
+                    verdict.parts, verdict.announced = found or verdict.parts, found is None
+                if not verdict.raised:
+                    verdict.shared = self._shared(parts, sizes, draws)
+                if verdict.parts is not None and not verdict.announced:
+                    kept = [path.removeprefix("len(").partition("[")[0].rstrip(")") for path in whole.left]
+                    verdict.left = [*dict.fromkeys(path for path in kept if self._counts(path))]
+                    if models:
+                        verdict.model, _ = self._in_calls(whole_batch, sizes, models, draws, steady=gathers)
+        except CannotRehearse as error:
+            verdict.why_not = str(error)
+        except Exception as error:
+            verdict.why_not = _named(error)
+        finally:
+            state.restore()
+        verdict.losses_inside = list(draws.losses_inside)
+        return verdict
+
+    def _take(self, start: int, first: int, last: int) -> Any:
+        """Samples of the batch, to which training_step may write."""
+        return self._engine.columns.part(self._batch, slice(start + first, start + last), sum(self._sizes), copied=True)
+
+    # -- sides --------------------------------------------------------------------------------------------------------
+
+    def _in_parts(
+        self, whole: _Shown, parts: list[Any], sizes: list[int], draws: SameDraws, verdict: Verdict, *,
+        steady: bool = False,
+    ) -> Difference | None:  # fmt: skip
+        backwards = CustomBackwards(sum(sizes), lambda: draws.rows, whole.backwards)
+        shown = self._side(parts, sizes, draws, backwards, steady=steady)
+        found = self._compare(whole, shown, sizes, verdict)
+        verdict.lopsided, verdict.spread = 0.0 in shown.weights, shown.spread
+        if found is not None:
+            self._demand_same_draws(whole, shown)
+        return found
+
+    def _demand_same_draws(self, *sides: _Shown) -> None:
+        if not all(side.alike for side in sides):
+            raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
+
+    def _shared(self, parts: Callable[[], list[Any]], sizes: list[int], draws: SameDraws) -> dict[str, str]:
+        """What one part must not find of another, by whose code changes it; see `outside_writes`."""
+        outside = self._outside
+        if outside.clashes or not outside.found:
+            return outside.clashes
+
+        def run(index: int) -> _Shown:
+            backwards = CustomBackwards(sum(sizes), lambda: draws.rows)
+            return self._side([parts()[index]], [sizes[index]], draws, backwards)
+
+        alone = run(0)
+        with outside.recording():
+            run(1)
+        try:
+            with outside.replaying():
+                beside = run(0)
+        except CannotRehearse:
+            raise
+        except Exception:
+            return outside.found
+        comparison = _Comparison(self._tolerance(), sizes)
+        comparison.see("the loss", alone.loss, beside.loss)
+        comparison.see_logs(alone, beside)
+        comparison.see("what it returns", alone.output, beside.output)
+        return outside.found if comparison.found else {}
+
+    def _in_calls(
+        self, batch: Callable[[], list[Any]], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws,
+        *, steady: bool,
+    ) -> tuple[Difference | None, bool]:  # fmt: skip
+        """What differs where the calls of the model are cut, and whether that is an error.
+
+        In the run that it is compared with calls are whole, and detached from code around them as they are when cut.
+        """
+        samples = sum(sizes)
+
+        def side(cut: Callable[[int], list[int]], whole: CustomBackwards | None = None) -> _Shown:
+            backwards = CustomBackwards(samples, lambda: draws.rows, whole)
+            return self._side(batch(), [samples], draws, backwards, models, cut, steady=steady)
+
+        try:
+            whole = side(lambda samples: [samples])
+            cut = side(lambda s: sizes if s == samples else microbatches.sizes_of(s, 2, None, 1), whole.backwards)
+        except CannotRehearse:
+            raise
+        except Exception as error:
+            return Difference("training_step", None, _named(error)), True
+        found = self._compare(whole, cut, sizes)
+        if found is not None:
+            self._demand_same_draws(whole, cut)
+        return found, False
+
+    def _side(
+        self, batches: list[Any], sizes: list[int], draws: SameDraws, backwards: CustomBackwards,
+        models: Sequence[ModelInterceptor] = (), cut: Callable[[int], list[int]] | None = None, *, steady: bool = False,
+    ) -> _Shown:  # fmt: skip
+        """Run training_step on each of ``batches`` [1] [2] [3]; ``steady``: layers find their buffers as they were."""
+        if self._lost is not None:
+            raise self._lost
+        engine, shown = self._engine, _Shown(backwards=backwards)
+        interceptors = [i for i in engine.interceptors if isinstance(i, Interceptor)]
+        runs: list[Rehearsal] = []
+        losses: list[Tensor | None] = []
+        weighing = Weighing(sizes, self._weigh(batches) if len(batches) > 1 else None)
+        current: list[Rehearsal] = []
+        before = {id(m): m._update_count for m in self._modules.values() if isinstance(m, Metric)}
+        buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []
+        for module in self._batch_norms() if steady else ():
+            module.training = False  # until it is put back
+
+        def renew() -> None:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+        own, learned = Attributes(self._layers_modules()), [(x, x.borrows, x.reaches_out) for x in engine.layers]
+        try:
+            with (
+                intercepted([*interceptors, *models]),
+                shadowed_log(self._root, lambda: current[-1].logs, several=len(batches) > 1),
+            ):
+                for index, (batch, rows) in enumerate(zip(batches, microbatches.rows_of(sizes), strict=True)):
+                    run = Rehearsal(
+                        engine, index, draws, self._written, self._order, backwards, self._outside, cut, renew
+                    )
+                    current.append(run)
+                    draws.begin(rows)
+                    own.put_back()  # what a layer sets on itself, each microbatch finds as the step began
+                    renew()
+                    try:
+                        output = run.run(self._function, (batch, *self._rest), {})
+                    except Exception as error:
+                        engine.host_buffers.drop()
+                        self._lost = error if run.lost else None
+                        raise
+                    shown.alike &= draws.alike
+                    loss = loss_of(output)
+                    run.mode.judge(loss, sizes[index])
+                    if loss is not None:
+                        run.weight = weighing.of(run)
+                    run.output = detached(output)
+                    engine.host_buffers.settle()
+                    runs.append(run)
+                    losses.append(loss)
+            joined = join(shown, runs, sizes, weighing, mixes=True)
+            for run, loss, rows, weight in zip(runs, losses, microbatches.rows_of(sizes), joined.weights, strict=False):
+                if loss is not None:
+                    draws.begin(rows)
+                    run.look_back("the loss", [loss], 1.0 if joined.added else weight / sum(joined.weights))
+            shown.spread = len(runs) > 1 and are_spread([run.mode for run in runs], sizes)
+            shown.said, shown.weights = gathered([run.logs for run in runs]), joined.weights
+            shown.output, shown.loss = joined.output, joined.loss if joined.losses else None
+            shown.metrics = dict(self._values(before))
+            shown.left = self._left.changes() | self._written.changes()
+            self._outside.narrow()
+        finally:
+            for layer, borrows, reaches_out in learned:
+                layer.borrows, layer.reaches_out = borrows, reaches_out
+            self._left.put_back()
+            self._written.put_back()
+        return shown
+
+    def _values(self, before: dict[int, int]) -> Iterator[tuple[str, Any]]:
+        """Of metrics that have been updated, over the epoch and, where it is kept, of the step."""
+        for name, metric in self._modules.items():
+            if isinstance(metric, Metric) and metric._update_count != before[id(metric)]:
+                with contextlib.suppress(Exception):
+                    cached = getattr(metric, "_forward_cache", None)
+                    if cached is not None:
+                        yield f"metric {name!r} of the step", cached
+                    yield f"metric {name!r}", metric.compute()
+
+    def _layers_modules(self) -> list[nn.Module]:
+        return [m for m in self._modules.values() if id(m) in self._inside]
+
+    def _batch_norms(self) -> list[nn.Module]:
+        return [m for m in self._modules.values() if isinstance(m, _BatchNorm) and m.training]
+
+    def _layers_gather(self, whole: _Shown) -> bool:
+        """Whether layers compute statistics of a batch, or change their buffers; `hints` tells of it."""
+        return bool(self._batch_norms()) or any(not self._counts(path) for path in whole.left)
+
+    # -- comparing ----------------------------------------------------------------------------------------------------
+
+    def _compare(
+        self, whole: _Shown, parts: _Shown, sizes: list[int], verdict: Verdict | None = None
+    ) -> Difference | None:
+        comparison = _Comparison(self._tolerance(), sizes)
+        comparison.see("the loss", whole.loss, parts.loss)
+        comparison.see_logs(whole, parts)
+        for name in {**whole.metrics, **parts.metrics}:
+            comparison.see(name, whole.metrics.get(name, ABSENT), parts.metrics.get(name, ABSENT))
+        if whole.backwards is not None and parts.backwards is not None:
+            comparison.see_backwards(whole.backwards, parts.backwards)
+        comparison.see("what it returns", _without_loss(whole.output), _without_loss(parts.output))
+        for path in () if self._asked else {**whole.left, **parts.left}:
+            if self._counts(path):
+                comparison.see_left(path, whole.left.get(path, ABSENT), parts.left.get(path, ABSENT))
+        if verdict is not None:
+            verdict.rules = comparison.rules
+        return comparison.found
+
+    def _tolerance(self) -> float:
+        formats = self._engine.formats
+        low = formats.low
+        for device in self._engine.device_types:
+            if torch.is_autocast_enabled(device):
+                low = torch.get_autocast_dtype(device)
+        widest = {p.dtype for p in self._root.parameters() if p.is_floating_point()}
+        kinds = [_TOLERANCE.get(kind, 1e-4) for kind in (widest or {torch.float32})]
+        return max([*kinds, _TOLERANCE.get(low, 0.0) if low is not None else 0.0])
+
+    def _counts(self, path: str) -> bool:
+        """Whether ``path`` is compared: not what layers keep in themselves, of which `hints` tells, nor metrics."""
+        owner = path
+        while owner and owner not in self._modules:
+            owner = owner.rpartition(".")[0]
+        module = self._modules.get(owner, self._root)
+        return not isinstance(module, Metric) and id(module) not in self._inside
+
+
+def _without_loss(output: Any) -> Any:
+    if isinstance(output, dict):
+        return {key: value for key, value in output.items() if key != "loss"}
+    return None if isinstance(output, Tensor) else output
+
+
+class _Comparison:
+    """Finds the first value that differs by more than rounding."""
+
+    def __init__(self, tolerance: float, sizes: list[int]) -> None:
+        self._tolerance, self._sizes = tolerance, sizes
+        self.found: Difference | None = None
+        self.rules: dict[Key, list[str]] = {}
+
+    def see(self, what: str, whole: Any, parts: Any) -> None:
+        """Compare what ``what`` is."""
+        if self.found is not None:
+            return
+        if whole is ABSENT or parts is ABSENT or type(whole) is not type(parts):
+            numbers = isinstance(whole, (int, float)) and isinstance(parts, (int, float))
+            if not numbers and whole is not parts:
+                self._differs(what, whole, parts)
+            if not numbers:
+                return
+        if not self._alike(whole, parts):
+            self._differs(what, whole, parts)
+
+    def _alike(self, whole: Any, parts: Any) -> bool:
+        (one, spec), (other, found) = flatten(whole), flatten(parts)
+        return bool(spec == found) and len(one) == len(other) and all(map(self._near, one, other))
+
+    def see_logs(self, whole: _Shown, parts: _Shown) -> None:
+        """Compare what was logged, in its order under each name."""
+        one, other = _by_name(whole.logged), _by_name(parts.logged)
+        for name in {**one, **other}:
+            a, b = one.get(name, []), other.get(name, [])
+            if len(a) != len(b):
+                self.see(f"the number of values logged as {name!r}", len(a), len(b))
+            for nth, (x, y) in enumerate(zip(a, b, strict=False)):
+                if isinstance(x, Metric):
+                    continue
+                x, y = _number(x), _number(y)
+                fitting = self.rules[name, nth] = [USUAL] if self._alike(x, y) else []
+                fitting += self._rules_for((name, nth), x, parts)
+                if not fitting:
+                    self.see(f"the logged {name!r}", x, y)
+
+    def _rules_for(self, key: Key, whole: Any, parts: _Shown) -> list[str]:
+        """How a logged value may be made of those of the parts, if not as usual."""
+        said = parts.said.get(key, [])
+        if len(said) < 2 or not isinstance(whole, Tensor):
+            return []
+        values, sizes = [_number(p.value) for p in said], [float(self._sizes[p.part]) for p in said]
+        weights = [parts.weights[p.part] if p.weight is None else p.weight for p in said]
+        found = []
+        for rule in RULES:
+            with contextlib.suppress(Exception):
+                if self._alike(whole, _number(ruled(rule, values, weights, sizes))):
+                    found.append(rule)
+        return found
+
+    def see_backwards(self, whole: CustomBackwards, parts: CustomBackwards) -> None:
+        """Compare the gradients in which backward code of the user's own has a hand."""
+        for one, other in whole.different(parts, self._tolerance):
+            at = max((0, 1), key=lambda i: abs(float(one.sums[i] - other.sums[i])))
+            self.found = self.found or Difference(
+                f"a sum over the gradient of {one.of}, in whose backward {one.code} runs once for each part,",
+                f"{float(one.sums[at]):.6g}", f"{float(other.sums[at]):.6g}",
+            )  # fmt: skip
+
+    def see_left(self, path: str, whole: Any, parts: Any) -> None:
+        """Compare what is left at ``path``; of what has a row for each sample, the last part's rows are left."""
+        if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.dim() and parts.dim():
+            last = self._sizes[-1]
+            if (len(whole), len(parts)) == (sum(self._sizes), last) and whole.shape[1:] == parts.shape[1:]:
+                whole = whole[-last:]
+        name = f"the length of {path[4:-1]!r}" if path.startswith("len(") else f"attribute or buffer {path!r}"
+        self.see(name, whole, parts)
+
+    def _near(self, a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.shape != b.shape or a.dtype is not b.dtype:
+                return False
+            if not (a.is_floating_point() or a.is_complex()) or not a.numel():
+                return torch.equal(a, b)
+            x, y = a.detach().cpu().double().flatten(), b.detach().cpu().double().flatten()
+            if not torch.equal(x.isfinite(), y.isfinite()):
+                return False
+            x, y = torch.nan_to_num(x), torch.nan_to_num(y)
+            return self._close(float((x - y).abs().max()), float(torch.maximum(x.abs(), y.abs()).max()))
+        if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not isinstance(a, bool):
+            if not (math.isfinite(a) and math.isfinite(b)):
+                return str(a) == str(b)
+            return self._close(abs(a - b), max(abs(a), abs(b)))
+        try:
+            return a is b or bool(a == b) or not _is_plain(a)
+        except Exception:
+            return True  # they cannot be compared
+
+    def _close(self, gap: float, size: float) -> bool:
+        return gap <= self._tolerance * (size + _FLOOR)
+
+    def _differs(self, what: str, whole: Any, parts: Any) -> None:
+        if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.shape == parts.shape and whole.dim():
+            gap = (whole.detach().cpu().double() - parts.detach().cpu().double()).abs().flatten()
+            at = int(gap.nan_to_num(math.inf).argmax())
+            what = f"{what}, at {[int(i) for i in np.unravel_index(at, whole.shape)]},"
+            whole, parts = whole.flatten()[at], parts.flatten()[at]
+        self.found = self.found or Difference(what, _text(whole), _text(parts))
+
+
+def _named(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, bytes, bool, int, float, type(None)))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _number(item) for key, item in value.items()}
+    if isinstance(value, Tensor):
+        return value.detach().cpu().double().squeeze()
+    return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, (int, float)) else value
+
+
+def _by_name(logged: list[tuple[str, Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for name, value in logged:
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def _text(value: Any) -> str:
+    if value is ABSENT:
+        return "not there"
+    if isinstance(value, Tensor):
+        return f"{float(value):.6g}" if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def described(verdict: Verdict) -> str:
+    """What differs, for messages."""
+    return f"{verdict.parts} (compared on {plural(verdict.samples, 'sample')} of the batch)"
+
+
+def in_both(one: dict[Key, list[str]], other: dict[Key, list[str]]) -> dict[Key, list[str]]:
+    """The rules that two comparisons leave; those of the later one where they agree on none."""
+    both = {key: [rule for rule in one.get(key, rules) if rule in rules] for key, rules in other.items()}
+    return one | {key: both[key] or rules for key, rules in other.items()}
+
+
+def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:
+    """The error where parts do not give what the whole batch gives; ``left`` is what training_step changes."""
+    tried = ", and neither does cutting the calls of the model alone (microbatch_scope='model')" if auto else ""
+    names = ", ".join(map(repr, left[:_NAMED]))
+    changed = f" It leaves another value in {names}, which the next part of the batch finds." if left else ""
+    return (
+        f"training_step gives something else in parts of the batch than on the whole batch{tried}: {what}.{changed} "
+        "If the loss is a mean with weights of its own, or a sum, set RoundPipeStrategy(loss_weight=...). If "
+        "training_step needs all samples at once, or counts how often it runs, set microbatch_scope='model', which "
+        "runs it once and cuts the calls of the model: these must return a row for each sample. num_microbatches=1 "
+        "keeps the batch whole."
+    )
+
+
+def calls_are_not_the_whole(what: str) -> str:
+    """The error where the user set ``microbatch_scope="model"``, and the model's calls give something else in parts."""
+    return (
+        f"training_step gives something else where microbatch_scope='model' cuts its calls of the model: {what}. The "
+        "model must treat each sample for itself, forward and backward. num_microbatches=1 keeps its calls whole."
+    )

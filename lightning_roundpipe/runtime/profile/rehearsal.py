@@ -1,0 +1,475 @@
+"""``training_step`` on a few samples, forward only, before anything is trained: to see what it does.
+
+It runs as evaluation does, on the calling thread, each layer on a worker for as long as it computes; but in training
+mode and with grad between layers, so that losses show what they are made of. Layers keep no graph; where backward code
+of the user's own is in it, it is looked at first (`custom_backward`). What must not happen in a rehearsal is kept from
+happening, or can be undone:
+
+    self.log ── a recorder ── [1]       writes to parameters ── each is copied before, and put back ── [2]
+    dropout ── passes through ── [3]    other random numbers ── the same ones for a sample, in whatever part ── [4]
+
+What else user code leaves behind is the subject of `left_behind`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from lightning_roundpipe.runtime.batch import microbatches
+from lightning_roundpipe.runtime.batch.logs import LogRecorder, gathered, issue
+from lightning_roundpipe.runtime.batch.losses import COUNTED, reduction_of
+from lightning_roundpipe.runtime.core.call import Call, Forward, Ran
+from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.core.outputs import hand_back
+from lightning_roundpipe.runtime.core.prediction import CallOrder
+from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.trace import TracedCall
+from lightning_roundpipe.runtime.layer_calls.arguments import flatten
+from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
+from lightning_roundpipe.runtime.layer_calls.inference_writes import IN_PLACE
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.modes.evaluation import Evaluation
+from lightning_roundpipe.runtime.modes.model_calls import ModelCall
+from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards, GradEnd, code_in, hooked
+from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
+from lightning_roundpipe.runtime.user_code.interception import Inside, calling, current
+from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
+from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.devices import Device
+    from lightning_roundpipe.runtime.engine import Engine
+
+_WRITTEN_BYTES = 1 << 30
+"""Of parameters that user code writes to, from which on no copy is made of them."""
+
+
+class CannotRehearse(Exception):
+    """Something that a rehearsal could not undo."""
+
+
+class Rehearsal(Evaluation):
+    """One microbatch, or the whole batch.
+
+    Args:
+        engine: whose layers run.
+        index: of the microbatch.
+        draws: random numbers that its samples get.
+        written: copies of parameters that are written to.
+        order: that layers are called in, as far as earlier rehearsals have shown.
+        backwards: takes down what backward code of the user's own gives.
+        outside: looks at what user code changes that microbatches share.
+        cut: sizes of the parts that a call of the model is cut into, by its number of samples; None: it is whole.
+        renew: called before each of these parts.
+    """
+
+    def __init__(
+        self, engine: Engine, index: int, draws: SameDraws, written: Written, order: CallOrder,
+        backwards: CustomBackwards, outside: OutsideWrites,
+        cut: Callable[[int], list[int]] | None = None, renew: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        super().__init__(engine)
+        self.index, self.weight = index, 0.0
+        self.output: Any = None
+        me = weakref.ref(self)  # no method: a circle would keep what is on the devices
+
+        def about_to_write(parameter: nn.Parameter) -> None:
+            written.keep(parameter)
+            if (run := me()) is not None:
+                run._stay_behind()
+
+        self.mode: UserCodeMode = _RehearsalUserCode(engine, about_to_write)
+        self._mode = self.mode
+        self.logs = LogRecorder(engine.devices, self.mode.counts.behind)
+        self._order = order
+        self._draws, self._cut, self._renew, self._backwards = draws, cut, renew, backwards
+        self._outside = outside
+        self._executors = [_Runner(engine, worker, draws, backwards) for worker in engine.workers]
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with TorchThreadState.capture(self._engine.device_types).entered(), self._draws:
+            self._outside.begin()
+            return super().run(function, args, kwargs)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the engine gave up waiting: a thread has died, or is stuck."""
+        return self._cancel_scope.given_up or self._engine.worker_pool.broken
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._cut is None or self._within:
+            self._outside.enter()
+            output = super().call(layer, args, kwargs)
+            self._outside.leave(layer.name)
+            return output
+        whole = super().call
+        return self.call_model(layer.name, lambda *a, **k: whole(layer, a, k), args, kwargs)
+
+    def call_model(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._within or self._cut is None:
+            return function(*args, **kwargs)
+        call = ModelCall(name, 0, TorchThreadState.capture(self._engine.device_types))
+        with torch._C.DisableTorchFunction():
+            parts = call.split(args, kwargs, self._cut, self._engine.bucket_of, self.locate)
+        whole, recorders = self.logs, []
+        for part_args, part_kwargs in parts:
+            self._draws.narrow(len(call.runs), call.sizes)
+            self._renew()
+            self._outside.begin()
+            self.logs = whole.another()
+            recorders.append(self.logs)
+            with self.within_model():
+                output = function(*part_args, **part_kwargs)
+            call.runs.append(_Part(*flatten(output), self))  # type: ignore[arg-type]
+        self._draws.widen()
+        self.logs = whole
+        issue(whole, gathered(recorders), call.sizes, [float(size) for size in call.sizes])
+        with torch._C.DisableTorchFunction():
+            return call.merge(self.device, lambda tensor: None)
+
+    def _adapt(self, call: Call) -> None:
+        call.requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in call.originals]
+        call.graph = call.thread_state.grad  # which costs nothing where nothing requires grad
+        self.look_back(f"the code in front of layer {call.layer.name!r}", call.originals)
+
+    def look_back(self, place: str, values: Iterable[Any], share: float | None = None) -> None:
+        """Take down what the backward of code between layers gives, if it is the user's own.
+
+        Code around calls of the model that are cut runs once, on the whole batch.
+
+        Args:
+            place: of the code.
+            values: what it computes.
+            share: of a loss in that of the batch.
+        """
+        if self._cut is not None and not self._within:
+            return
+        roots = [v for v in values if isinstance(v, Tensor) and v.requires_grad and v.grad_fn is not None]
+        code, ends = code_in(roots)
+        if ends and (code := hooked(code, self._draws.hooked)):
+            self._backwards.see(place, roots, ends, code, share)
+
+    def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        traced, entry = TracedCall(call.layer, 0), None
+        if call.graph:
+            traced.flags = tuple(t.requires_grad for t in forward.tensors())
+            sides = {key: tuple(t.requires_grad for t in flat.tensors()) for key, flat in forward.sides.items()}
+            traced.sides = {key: flags for key, flags in sides.items() if any(flags)}
+            entry = RecordedCall(
+                call.index, call.layer, 0, call.spec, [], call.requires_grad, call.thread_state, call.state, None,
+                call.context, trainable=call.trainable,
+            )  # fmt: skip
+        return hand_back(call, entry, traced, forward, args, kwargs, self._watched)[0]
+
+
+class _Part:
+    """A part of a call of the model, for `ModelCall.merge`."""
+
+    def __init__(self, leaves: list[Any], spec: Any, rehearsal: Rehearsal) -> None:
+        self.outputs = leaves, spec
+        self.device = rehearsal.device
+
+    def bring(self, tensor: Tensor, device: Device | None, home: Device | None) -> Tensor:
+        return tensor if home is None else tensor.to(home.torch_device)
+
+
+class _Runner(LayerExecutor):
+    """Layers as they are written, which draw what the rehearsal's samples are given."""
+
+    def __init__(self, engine: Engine, worker: Any, draws: SameDraws, backwards: CustomBackwards) -> None:
+        super().__init__(
+            worker, lambda: engine.randomness, engine.formats, lambda: False, LayerCompiler(), masters=engine.bucket_of
+        )
+        self._draws, self._backwards = draws, backwards
+        self._names = {id(p): name for name, p in engine.module.named_parameters()}
+
+    def _run(self, slot: Slot, call: Call, *args: Any, **kwargs: Any) -> Ran:
+        outside, self._draws.hooked = self._draws.hooked, False
+        try:
+            ran = super()._run(slot, call, *args, **kwargs)
+            roots = [t for t in ran.tensors() if t.requires_grad]
+            if roots and (code := hooked(code_in(roots)[0], self._draws.hooked)):
+                self._look_back(call, ran, roots, code)
+        finally:
+            self._draws.hooked = outside
+        return ran
+
+    def _look_back(self, call: Call, ran: Ran, roots: list[Tensor], code: str) -> None:
+        name, replica = call.layer.name, self._worker.replica(call.layer)
+        ends = [GradEnd(f"an argument of layer {name!r}", t) for t in ran.given.values() if t.requires_grad]
+        for master, parameter in zip(call.layer.masters, replica.parameters, strict=True):
+            if parameter.requires_grad:
+                ends.append(GradEnd(f"parameter {self._names.get(id(master), 'of layer ' + repr(name))!r}", parameter))
+        assert ran.inlet is not None
+        with self._device.permit(), calling(Inside(name)), ran.inlet:
+            self._backwards.see(f"layer {name!r}", roots, ends, code)
+        for parameter in replica.parameters:
+            parameter.grad = None  # which code that runs a backward of its own has put there
+
+    @contextlib.contextmanager
+    def _watching(self, layer: HostLayer) -> Iterator[None]:
+        with super()._watching(layer), self._draws:
+            yield
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+class Written:
+    """Parameters that user code writes to, or may write to, as they were before [2].
+
+    Args:
+        names: of all parameters, by id.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names = names
+        self._kept: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """Before it is written to."""
+        if id(parameter) in self._kept:
+            return
+        if sum(values.nbytes for _, _, values in self._kept.values()) + parameter.nbytes > _WRITTEN_BYTES:
+            raise CannotRehearse("training_step may write to more than 1 GiB of parameters")
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            self._kept[id(parameter)] = (parameter, parameter.detach(), parameter.detach().clone())
+
+    def changes(self) -> dict[str, Any]:
+        """What differs, by name."""
+        return {
+            self._names.get(key, "a parameter"): parameter.detach().clone()
+            for key, (parameter, _, values) in self._kept.items()
+            if parameter.shape != values.shape or not torch.equal(parameter.detach(), values)
+        }
+
+    def put_back(self) -> bool:
+        """All are as they were; whether any was not."""
+        changed = bool(self.changes())
+        for parameter, memory, values in self._kept.values():
+            with torch.no_grad():
+                if parameter.data_ptr() != memory.data_ptr():
+                    parameter.data = memory.data
+                if not torch.equal(parameter, values):
+                    parameter.copy_(values)
+        return changed
+
+
+class _RehearsalUserCode(UserCodeMode):
+    """As in training; ``about_to_write`` is called before user code gets hold of what it could write to."""
+
+    def __init__(self, engine: Engine, about_to_write: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(
+            engine.bucket_of, lambda p: engine.bucket_of[id(p)].read(p), engine.formats, train=True,
+            accelerator=engine.accelerator, devices=engine.devices, buffers=engine.host_buffers,
+        )  # fmt: skip
+        self._all, self._about_to_write = engine.bucket_of, about_to_write
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if func is Tensor.register_hook and not _is_known(args[0]):
+            return func(*args, **(kwargs or {}))  # it may be called several times here; see `tape.hook_gradient`
+        if func == DATA or name in ("__set__", "detach", "copy_") or IN_PLACE.fullmatch(name) or "_foreach" in name:
+            for value in tree_iter(args[:1]):
+                if isinstance(value, nn.Parameter) and id(value) in self._all and not _is_setting(func):
+                    self._about_to_write(value)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _is_known(tensor: Tensor) -> bool:
+    """Whether hooks on ``tensor`` are the strategy's to call."""
+    return isinstance(tensor, nn.Parameter) or hasattr(tensor.grad_fn, "entry")
+
+
+def _is_setting(func: Callable[..., Any]) -> bool:
+    """Whether an attribute is set that is not the values."""
+    return getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is not Tensor.data
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without_dropout() -> Iterator[None]:
+    """Dropout passes through [3], in all threads; nothing else runs in a rehearsal."""
+    before: dict[str, Any] = {}
+
+    def off(function: Callable[..., Any], position: int) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def without(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > position:
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                kwargs[_RATES[position]] = 0.0
+            return function(*args, **kwargs)
+
+        return without
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        before[name] = getattr(F, name)
+        setattr(F, name, off(before[name], 1))
+    before["scaled_dot_product_attention"] = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = off(F.scaled_dot_product_attention, 4)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(F, name, function)
+
+
+_RATES = {1: "p", 4: "dropout_p"}
+
+_SHAPED = {torch.rand, torch.randn, torch.randint}
+_LIKE = {torch.rand_like, torch.randn_like, torch.randint_like}
+_FILLING = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_, Tensor.bernoulli_}
+
+
+class SameDraws(TorchFunctionMode):
+    """Random numbers for the rows that are run: those which these rows get in the whole batch, too [4].
+
+    What is drawn for as many rows as there are samples is drawn for all samples of the whole batch, and the part's rows
+    are taken.
+
+    Args:
+        devices: whose generators may be drawn from.
+        samples: of the whole batch.
+        seed: of every run.
+    """
+
+    def __init__(self, devices: Sequence[Device], samples: int, seed: int) -> None:
+        super().__init__()
+        self._samples, self._seed = samples, seed
+        self._generators = list({id(g): g for g in (torch.default_generator, *(d.generator for d in devices))}.values())
+        self._rows = self._narrowed = slice(0, samples)
+        self._states: list[Any] = []
+        self._others: Any = None
+        self._alike = True
+        self.hooked = False
+        """Whether this run has put a hook on a tensor."""
+        self.losses_inside: dict[str, None] = {}
+        """Layers that compute a mean cross entropy themselves."""
+
+    def begin(self, rows: slice) -> None:
+        """A run of ``rows`` of the whole batch begins."""
+        self._rows = self._narrowed = rows
+        self.hooked = False
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+        random.seed(self._seed)
+        np.random.seed(self._seed & 0xFFFFFFFF)
+        self._states, self._others = self._now(), _others()
+
+    @property
+    def rows(self) -> slice:
+        """What runs now."""
+        return self._narrowed
+
+    @property
+    def alike(self) -> bool:
+        """Whether all random numbers so far were such that a sample gets the same in any part. At the end of a run."""
+        self._look()
+        return self._alike and self._others == _others()
+
+    def narrow(self, part: int, sizes: Sequence[int]) -> None:
+        """A part of a call of the model begins."""
+        rows = microbatches.rows_of(list(sizes))[part]
+        if sum(sizes) == self._rows.stop - self._rows.start:
+            self._narrowed = slice(self._rows.start + rows.start, self._rows.start + rows.stop)
+
+    def widen(self) -> None:
+        """All of its parts are done."""
+        self._narrowed = self._rows
+
+    def _now(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _look(self) -> None:
+        self._alike &= all(map(torch.equal, self._states, self._now()))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in COUNTED and isinstance(layer := current(), Inside) and reduction_of(func, args, kwargs) == "mean":
+            self.losses_inside[layer.name] = None
+        self.hooked |= func is Tensor.register_hook
+        draw = self._draw(func, args, kwargs)
+        if draw is None:
+            return func(*args, **kwargs)
+        self._look()
+        drawn = draw()
+        self._states = self._now()
+        return drawn
+
+    def _draw(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        if kwargs.get("generator") is not None:
+            return None
+        if func in _SHAPED:
+            return lambda: self._shaped(func, args, kwargs)
+        if func in _LIKE:
+            return lambda: self._taken(func(self._full(args[0]), *args[1:], **kwargs), args[0].shape)
+        if func in _FILLING and not any(isinstance(a, Tensor) for a in args[1:]):
+            return lambda: self._filled(func, args, kwargs)
+        if func in (torch.bernoulli, Tensor.bernoulli) and len(args) == 1 and not kwargs:
+            return lambda: (self._row(torch.rand, args[0]) < args[0]).to(args[0].dtype)
+        if func is torch.normal and len(args) == 2 and isinstance(args[0], Tensor) and not kwargs:
+            return lambda: args[0] + self._row(torch.randn, args[0]) * args[1]
+        return None
+
+    def _covers(self, shape: Sequence[int]) -> bool:
+        """Whether there is a row for each sample of this run, which is not the whole batch."""
+        rows = self._narrowed.stop - self._narrowed.start
+        return rows != self._samples and len(shape) > 0 and shape[0] == rows
+
+    def _row(self, func: Callable[..., Any], like: Tensor) -> Tensor:
+        return self._taken(func(self._full(like).shape, dtype=like.dtype, device=like.device), like.shape)
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        if not self._covers(tensor.shape):
+            return tensor
+        return tensor.new_empty((self._samples, *tensor.shape[1:]))
+
+    def _taken(self, drawn: Tensor, shape: Sequence[int]) -> Tensor:
+        return drawn[self._narrowed].clone() if self._covers(shape) else drawn
+
+    def _filled(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
+        target: Tensor = args[0]
+        if not self._covers(target.shape):
+            drawn: Tensor = func(*args, **kwargs)
+            return drawn
+        full = func(self._full(target.detach()), *args[1:], **kwargs)
+        return target.copy_(full[self._narrowed])
+
+    def _shaped(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
+        sizes = [i for i, a in enumerate(args) if isinstance(a, (tuple, list))]
+        shape = kwargs["size"] if "size" in kwargs else args[sizes[-1]] if sizes else args
+        if not self._covers(shape):
+            return func(*args, **kwargs)  # type: ignore[no-any-return]
+        full = (self._samples, *shape[1:])
+        if "size" in kwargs:
+            kwargs = kwargs | {"size": full}
+        else:
+            args = (*args[: sizes[-1]], full, *args[sizes[-1] + 1 :]) if sizes else full
+        return func(*args, **kwargs)[self._narrowed].clone()  # type: ignore[no-any-return]
+
+
+def _others() -> Any:
+    state: Any = np.random.get_state()
+    return random.getstate(), state[2], state[1].tobytes()

@@ -1,0 +1,1 @@
+"""What a step reports, and what the user is told."""

@@ -1,0 +1,133 @@
+"""What really ran in a step: every call and copy with its times, for the report, the timeline and the plan's costs."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_roundpipe.devices import Event
+
+COMPUTE = ("forward", "recompute", "backward")
+UPLOADS = ("upload_weights", "upload_activations", "upload_gradients")
+DOWNLOADS = ("download_activations", "download_gradients")
+
+
+@dataclass(frozen=True)
+class EventSource:
+    """The slot, phase and call that an event belongs to; -1 and empty where there is none."""
+
+    slot: int = -1
+    phase: str = ""
+    call: int = -1
+    layer: str = ""
+
+
+NOWHERE = EventSource()
+
+
+class Recorder:
+    """Collects events during a step. Events are read when the step is over."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: list[tuple[str, int, Event, Event, int, int, EventSource]] = []
+        self._waits: list[tuple[int, Event, Event]] = []
+        self._counted: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+
+    def add(
+        self,
+        kind: str,
+        worker: int,
+        start: Event,
+        end: Event,
+        microbatch: int = -1,
+        nbytes: int = 0,
+        where: EventSource = NOWHERE,
+    ) -> None:
+        with self._lock:
+            self._items.append((kind, worker, start, end, microbatch, nbytes, where))
+
+    def waited(self, worker: int, start: Event, end: Event) -> None:
+        """A worker had its turn, and waited from ``start`` to ``end`` for what was on its way to it."""
+        with self._lock:
+            self._waits.append((worker, start, end))
+
+    def count(self, kind: str, microbatch: int, call: int, seconds: float) -> None:
+        """A call's computation takes so long by its shapes."""
+        with self._lock:
+            self._counted[kind, microbatch, call].append(seconds)
+
+    def stalls(self, origin: float) -> list[dict[str, Any]]:
+        """When workers waited so, with times as in `rows`."""
+        return [
+            {"worker": worker, "start_s": start.time() - origin, "end_s": end.time() - origin}
+            for worker, start, end in self._waits
+            if end.done()
+        ]
+
+    def nbytes(self, kinds: tuple[str, ...], workers: int) -> list[int]:
+        """Bytes per worker that events of ``kinds`` moved."""
+        total = [0] * workers
+        for kind, worker, _, _, _, nbytes, _ in self._items:
+            if kind in kinds:
+                total[worker] += nbytes
+        return total
+
+    def rows(self, origin: float) -> list[dict[str, Any]]:
+        """The events in order of their start, with times in seconds from ``origin``.
+
+        Waits for those that are not over: gradients may be on their way until somebody asks for them.
+
+        Args:
+            origin: on the clock of ``time.perf_counter()``. What was uploaded ahead of a step has negative times.
+        """
+        rows: list[dict[str, Any]] = []
+        for kind, worker, start, end, microbatch, nbytes, where in self._items:
+            try:
+                if not end.done():
+                    end.wait()
+                times = start.time(), end.time()
+            except RuntimeError:  # a later step failed, and this was dropped before it was over
+                continue
+            rows.append(
+                {
+                    "kind": kind,
+                    "phase": where.phase,
+                    "worker": worker,
+                    "slot": where.slot,
+                    "call": where.call,
+                    "layer": where.layer,
+                    "microbatch": microbatch,
+                    "nbytes": nbytes,
+                    "start_s": times[0] - origin,
+                    "end_s": times[1] - origin,
+                }
+            )
+        return sorted(rows, key=lambda r: r["start_s"])
+
+    def call_seconds(self) -> dict[tuple[str, int, int], list[float]]:
+        """Durations by (kind, microbatch, call), of compute only."""
+        found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+        for kind, _, start, end, microbatch, _, where in self._items:
+            if kind in COMPUTE:
+                found[kind, microbatch, where.call].append(end.time() - start.time())
+        return found
+
+    def nominal_seconds(self) -> dict[tuple[str, int, int], list[float]]:
+        """The same by shapes, of calls that were counted."""
+        return self._counted
+
+
+def bubble_percent(rows: list[dict[str, Any]], workers: int) -> float:
+    """100 (1 - compute time / (workers x span of the step))."""
+    span = span_of(rows)
+    busy = sum(r["end_s"] - r["start_s"] for r in rows if r["kind"] in COMPUTE)
+    return 100.0 * (1.0 - busy / (workers * span)) if span > 0 else 0.0
+
+
+def span_of(rows: list[dict[str, Any]]) -> float:
+    """Seconds from the first computation to the last."""
+    compute = [r for r in rows if r["kind"] in COMPUTE]
+    return max((r["end_s"] for r in compute), default=0.0) - min((r["start_s"] for r in compute), default=0.0)

@@ -1,0 +1,104 @@
+"""What a finished step really did, for ``RoundPipeStrategy.report``."""
+
+from __future__ import annotations
+
+import resource
+import textwrap
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_roundpipe.messages import gib, plural, seconds
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.memory.budget import peak_bytes
+from lightning_roundpipe.runtime.reporting.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.runtime.core.step import Step
+
+_WIDTH = 80
+
+
+class Report(dict[str, Any]):
+    """A report as `RoundPipeStrategy.report` describes it, whose ``str`` is a summary of it."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "No training step has finished yet."
+        parts = plural(self["microbatches"], "microbatch")
+        plan = "none: each call of a layer was a stage of its own" if self["profiled"] else self["plan"]
+        planned = self["planned_device_bytes"]
+        up, down = sum(self["bytes_uploaded"]), sum(self["bytes_downloaded"])
+        rows = {
+            "step": f"{seconds(self['step_time_s'])}, {parts} on {plural(self['workers'], 'worker')}",
+            "plan": plan,
+            "bubble": f"{self['bubble_pct']:.1f} % of the workers' time without computation, "
+            f"{self['stall_pct']:.1f} % waiting for copies",
+            "device": f"{gib(max(self['peak_device_bytes']))} at the peak"
+            + (f", {gib(planned)} planned" if planned is not None else "")
+            + (f", {plural(retries, 'allocation')} tried again" if (retries := sum(self["alloc_retries"])) else ""),
+            "host": f"{gib(self['peak_host_bytes'])} at the peak of the process",
+            "copies": f"{gib(up)} to the devices, {gib(down)} back",
+        }
+        width = max(map(len, rows)) + 2
+        return "\n".join(
+            textwrap.fill(text, _WIDTH, initial_indent=f"{name:{width}}", subsequent_indent=" " * width)
+            for name, text in rows.items()
+        )
+
+
+def report_of(step: Step) -> Callable[[], Report]:
+    """A function that makes the report when it is asked for, as most steps' is not.
+
+    Args:
+        step: one that is over.
+    """
+    engine = step.engine
+    recorder, plan, workers, costs = step.recorder, step.plan, len(engine.workers), engine.costs
+    started, took = step.started, step.seconds
+    peaks, retries = [d.peak_bytes() for d in engine.devices], engine.retries.last
+    planned = None
+    if plan is not None and costs is not None:
+        planned = peak_bytes(plan, costs, engine.options, engine.devices)
+    # Only rows are kept: the step itself holds every boundary tensor.
+    slots = [
+        {
+            "slot": s.index,
+            "worker": s.worker,
+            "round": s.round,
+            "phase": s.phase,
+            "layers": [x.name for x in s.layers],
+        }
+        for s in step.slots
+    ]
+    microbatches, total = len(step.sizes), engine.weights_uploaded
+    text = str(plan) if plan is not None else str(Plan.per_call(len(step.traces[0].calls) or 1))
+
+    def report() -> Report:
+        rows = recorder.rows(started)
+        stalls = recorder.stalls(started)
+        span, stalled = workers * span_of(rows), sum(s["end_s"] - s["start_s"] for s in stalls)
+        return Report(
+            {
+                "plan": text,
+                "plan_policy": engine.options.plan_policy,
+                "profiled": plan is None,
+                "workers": workers,
+                "microbatches": microbatches,
+                "slots": slots,
+                "bytes_uploaded": recorder.nbytes(UPLOADS, workers),
+                "bytes_downloaded": recorder.nbytes(DOWNLOADS, workers),
+                "weights_bytes_uploaded_total": total,
+                "peak_device_bytes": peaks,
+                "planned_device_bytes": planned,
+                "alloc_retries": retries,
+                "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "bubble_pct": bubble_percent(rows, workers),
+                "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,
+                "step_time_s": took,
+                "costs": costs.to_dict() if costs is not None else None,
+                "events": rows,
+                "stalls": stalls,
+            }
+        )
+
+    return report

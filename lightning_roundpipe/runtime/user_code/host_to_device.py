@@ -1,0 +1,121 @@
+"""Host tensors of user code (labels, masks) on their way to a device, without the host waiting for it.
+
+torch's own copy of ordinary host memory returns when it is over, so when the device has come that far: a thread that
+has enqueued a layer would wait for it. A copy from pinned memory does not wait:
+
+    labels.to(device), or labels that meet logits ── copied into pinned memory ── enqueued ── [1]
+
+As the host has the numbers, it need not ask the device how many targets there are; see `known_values`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.base import stage
+from lightning_roundpipe.runtime.user_code.known_values import Known
+
+
+class HostToDeviceCopier:
+    """For one microbatch.
+
+    Args:
+        accelerator: the type of the devices; None where they are the host.
+        devices: that host tensors move to.
+        known: is told of what was brought.
+    """
+
+    def __init__(self, accelerator: str | None, devices: Sequence[Device], known: Known) -> None:
+        self._accelerator = accelerator
+        self._devices = devices
+        self._known = known
+
+    def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """What the torch function ``name`` returns if it brings host data to a device; None if it does anything else.
+
+        ``Tensor.to`` and ``Tensor.cuda`` do, and so do ``torch.tensor``, ``torch.as_tensor`` and ``Tensor.new_tensor``.
+        """
+        if name in ("to", "cuda"):
+            if args[0].device.type != "cpu" or (asked := _parse_move(name, args[1:], kwargs)) is None:
+                return None
+            device, dtype = asked
+            where = self._home_of(device)
+            return None if where is None else self.bring(args[0], where, dtype)
+        if name in ("tensor", "as_tensor", "new_tensor") and not kwargs.get("requires_grad"):
+            kwargs = dict(kwargs)
+            given = kwargs.pop("device", args[0].device if name == "new_tensor" else None)
+            where = None if given is None else self._home_of(given)
+            data = args[1 if name == "new_tensor" else 0 :]
+            if where is None or len(data) != 1 or (isinstance(data[0], Tensor) and data[0].device.type != "cpu"):
+                return None
+            if name == "new_tensor":
+                kwargs.setdefault("dtype", args[0].dtype)
+            make: Any = torch.as_tensor if name == "as_tensor" else torch.tensor
+            return self.bring(make(data[0], **kwargs), where)
+        return None
+
+    def _home_of(self, given: Any) -> torch.device | None:
+        """The device of ours that ``given`` means; None if it means another one."""
+        asked = torch.device(given)
+        homes = {str(device.torch_device): device.torch_device for device in self._devices}
+        if len(homes) > 1 and ":" not in str(asked):
+            asked = torch.device(asked.type, torch.accelerator.current_device_index())
+        alone = next(iter(homes.values())) if len(homes) == 1 else None
+        found = alone if alone is not None and str(asked) == alone.type else homes.get(str(asked))
+        return found if found is not None and found.type == self._accelerator else None
+
+    def bring(self, tensor: Tensor, where: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """A differentiable copy on ``where``, in ``dtype``; of memory without a gradient, one without a wait [1].
+
+        The cast happens on the host, as in torch's own copies. Between GPUs the copy is torch's, in the order of both
+        compute streams (`Device.activate`); the way to the host is torch's too, and the host waits.
+        """
+        device = next((d for d in self._devices if d.torch_device == where), None)
+        if device is None or not _is_plain(tensor) or tensor.requires_grad:
+            moved = carry(tensor, where)
+            return moved if dtype is None else moved.to(dtype)
+        if dtype is not None:
+            tensor = tensor.to(dtype)
+        staged = stage(tensor, device)
+        moved = staged.to(where, non_blocking=True)
+        device.let_go([staged])
+        self._known.brought(moved, tensor)
+        return moved
+
+
+def _parse_move(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.device | str, torch.dtype | None] | None:
+    """The device and dtype that ``Tensor.to`` or ``Tensor.cuda`` asks for; None without a device, or with a format."""
+    if name == "cuda":
+        given = args[0] if args else kwargs.get("device")
+        return None if len(args) > 1 or kwargs.get("memory_format") else (_cuda(given), None)
+    parse: Any = torch._C._nn._parse_to
+    try:
+        device, dtype, _, memory_format = parse(*args[:3], **{k: v for k, v in kwargs.items() if k != "copy"})
+    except (RuntimeError, TypeError):  # arguments that torch itself refuses, in its own words
+        return None
+    return None if device is None or memory_format is not None else (device, dtype)
+
+
+def _cuda(given: Any) -> torch.device:
+    if isinstance(given, int):
+        return torch.device("cuda", given)
+    return torch.device("cuda" if given is None else given)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is host memory and nothing else, so that a copy of its numbers is a copy of it."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
+def carry(tensor: Tensor, where: torch.device) -> Tensor:
+    """torch's own copy: differentiable, and the host may wait for it."""
+    return tensor.to(where)

@@ -1,0 +1,411 @@
+"""What happens to the user's own code between layer calls: a mode that is active only there, one per microbatch.
+
+Every torch function that user code calls passes through `UserCodeMode`. It does four things:
+
+* A master that user code reads itself (a bare ``nn.Parameter``, ``F.linear(h, embed.weight)``) is replaced by this
+  microbatch's stand-in, so that microbatches do not add into one ``.grad`` in the order in which threads happen to run,
+  and that it is seen in the format that everything is computed in.
+* Host tensors (labels, masks, parameters) follow the device of what they meet. They go there through pinned memory, or
+  the host would wait until the device has come that far.
+* A number of a device that the host has as well is read there (`known_values`). For any other one the host waits, and
+  other microbatches run their user code meanwhile.
+* Mean-reduced cross entropies are counted: their numbers of targets say how much each microbatch weighs in the loss of
+  the whole batch. Sum-reduced losses are noted: if the loss is made of them, those of microbatches are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
+from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, Counts, Sums, reduction_of
+from lightning_roundpipe.runtime.core.tape import hook_gradient, keep_gradient, refuse_layers_between, witness
+from lightning_roundpipe.runtime.layer_calls.inference_writes import IN_PLACE, touched_by
+from lightning_roundpipe.runtime.memory.dtypes import Formats
+from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
+from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
+from lightning_roundpipe.runtime.user_code.known_values import Known, waits
+
+DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_TRANSPOSED = {Tensor.T.__get__: "T", Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]
+VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+"""Attributes of a tensor that are differentiable."""
+_VALUES = {DATA, *VIEWS}
+"""Attributes of a tensor that share its memory."""
+DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+ACCESSORS = frozenset({"__get__", "__set__", "__delete__", "requires_grad_"})
+"""What is done to a tensor's attributes."""
+
+
+class Proxies:
+    """The stand-ins of one microbatch for masters that user code reads, by id of the master."""
+
+    def __init__(self, read: Callable[[nn.Parameter], Tensor]) -> None:
+        self.factor = 1.0
+        """What is still to be multiplied to the gradients."""
+        self._read = read
+        self._known: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._passed: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        """What autograd brought to a master itself."""
+        self._moved: dict[tuple[int, torch.device], Tensor] = {}
+
+    def of(self, master: nn.Parameter) -> Tensor:
+        known = self._known.get(id(master))
+        if known is None:
+            # Whichever transform of torch.func is first to need it, it is none of its own.
+            with torch.inference_mode(False), temporarily_clear_interpreter_stack():
+                made = self._read(master).detach().requires_grad_(master.requires_grad)
+            known = self._known.setdefault(id(master), (master, made))  # a worker may have been faster
+            known[1].roundpipe_stand_in = True  # type: ignore[attr-defined]
+        return known[1]
+
+    def on(self, proxy: Tensor, device: torch.device) -> Tensor:
+        """``proxy`` on ``device``, through a differentiable copy that is made once."""
+        key = (id(proxy), device)
+        if key not in self._moved:
+            with torch.inference_mode(False), torch.enable_grad():  # whoever is first to need it may be without
+                self._moved.setdefault(key, proxy.to(device, non_blocking=True))
+        return self._moved[key]
+
+    def passed(self, master: nn.Parameter, grad: Tensor) -> None:
+        """Autograd brought ``grad`` past the stand-in, to ``master`` itself."""
+        known = self._passed.get(id(master))
+        self._passed[id(master)] = master, grad if known is None else known[1] + grad
+
+    def gradients(self, masters: Container[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Masters and their gradients; of all, or of those with the ids ``masters``. A master may come twice."""
+        found = [(master, proxy.grad) for master, proxy in self._known.values()]
+        for master, grad in (*found, *self._passed.values()):
+            if grad is not None and (masters is None or id(master) in masters):
+                grad = grad.to(master.dtype)
+                yield master, grad if self.factor == 1.0 else grad * self.factor
+
+
+class Keeps(Protocol):
+    """What a microbatch keeps on modules; see `runtime.user_code.module_state.Kept`."""
+
+    @property
+    def inherited(self) -> Mapping[int, object]: ...
+
+    def notice(self, value: Any) -> None: ...
+
+
+_MIX_DEVICES = frozenset({"to", "copy_", "set_", "_pack_padded_sequence", "tensor_split"})
+"""Functions that move a tensor themselves, or that take lengths or positions on the host beside data on a device."""
+
+_OF_THE_SHAPE = frozenset({"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point"})
+"""What is asked of a tensor without computing with it."""
+_NO_VALUES = _OF_THE_SHAPE | {"__get__"}
+
+
+class UserCodeMode(TorchFunctionMode):
+    """The mode of one microbatch's user code.
+
+    Args:
+        masters: ids of all the user's parameters.
+        read: gives the values of one of them that is trained, when its last update is there.
+        formats: that masters are seen in.
+        train: whether masters are replaced and losses counted; evaluation only follows devices, and formats.
+        accelerator: the device type that host tensors move to; None where host and device are the same.
+        kept: is told of what user code computes with that the batch before has left.
+        devices: that host tensors move to.
+        aside: does what waits for a device, while others may run user code.
+        buffers: of layers; those that user code looks at get what calls have made of them.
+
+    Attributes:
+        returning: whether a backward runs: what its code computes is no loss.
+    """
+
+    def __init__(
+        self,
+        masters: Container[int],
+        read: Callable[[nn.Parameter], Tensor],
+        formats: Formats | None = None,
+        *,
+        train: bool,
+        accelerator: str | None,
+        kept: Keeps | None = None,
+        devices: Sequence[Device] = (),
+        aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
+        buffers: HostBuffers | None = None,
+    ) -> None:
+        super().__init__()
+        self.proxies = Proxies(read)
+        self._read = read
+        self.counts = Counts()
+        self.sums = Sums()
+        self.returning = False
+        self._data: list[tuple[nn.Parameter, Tensor, int]] = []
+        """Of each ``.data`` of a master that was read, its `witness`, and its version then."""
+        self._masters = masters
+        self._train = train
+        self._accelerator = accelerator
+        self._formats = formats or Formats()
+        self._replaces = train or self._formats.low is not None
+        self._kept = kept
+        self._aside = aside
+        self._buffers = HostBuffers() if buffers is None else buffers
+        self._known = Known(accelerator)
+        self._bringer = HostToDeviceCopier(accelerator, devices, self._known)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._buffers and (func in _VALUES or name not in _NO_VALUES):
+            self._settle_buffers((args, kwargs))
+        if name in ACCESSORS:
+            if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
+                if func == DTYPE:  # made anew each time
+                    return self._formats.of(args[0])
+                if func == DATA:
+                    return self._watched(args[0], func(self._read(args[0]), *args[1:]))
+                if func in VIEWS:
+                    return func(self.stand_in(args[0]), *args[1:])
+            result = func(*args, **kwargs)
+            if func == DATA and self._train and id(args[0]) in self._masters:
+                return self._watched(args[0], result)
+            if self._accelerator is not None and func in _TRANSPOSED:
+                self._known.follow(func, _TRANSPOSED[func], args, kwargs, result)
+            return result
+        if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
+            touched_by(name, args, kwargs)
+        if self._train and name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
+            return _hooked(func, args, kwargs)
+        if name not in _OF_THE_SHAPE:
+            self._notice(args)
+        if self._replaces and not self._writes(name, args):
+            args, kwargs = self._with_proxies(args, kwargs)
+        if self._train:
+            if func in WITH_REDUCTION and torch.is_grad_enabled() and not self.returning:
+                return self._loss(func, args, kwargs)
+            if func is torch.autograd.grad:
+                given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+                refuse_layers_between(given["outputs"], given["inputs"])
+        return self._call(func, name, args, kwargs)
+
+    def _watched(self, master: nn.Parameter, data: Tensor) -> Tensor:
+        """The ``data`` of ``master``, which counts what is written there apart from it."""
+        self._data.append((master, witness(data), data._version))
+        return data
+
+    def written_by_data(self) -> list[nn.Parameter]:
+        """Masters that were written to through their ``.data`` since the last time."""
+        if not self._data:
+            return []
+        written = [master for master, seen, version in self._data if seen._version != version]
+        self._data = [(master, seen, seen._version) for master, seen, _ in self._data]
+        return written
+
+    def _settle_buffers(self, given: Any) -> None:
+        if any(isinstance(leaf, Tensor) and self._buffers.awaits(leaf) for leaf in tree_iter(given)):
+            self._aside(self._buffers.settle)
+
+    def _call(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._accelerator is not None:
+            if (brought := self._bringer.answer(name, args, kwargs)) is not None:
+                return brought
+            if answer := self._known.answer(func, name, args):
+                return answer[0]
+            args, kwargs = self._on_one_device(name, args, kwargs)
+            if waits(name, args, kwargs, self._accelerator):
+                return self._aside(lambda: func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            self._known.follow(func, name, args, kwargs, result)
+            return result
+        return func(*args, **kwargs)
+
+    def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What an `torch.autograd.Function`, which is no torch function, is applied to instead of ``args``."""
+        self._notice(args)
+        if self._replaces:
+            args, _ = self._with_proxies(args, {})
+        return args if self._accelerator is None else self._on_one_device("apply", args, {})[0]
+
+    def _notice(self, args: tuple[Any, ...]) -> None:
+        if self._kept is not None and self._kept.inherited and not self.returning:
+            for value in args:
+                self._kept.notice(value)
+
+    def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
+        """``.data`` of a master that is seen in another format is the master's own, for who writes there means it."""
+        if func != DATA or not self._formats.differ(master):
+            return False
+        self.refuse_write("reads .data of", master)
+        return True
+
+    def _writes(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether a master that is seen in another format is written to in place: it, and not its copy."""
+        target = args[0] if args else None
+        if not isinstance(target, nn.Parameter) or not self._is_master(target) or not self._formats.differ(target):
+            return False
+        if not (IN_PLACE.fullmatch(name)):
+            return False
+        self.refuse_write("writes to", target)
+        return True
+
+    def refuse_write(self, does: str, master: nn.Parameter) -> None:
+        """In training: user code ``does`` something to a master of which it sees a copy."""
+        if self._train:
+            raise RoundPipeError(
+                f"training_step {does} a parameter of shape {tuple(master.shape)}, of which it sees a low-precision "
+                "copy: what is written there would be lost. Read it with .detach(), and write to parameters between "
+                "steps, for example in on_train_batch_start."
+            )
+
+    def _with_proxies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Looks at top-level arguments and at one level of lists: parameters stand nowhere else in torch functions."""
+        if any(isinstance(a, (nn.Parameter, list, tuple)) for a in args):
+            args = tuple(self._proxied(a) for a in args)
+        if any(isinstance(v, (nn.Parameter, list, tuple)) for v in kwargs.values()):
+            kwargs = {k: self._proxied(v) for k, v in kwargs.items()}
+        return args, kwargs
+
+    def stand_ins(self, leaves: list[Any], given: Any) -> list[Any]:
+        """The ``leaves`` of a call with stand-ins. User code has ``given`` it some of them; others are the layer's
+        own.
+        """
+        if self._kept is not None and self._kept.inherited:
+            for value in tree_iter(given):
+                self._kept.notice(value)
+        return [self.stand_in(leaf) for leaf in leaves]
+
+    def stand_in(self, value: Any) -> Any:
+        """What stands for ``value`` if it is a master: that is trained, or seen in another format. Else ``value``."""
+        if not self._is_master(value):
+            return value
+        return self.proxies.of(value) if self._train else self._read(value)
+
+    def _is_master(self, value: Any) -> bool:
+        if not isinstance(value, nn.Parameter) or id(value) not in self._masters:
+            return False
+        return (self._train and value.requires_grad) or self._formats.differ(value)
+
+    def _proxied(self, value: Any) -> Any:
+        if type(value) in (list, tuple) and any(isinstance(v, nn.Parameter) for v in value):
+            return type(value)(map(self.stand_in, value))
+        return self.stand_in(value)
+
+    def _on_one_device(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring operands to one device: that of the tensor that ``name`` writes to, else that of the device operands.
+
+        Plain Lightning keeps a module's buffers and a metric's state on the GPU; here they stay on the host. So an
+        update of such a tensor brings its operands to the host, and waits for them.
+        """
+        if name in _MIX_DEVICES:
+            return args, kwargs
+        there: list[torch.device] = []
+        host = 0
+        for leaf in tree_iter((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                if (home := _home(leaf)).type == self._accelerator:
+                    there.append(home)
+                elif leaf.dim():
+                    host += 1
+        if not there:
+            return args, kwargs
+        target = _written_by(name, args, kwargs)
+        where = there[0] if target is None else _home(target)
+        several = any(home != where for home in there)
+        if not (host or several):
+            return args, kwargs
+        if target is None and several:
+            where = _newest(there)
+
+        def follow(tensor: Tensor) -> Tensor:
+            home = _home(tensor)
+            if home == where or (home.type != self._accelerator and not tensor.dim()):
+                return tensor
+            if tensor.is_leaf and tensor.requires_grad and home.type != self._accelerator:
+                return self.proxies.on(tensor, where)
+            aside = self._aside if where.type != self._accelerator else (lambda bring: bring())
+            moved: Tensor = aside(lambda: self._bringer.bring(tensor, where))
+            return moved
+
+        out = kwargs.get("out")
+        first = 1 if target is not None and out is None else 0
+        moved = (*args[:first], *(tree_map_only(Tensor, follow, a) for a in args[first:]))
+        return moved, {k: v if v is out else tree_map_only(Tensor, follow, v) for k, v in kwargs.items()}
+
+    def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a loss function returns; what it says of how microbatches make up the batch is noted."""
+        reduction = reduction_of(func, args, kwargs)
+        count = self._count(args, kwargs) if reduction == "mean" and func in COUNTED else None
+        result = self._call(func, func.__name__, args, kwargs)
+        if count is not None:
+            self.counts.note(result, count)
+        if reduction == "sum":
+            self.sums.note(result, COUNTED.get(func, ""))
+        return result
+
+    def judge(self, loss: Tensor | None, samples: int) -> None:
+        """The microbatch of so many ``samples`` has its ``loss``."""
+        self.counts.judge(loss)
+        self.sums.judge(loss, samples)
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """The targets that a cross entropy is a mean over."""
+        bound = dict(zip(LOSS_ARGUMENTS, args, strict=False))
+        bound.update(kwargs)
+        logits, target = bound["input"], bound["target"]
+        if not logits.requires_grad:
+            return None
+        if target.is_floating_point():
+            classes = logits.shape[1] if logits.dim() > 1 else logits.shape[0]
+            return float(logits.numel() / classes)
+        if self._accelerator is not None and (host := self._known.on_host(target)) is not None:
+            target = host
+        kept = target != bound.get("ignore_index", -100)
+        weight = bound.get("weight")
+        # Class weights enter the denominator of a weighted mean, so they enter the count.
+        count = kept.sum() if weight is None else weight.detach()[target[kept].to(weight.device)].sum()
+        return float(count) if count.device.type == "cpu" else float(self._aside(lambda: float(count)))
+
+
+def is_stand_in(value: object) -> bool:
+    """Whether ``value`` is a tensor that stands for a master."""
+    return getattr(value, "roundpipe_stand_in", False)
+
+
+def _home(tensor: Tensor) -> torch.device:
+    return tensor.device
+
+
+def _written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor, or the first of the tensors, that the torch function ``name`` writes to."""
+    written = kwargs.get("out")
+    if written is None and args and (IN_PLACE.fullmatch(name) or (name.startswith("_foreach") and name.endswith("_"))):
+        written = args[0]
+    return next((leaf for leaf in tree_iter(written) if isinstance(leaf, Tensor)), None)
+
+
+def _newest(there: list[torch.device]) -> torch.device:
+    """Of several GPUs, the one that the microbatch is on now, whose tensor need not travel; else any."""
+    now = torch.device(there[0].type, torch.accelerator.current_device_index())
+    return now if now in there else there[-1]
+
+
+def _hooked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if isinstance(tensor, nn.Parameter):
+        raise RoundPipeError(
+            f"{getattr(func, '__name__', '')} was called on a parameter within training_step, once for each "
+            "microbatch. Do it between batches, for example in on_fit_start or on_train_batch_start."
+        )
+    if not tensor.requires_grad or func is Tensor.register_post_accumulate_grad_hook:
+        return func(*args, **kwargs)
+    if func is Tensor.register_hook:
+        return hook_gradient(tensor, *args[1:], **kwargs)
+    return keep_gradient(tensor)

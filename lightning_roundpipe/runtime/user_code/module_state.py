@@ -1,0 +1,321 @@
+"""What user code keeps on modules from one section of user code to the next, for each microbatch its own.
+
+``self.skip = h`` before a layer and ``h + self.skip`` behind it, a list that gathers hidden states, adapters or
+``requires_grad`` switched off around a reference pass: in plain training all of this lasts for one batch. Microbatches
+take turns within it, so what one has set would be found by another. The first batch shows which attributes change, and
+after which call; from then on they are put back whenever a microbatch goes on.
+
+    at first                        the value that it had when the step began
+    from then on                    the microbatch's own
+    changed in one place only       what the microbatch before left there: counters and sums go on counting
+
+What the batch before has left is the last microbatch's. Who computes with it and puts something new in its place, such
+as a recurrent network's hidden state, means each sample's own: that is refused.
+
+Metrics are left alone: they see one microbatch after another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.attributes import Container, StateDiff, frozen, own_attributes, refill, same, tensors_in
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+
+_ABSENT = object()
+
+SegmentKey = tuple[int, int]
+"""A section of user code, by the call that it follows: number of the layer, and how often it has been called."""
+
+
+class StatePlace:
+    """An attribute of a module, or whether a parameter requires grad.
+
+    Attributes:
+        spots: the sections of user code that change it.
+        start: its value when the step began; ``latest``: what a microbatch left that has changed it in one place.
+    """
+
+    def __init__(self, owner: nn.Module | nn.Parameter, name: str) -> None:
+        self._owner = owner
+        self._name = name
+        self.spots: set[SegmentKey] = set()
+        self.start: Any = _ABSENT
+        self.latest: Any = _ABSENT
+
+    def read(self) -> tuple[Any, Any]:
+        """The value, and a copy of what it holds if it is a list or dict."""
+        if isinstance(self._owner, nn.Parameter):
+            return self._owner.requires_grad, None
+        value = self._owner.__dict__.get(self._name, _ABSENT)
+        return value, frozen(value)
+
+    def write(self, kept: tuple[Any, Any]) -> None:
+        value, contents = kept
+        if isinstance(self._owner, nn.Parameter):
+            if self._owner.requires_grad != value:
+                self._owner.requires_grad_(value)
+            return
+        if isinstance(value, Container) and not same(value, contents):
+            refill(value, contents, nested=False)
+        if value is _ABSENT:
+            self._owner.__dict__.pop(self._name, None)
+        else:
+            self._owner.__dict__[self._name] = value
+
+    def inherited(self, samples: int) -> list[Tensor]:
+        """Tensors that are there when a step begins and may hold something of each sample of the batch before.
+
+        Args:
+            samples: of the microbatch that left them. In what is changed in one place only they are told by it: sums
+                over a batch may go on.
+        """
+        value = self.start[0] if isinstance(self.start, tuple) else None
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        tensors = [t for t in held if isinstance(t, Tensor) and t.dim()]
+        return [t for t in tensors if len(self.spots) > 1 or samples in t.shape]
+
+    def refuse_inheritance(self) -> None:
+        owner = type(self._owner).__name__
+        raise RoundPipeError(
+            f"attribute {self._name!r} of {owner} goes from batch to batch: training_step reads what the previous "
+            "batch left there and replaces it. With several microbatches it would read what another microbatch left: "
+            "set num_microbatches=1, or keep it out of the step."
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """What is there now."""
+        return list(tensors_in(self.read()[0]))
+
+    def refuse_reading(self) -> None:
+        owner = type(self._owner).__name__
+        raise RoundPipeError(
+            f"training_step computes with attribute {self._name!r} of {owner}, which the model's forward has set: with "
+            "microbatch_scope='model' it is the last microbatch's alone. Return it from the model."
+        )
+
+    def counts_at(self, spot: SegmentKey | None) -> bool:
+        """Whether ``spot`` is the one place that changes it."""
+        return len(self.spots) == 1 and spot in self.spots
+
+
+class ModuleStateIsolation:
+    """The places of one LightningModule; lives as long as the trace does.
+
+    Args:
+        root: the LightningModule.
+        layers: whose inner modules are compared at each call anyway.
+    """
+
+    def __init__(self, root: nn.Module, layers: Sequence[HostLayer]) -> None:
+        modules = [m for m in root.modules() if not isinstance(m, Metric)]
+        self._watch = StateWatch(modules, list(root.parameters()))
+        inside = {id(m) for layer in layers for m in layer.state.modules}
+        self._user_code = [m for m in modules if id(m) not in inside]
+        self._layers = layers
+        self.places: dict[tuple[int, str], StatePlace] = {}
+        self.inherited: dict[int, StatePlace] = {}
+        """By the ids of tensors that the step before has left, see `StatePlace.inherited`."""
+        self._samples = -1
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins."""
+        for place in self.places.values():
+            place.start = place.latest = place.read()
+        self.inherited.clear()
+        for place in self.places.values():
+            self.inherited.update((id(tensor), place) for tensor in place.inherited(self._samples))
+        self._seen = [list(m.__dict__.values()) for m in self._user_code]
+        self._states = [layer.state.current() for layer in self._layers]
+        self._trainable = [layer.trainable() for layer in self._layers]
+
+    def end(self, last: MicrobatchModuleState, samples: int) -> None:
+        """A step ends: what is kept now is what the ``last`` microbatch, of so many ``samples``, would have left."""
+        self._samples = samples
+        for place in self.places.values():
+            place.write(place.latest if len(place.spots) == 1 else last.values.get(place, place.start))
+
+    # -- the first batch ----------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Before a microbatch's first section of user code: whatever is there now, user code has not changed it."""
+        self._watch.changes()
+
+    def learn(self, spot: SegmentKey) -> None:
+        """After a section of user code."""
+        for owner, old, new in self._watch.changes():
+            for name in old.keys() | new.keys():
+                if not same(old.get(name, _ABSENT), new.get(name, _ABSENT)):
+                    place = self.places.get((id(owner), name))
+                    if place is None:
+                        place = self.places[id(owner), name] = StatePlace(owner, name)
+                        value = old.get(name, _ABSENT)
+                        place.start = place.latest = (_live(owner, name, value), value)
+                    place.spots.add(spot)
+
+    # -- later --------------------------------------------------------------------------------------------------------
+
+    def refuse_new(self, layer: HostLayer, state: StateDiff | None, trainable: list[bool]) -> None:
+        """At a call of ``layer``: changes that the first batch did not have may be another microbatch's.
+
+        Raises:
+            RoundPipeError: if there are any.
+        """
+        if trainable != self._trainable[layer.index]:
+            known = self._trainable[layer.index]
+            for master, now, before in zip(layer.masters, trainable, known, strict=True):
+                if now != before and (id(master), "requires_grad") not in self.places:
+                    _refuse("requires_grad of a parameter", layer.name)
+        begun = self._states[layer.index]
+        if state is not begun:
+            for index, module in enumerate(layer.state.modules):
+                old, new = _changed(begun, index), _changed(state, index)
+                for name in old.keys() | new.keys():
+                    if old.get(name, _ABSENT) is not new.get(name, _ABSENT) and not same(old.get(name), new.get(name)):
+                        self._refuse_unless_known(module, name, f"in layer {layer.name!r}")
+        for index, module in enumerate(self._user_code):
+            held, seen = module.__dict__, self._seen[index]
+            if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen)):
+                self._check(index, module)
+
+    def _check(self, index: int, module: nn.Module) -> None:
+        seen = self._seen[index]
+        known = {id(value) for value in seen}
+        for name, value in module.__dict__.items():
+            if id(value) not in known:
+                self._refuse_unless_known(module, name, "outside the layers")
+        self._seen[index] = list(module.__dict__.values())
+
+    def _refuse_unless_known(self, module: nn.Module, name: str, where: str) -> None:
+        if (id(module), name) not in self.places:
+            _refuse(f"attribute {name!r} of {type(module).__name__}", where)
+
+    def wrote(self, layer: HostLayer) -> None:
+        """``layer`` itself has set attributes, which is no change by user code."""
+        self._states[layer.index] = layer.state.current()
+
+    def finished(self) -> None:
+        """A microbatch has run its last section of user code; what it set there, it has set for good."""
+        self._seen = [list(m.__dict__.values()) for m in self._user_code]
+
+
+class MicrobatchModuleState:
+    """What one microbatch keeps in the places."""
+
+    def __init__(self, module_state: ModuleStateIsolation) -> None:
+        self.module_state = module_state
+        self.values: dict[StatePlace, tuple[Any, Any]] = {}
+        self.inherited = module_state.inherited
+        self._used: set[StatePlace] = set()
+        self._begun = False
+
+    def notice(self, value: Any) -> None:
+        """User code computes with ``value``."""
+        if (place := self.inherited.get(id(value))) is not None:
+            self._used.add(place)
+
+    def enter(self, spot: SegmentKey | None, *, learning: bool) -> None:
+        """The microbatch goes on with the user code of ``spot``; None when it walks back."""
+        places = self.module_state.places
+        for place in places.values():
+            own = self.values.get(place, place.start)
+            counting = place.counts_at(spot) and _unchanged(own, place.start)
+            place.write(place.latest if counting else own)
+        if learning and (places or not self._begun):  # else nothing has touched the modules since `leave`
+            self.module_state.look()
+        self._begun = True
+
+    def leave(self, spot: SegmentKey, *, learning: bool) -> None:
+        """It calls a layer, or has come to its end."""
+        if learning:
+            self.module_state.learn(spot)
+        for place in self.module_state.places.values():
+            self.values[place] = place.read()
+            if place in self._used and not _unchanged(self.values[place], place.start):
+                place.refuse_inheritance()
+            if place.counts_at(spot):
+                place.latest = self.values[place]
+
+
+class StateWatch:
+    """Finds what has changed on many modules and parameters; cheap as long as that is little.
+
+    Like `ModuleState`, but for a whole model, and between one look and the next.
+    """
+
+    def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
+        self._modules, self._parameters = modules, parameters
+        self._attributes: list[dict[str, Any]] = [{}] * len(modules)
+        self._seen: list[list[Any]] = [[]] * len(modules)
+        self._empty: list[list[Any]] = [[]] * len(modules)
+        self._filled: list[list[tuple[Any, Any]]] = [[]] * len(modules)
+        self._all_empty: list[Any] = []  # hooks, most of them: thousands that nobody fills, looked at in one go
+        self._trainable = [p.requires_grad for p in parameters]
+        for index in range(len(modules)):
+            self._remember(index)
+        self._all_empty = [c for containers in self._empty for c in containers]
+
+    def changes(self) -> list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]]:
+        """Owners of attributes that may have changed since the last time: before, and now."""
+        found: list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]] = []
+        anew = any(self._all_empty)
+        for index, module in enumerate(self._modules):
+            if self._moved(index) or (anew and any(self._empty[index])):
+                before = self._attributes[index]
+                self._remember(index)
+                found.append((module, before, self._attributes[index]))
+        if found:
+            self._all_empty = [c for containers in self._empty for c in containers]
+        trainable = [p.requires_grad for p in self._parameters]
+        if trainable != self._trainable:
+            for parameter, old, new in zip(self._parameters, self._trainable, trainable, strict=True):
+                if old != new:
+                    found.append((parameter, {"requires_grad": old}, {"requires_grad": new}))
+            self._trainable = trainable
+        return found
+
+    def _moved(self, index: int) -> bool:
+        held, seen = self._modules[index].__dict__, self._seen[index]
+        if len(held) != len(seen) or not all(map(operator.is_, held.values(), seen)):
+            return True
+        return any(not same(container, contents) for container, contents in self._filled[index])
+
+    def _remember(self, index: int) -> None:
+        module = self._modules[index]
+        own = own_attributes(module)
+        self._attributes[index] = {k: frozen(v) for k, v in own.items()}
+        self._seen[index] = list(module.__dict__.values())
+        containers = [(v, self._attributes[index][k]) for k, v in own.items() if isinstance(v, Container)]
+        self._empty[index] = [v for v, _ in containers if not v]
+        self._filled[index] = [(v, contents) for v, contents in containers if v]
+
+
+def _unchanged(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
+    return now[0] is before[0] and same(now[1], before[1])
+
+
+def _live(owner: nn.Module | nn.Parameter, name: str, value: Any) -> Any:
+    """The object that ``value`` is a copy of, where it is still there."""
+    now = owner.__dict__.get(name, value) if isinstance(owner, nn.Module) else value
+    return now if isinstance(value, Container) and type(now) is type(value) else value
+
+
+def _changed(state: StateDiff | None, index: int) -> dict[str, Any]:
+    changed, removed = state.changed.get(index, ({}, ())) if state is not None else ({}, ())
+    return {**changed, **dict.fromkeys(removed, _ABSENT)}
+
+
+def _refuse(what: str, where: str) -> None:
+    raise RoundPipeError(
+        f"{what} ({where}) was changed by code between layers, which did not happen in the first batch. Microbatches "
+        "take turns there, so it may be another one's: change it between batches, from the first batch on, or set "
+        "num_microbatches=1."
+    )

@@ -1,0 +1,182 @@
+"""Random numbers that depend on what is computed, not on who computes it when.
+
+Each (step, microbatch, call) and each segment of user code has its own seed. A call that draws is seeded before it runs
+and again before it is recomputed, so its dropout mask is the same both times, whatever ran in between and on whichever
+worker. The seeds come from the global seed and the number of the batch, never from the generator's state: after a step
+the caller's random state is what it was before, for any number of workers, microbatches and any plan.
+
+Emulated devices share one physical generator with the user code. On a GPU there are two: the device's own, and the
+host's, which layers and user code that draw on the host use (as Python's and NumPy's, which are the host's everywhere).
+Sections that draw hold the generators' locks from seeding to return, the device's before the host's.
+Which do is learned in the first batch, where nothing runs at the same time; a segment that starts to draw later is
+found when it leaves the generator elsewhere than where it was parked, and is refused rather than trained on masks that
+nobody can recompute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device, generators
+from lightning_roundpipe.runtime.layer_calls.process_state import has_forked
+
+_PARKED = 0x5EED
+
+
+def derive(*keys: int) -> int:
+    """A 63-bit seed from whole numbers; equal for equal keys on every machine."""
+    digest = hashlib.blake2b(b",".join(str(k).encode() for k in keys), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class GlobalRandomState:
+    """The caller's generators, saved before a step and given back after it."""
+
+    def __init__(self, devices: list[Device]) -> None:
+        self._generators = {id(d.generator): d.generator for d in devices}
+        self._generators[id(torch.default_generator)] = torch.default_generator
+        self._states = {key: g.get_state() for key, g in self._generators.items()}
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+
+    def park(self) -> None:
+        for generator in self._generators.values():
+            generator.manual_seed(_PARKED)
+
+    def restore(self) -> None:
+        for key, generator in self._generators.items():
+            generator.set_state(self._states[key])
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
+class Randomness:
+    """Which segments draw, and how they are seeded. Lives as long as the trace does."""
+
+    def __init__(self) -> None:
+        self._torch: set[Hashable] = set()
+        self._host: set[Hashable] = set()
+        self._parked: dict[int, torch.Tensor] = {}
+        self.learning = True
+        """Whether any segment may draw, as nothing is known of it yet."""
+        self.comparing = True
+        """While learning: whether to find out which ones do. What never runs under a plan need not be known."""
+        self._on_the_way_back = False
+
+    @property
+    def on_the_way_back(self) -> bool:
+        """Whether anything drew that runs, or may run again, when training_step has returned."""
+        return self._on_the_way_back or has_forked()
+
+    def may_draw(self, key: Hashable) -> bool:
+        """Whether what ``key`` stands for draws, as far as is known."""
+        return self.learning or key in self._torch or key in self._host
+
+    @contextlib.contextmanager
+    def segment(self, key: Hashable, seed: int, device: Device, what: str, *, backward: bool = False) -> Iterator[None]:
+        """Run one call or one section of user code.
+
+        Args:
+            key: what is learned to draw or not to draw: a layer, ``("user code", 3)`` for a segment of user code, or
+                ``"user code"`` for any segment, which are others where a microbatch leaves layers out. ``"way back"``
+                likewise.
+            seed: for this execution.
+            device: whose generator is drawn from.
+            what: for the error.
+            backward: whether this is the way back, when the main thread may use the generator for itself. A
+                recomputation draws if its forward did.
+        """
+        if self.learning:
+            again = backward or not isinstance(key, tuple)
+            with device.generator_lock, generators.HOST_LOCK, self._learned(key, seed, device, again):
+                yield
+        elif key in self._torch or key in self._host:
+            host = key in self._host
+            with device.generator_lock, generators.HOST_LOCK if host else contextlib.nullcontext():
+                self._seed(host, seed, device)
+                try:
+                    yield
+                finally:
+                    _park(device, host=host)
+            if not (host or backward):
+                self._check_host(device, what)
+        else:
+            yield
+            if not backward:
+                self._check(device.generator, device.generator_lock, what)
+                self._check_host(device, what)
+
+    @contextlib.contextmanager
+    def _learned(self, key: Hashable, seed: int, device: Device, again: bool) -> Iterator[None]:
+        self._seed(True, seed, device)
+        before = _states(device) if self.comparing else None
+        yield
+        after = _states(device) if before is not None else None
+        _park(device, host=True)
+        if before is None or after is None:
+            return
+        keys = {key, key[0]} if isinstance(key, tuple) else {key}
+        if not torch.equal(before[0], after[0]):
+            self._torch |= keys
+            self._on_the_way_back |= again
+        host = _has_two(device) and not torch.equal(before[1], after[1])
+        if host or before[2] != after[2] or not _same_numpy(before[3], after[3]):
+            self._host |= keys
+            self._on_the_way_back |= again
+
+    @staticmethod
+    def _seed(host: bool, seed: int, device: Device) -> None:
+        device.generator.manual_seed(seed)
+        if host:
+            if _has_two(device):
+                torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+
+    def _check_host(self, device: Device, what: str) -> None:
+        if _has_two(device):
+            self._check(torch.default_generator, generators.HOST_LOCK, what)
+
+    def _check(self, generator: torch.Generator, lock: generators.GeneratorLock, what: str) -> None:
+        if not lock.acquire(blocking=False):
+            return
+        try:
+            parked = self._parked.get(id(generator))
+            if parked is None:
+                reference = torch.Generator(generator.device)
+                parked = self._parked[id(generator)] = reference.manual_seed(_PARKED).get_state()
+            if not torch.equal(generator.get_state(), parked):
+                raise RoundPipeError(
+                    f"random numbers were drawn in {what} or beside it, where none were drawn in the first batch: "
+                    "their recomputation could not draw the same. Let the model draw from the start (a dropout "
+                    "whose rate starts at 0 can start at a tiny rate), or set num_microbatches=1 with one device."
+                )
+        finally:
+            lock.release()
+
+
+def _has_two(device: Device) -> bool:
+    """Whether what draws on the host uses another generator than what draws on ``device``."""
+    return device.generator is not torch.default_generator
+
+
+def _park(device: Device, *, host: bool) -> None:
+    device.generator.manual_seed(_PARKED)
+    if host and _has_two(device):
+        torch.default_generator.manual_seed(_PARKED)
+
+
+def _states(device: Device) -> tuple[torch.Tensor, torch.Tensor, Any, Any]:
+    return device.generator.get_state(), torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+
+
+def _same_numpy(a: Any, b: Any) -> bool:
+    return bool(a[2] == b[2] and (a[1] == b[1]).all())

@@ -1,0 +1,104 @@
+"""What a thread carries that decides how torch computes, captured where a layer is called and re-entered where it runs.
+
+Grad mode, inference mode, autocast, context variables and the user's ``threading.local`` are all per thread. A layer
+runs on a worker's thread, and again for its recomputation much later, so all of it has to travel with the call.
+Autocast's cache of cast weights is switched off throughout: it is shared by all threads and would hand out casts of
+weights that have left the arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import re
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_roundpipe.model.attributes import same
+
+_UNSET = object()
+_LIBRARIES = re.compile(r"(torch|torchmetrics|lightning|pytorch_lightning|lightning_fabric|builtins|typing|abc)\b")
+
+
+@dataclass(frozen=True)
+class TorchThreadState:
+    """Torch's per-thread modes at a call."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    locals: tuple[_Local, ...] = ()
+
+    @classmethod
+    def capture(cls, device_types: tuple[str, ...], thread_locals: Sequence[threading.local] = ()) -> TorchThreadState:
+        """The calling thread's modes.
+
+        Args:
+            device_types: those that can compute (``cpu``, ``cuda``).
+            thread_locals: see `thread_locals_of`.
+        """
+        autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types)
+        local = tuple(_Local(value, dict(vars(value))) for value in thread_locals)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, local)
+
+    @contextlib.contextmanager
+    def entered(self, *, grad: bool | None = None) -> Iterator[None]:
+        """The same modes on this thread; ``grad`` overrides grad mode."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad if grad is None else grad))
+            for device, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            for local in self.locals:
+                local.enter()
+            yield
+
+
+@dataclass(frozen=True)
+class _Local:
+    """What a ``threading.local`` holds in one thread."""
+
+    value: threading.local
+    held: dict[str, Any]
+
+    def enter(self) -> None:
+        """It holds the same in this thread."""
+        there = vars(self.value)
+        if not same(there, self.held):  # tensors have no one truth value
+            there.clear()
+            there.update(self.held)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Local) and self.value is other.value and same(self.held, other.held)
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def thread_locals_of(root: nn.Module) -> tuple[threading.local, ...]:
+    """The ``threading.local`` objects of the user's code: globals beside the classes of modules, and their attributes.
+
+    What torch, Lightning and the standard library keep for a thread is theirs.
+    """
+    files = {kind.__module__ for module in root.modules() for kind in type(module).__mro__}
+    places = [vars(sys.modules[name]) for name in files if name in sys.modules and not _LIBRARIES.match(name)]
+    held = [value for place in (*places, *map(vars, root.modules())) for value in list(place.values())]
+    return tuple({id(value): value for value in held if isinstance(value, threading.local)}.values())
+
+
+def adopt(context: contextvars.Context) -> None:
+    """Give the calling thread the context variables that were set in ``context``, a copy of its own.
+
+    ``training_step`` runs in a copy, on a microbatch's thread. What it sets stays set in plain training.
+    """
+    own = contextvars.copy_context()
+    for variable, value in context.items():
+        if own.get(variable, _UNSET) is not value:
+            variable.set(value)

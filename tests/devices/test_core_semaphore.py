@@ -1,0 +1,92 @@
+"""Who may compute at once, and with which random generator."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from patience import join, longer_each_try, start
+
+from lightning_roundpipe.devices import Device, emulated_work, intraop_threads
+
+MakeAll = Callable[..., list[Device]]
+
+
+def most_at_once(devices: list[Device], work: Callable[[float], object], times: float) -> int:
+    """How many of one thread per device were seen inside ``permit`` at the same time."""
+    inside, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(len(devices))
+
+    def run(device: Device) -> None:
+        nonlocal inside, most
+        together.wait()
+        with device.permit():
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            work(0.05 * times)
+            with lock:
+                inside -= 1
+
+    join(start(*(functools.partial(run, device) for device in devices)))
+    return most
+
+
+@pytest.mark.parametrize(("cores", "intra_op", "permits"), [(1, 2, 1), (2, 2, 2), (4, 1, 4), (8, 8, 4), (8, 1, 8)])
+@longer_each_try
+def test_layers_share_the_cores_of_all_devices(
+    make_all: MakeAll, monkeypatch: pytest.MonkeyPatch, cores: int, intra_op: int, permits: int, times: float
+) -> None:
+    monkeypatch.setattr(intraop_threads, "cores", lambda: cores)
+    torch.set_num_threads(intra_op)
+    devices = make_all(4) + make_all(4)  # of two strategies, even
+    assert most_at_once(devices, time.sleep, times) == permits
+    assert most_at_once(devices, emulated_work, times) == 8
+
+
+def test_pretended_work_takes_its_time_and_the_permit_is_back_afterwards(make_all: MakeAll) -> None:
+    (device,) = make_all(1)
+    started = time.monotonic()
+    with device.permit():
+        emulated_work(0.05)
+        with pytest.raises(AssertionError, match="not reentrant"), device.permit():
+            pass
+    emulated_work(0.05)  # outside of a layer too
+    assert time.monotonic() - started >= 0.1
+    assert most_at_once([device], time.sleep, 1.0) == 1
+
+
+def test_waiting_with_a_permit_is_refused(make_all: MakeAll) -> None:
+    (device,) = make_all(1)
+    event = device.weights_up.record()
+    event.wait()
+    with device.permit(), pytest.raises(AssertionError, match="must not wait"):
+        event.wait()  # even though it would not block today
+    with device.permit(), pytest.raises(AssertionError, match="not reentrant"), device.permit():
+        pass
+    event.wait()
+
+
+def test_a_permit_comes_back_after_an_error(make_all: MakeAll) -> None:
+    (device,) = make_all(1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), device.permit():
+            raise ZeroDivisionError
+    with device.permit():
+        pass
+
+
+def test_emulated_devices_share_generator_and_lock(make_all: MakeAll) -> None:
+    one, other = make_all(2)
+    assert one.generator is other.generator is torch.default_generator
+    assert one.generator_lock is other.generator_lock
+    with one.generator_lock, other.generator_lock:  # reentrant
+        got = []
+        thread = threading.Thread(target=lambda: got.append(one.generator_lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+    assert got == [False]

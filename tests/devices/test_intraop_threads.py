@@ -1,0 +1,173 @@
+"""Threads that wait have no team of intra-op threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import ours, run
+from patience import PATIENCE_S, until
+
+from lightning_roundpipe.devices import core_semaphore, intraop_threads
+from lightning_roundpipe.runtime.core.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.core.task_thread import TaskThread
+from lightning_roundpipe.runtime.optimizer.grad_readiness import Dropped, GradReadiness
+
+TEAM = 3
+pytestmark = pytest.mark.skipif(
+    intraop_threads._openmp() is None, reason="torch's OpenMP is not GNU's, whose threads are left alone here"
+)
+
+
+@pytest.fixture(autouse=True)
+def intra_op() -> Iterator[None]:
+    intraop_threads.disband()  # or this thread's would be resized when it computes next
+    alone, before = settled(), torch.get_num_threads()
+    torch.set_num_threads(TEAM)
+    yield
+    torch.set_num_threads(before)
+    intraop_threads.disband()
+    eventually(alone)
+
+
+def not_pythons() -> int:
+    """Threads that Python did not start, the teams' among them."""
+    assert sys.platform == "linux"
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+def compute() -> int:
+    """Something that needs a team; how many threads there are then."""
+    torch.set_num_threads(TEAM)
+    torch.ones(1 << 20).mul_(2)
+    return not_pythons()
+
+
+def eventually(threads: int) -> None:
+    """A thread that has ended is listed until the system has cleared it away."""
+    until(lambda: not_pythons() <= threads, f"more than {threads} threads are left")
+
+
+def settled() -> int:
+    """How many there are when those that ended before are cleared away, or a test would count one that then goes."""
+    looks: list[int] = []
+
+    def same() -> bool:
+        looks.append(not_pythons())
+        return len(looks) >= 100 and len(set(looks[-100:])) == 1
+
+    until(same, "threads come and go")
+    return looks[-1]
+
+
+def test_disbanding_ends_the_callers_team_and_nobody_elses() -> None:
+    alone = not_pythons()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(compute).result() == alone + TEAM - 1
+        assert compute() == alone + 2 * (TEAM - 1)
+        intraop_threads.disband()
+        eventually(alone + TEAM - 1)
+        assert not_pythons() == alone + TEAM - 1
+        other.submit(intraop_threads.disband).result()
+        eventually(alone)
+    eventually(alone)  # without the other thread itself
+    assert compute() == alone + TEAM - 1  # it comes back
+
+
+def test_a_thread_without_a_task_has_no_team() -> None:
+    alone = not_pythons()
+    thread = TaskThread("test")
+    try:
+        task = thread.submit(compute)
+        task.waiter.wait()
+        assert task.result() == alone + TEAM - 1
+        eventually(alone)
+    finally:
+        thread.stop()
+        thread.join()
+
+
+def test_a_thread_that_waits_in_a_step_has_no_team() -> None:
+    cancel_scope, waiter = CancelScope(), Waiter()
+    while_it_waits(lambda: cancel_scope.wait(waiter), waiter.wake)
+
+
+def test_a_thread_that_waits_for_gradients_has_no_team() -> None:
+    readiness = GradReadiness([])
+
+    def take() -> None:
+        with contextlib.suppress(Dropped):
+            readiness.take(wait=True)
+
+    while_it_waits(take, readiness.fail)
+
+
+def while_it_waits(wait: Callable[[], None], wake: Callable[[], None]) -> None:
+    alone, computed = not_pythons(), threading.Event()
+
+    def work() -> None:
+        compute()
+        computed.set()
+        wait()
+
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(work)
+        try:
+            assert computed.wait(PATIENCE_S)
+            eventually(alone)
+        finally:
+            wake()
+        waiting.result()
+
+
+class Large(torch.nn.Module):
+    """Its operation needs a team; ``one_team``: how many threads there are with nobody else's, ``calls`` of it."""
+
+    one_team = calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        until(lambda: not_pythons() == self.one_team, f"there never are just {self.one_team} threads")
+        Large.calls += 1
+        return y
+
+
+class Between(pl.LightningModule):
+    """Code between layers and before a step needs one, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Large() for _ in range(3))
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        compute()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch * 1.01)
+        return batch.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_in_a_step_only_the_thread_that_computes_has_a_team(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intraop_threads, "cores", lambda: TEAM * intraop_threads.AT_ONCE)  # or there would be none
+    monkeypatch.setattr(core_semaphore, "_semaphores", {TEAM * intraop_threads.AT_ONCE // TEAM: threading.Semaphore(1)})
+    alone = not_pythons()
+    Large.one_team, Large.calls = alone + TEAM - 1, 0
+    strategy = ours(num_microbatches=1, layers=["Large"], plan="forward 0; fused 1-2; backward 0; round 1")
+    run(strategy, Between(), [torch.ones(1, 1 << 18)] * 3, devices=workers)
+    assert Large.calls >= 3 * 4
