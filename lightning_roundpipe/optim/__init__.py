@@ -1,8 +1,8 @@
 """The user's optimizer, stepped a few parameters at a time with the numbers of ``optimizer.step()``.
 
-Which optimizers can be (``independence``), a snapshot of their hyperparameters, the stand-in that does it (``partial_optimizer``),
-with fused kernels where there are any (``fused``), called by themselves where that may be (``direct``), and gradient
-clipping in pieces (``clipping``).
+Which optimizers can be (``independence``), a snapshot of their hyperparameters, the stand-in that does it
+(``partial_optimizer``), with fused kernels where there are any (``fused``), called by themselves where that may be
+(``direct``), and gradient clipping in pieces (``clipping``).
 """
 
 from __future__ import annotations
