@@ -161,8 +161,7 @@ class MicrobatchTask:
             self._announced = True
             self.started.wake()
 
-    # -- user code
-    # ---------------------------------------------------------------------------------------------------------
+    # -- user code -----------------------------------------------------------------------------------------------------
 
     def _enter_user_code(self) -> None:
         slot = self._slot.index if self._slot else -1

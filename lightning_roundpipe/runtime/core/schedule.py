@@ -43,7 +43,7 @@ class Slot:
         predecessor: the same stage of the round before, if any.
         sums: host gradients of the calls whose backward runs here, by call.
         arena: which of the worker's arenas holds it, once uploaded.
-        control: of its step.
+        cancel_scope: of its step.
         version: the number of the update that its weights must have seen.
         uploaded: when each layer's weights are in the arena, once the upload has been enqueued.
         awaited: woken when that is so, for layers whose version was not there yet.
@@ -249,7 +249,7 @@ class PlannedSlots:
     Args:
         rounds: the slots, by round and stage.
         plan: whose stages they are.
-        control: of the step.
+        cancel_scope: of the step.
         close: closes a slot that all have left.
         ahead: told of a backward slot and the microbatch that has its turn, when that is not there, or comes further.
     """

@@ -161,7 +161,7 @@ class UserLock:
 
         Args:
             priority: (step, slot, microbatch).
-            control: of the step; if it fails, the lock is not held.
+            cancel_scope: of the step; if it fails, the lock is not held.
             piece: what stands for the code that is going to run; None for any.
         """
         with self._lock:

@@ -83,7 +83,7 @@ class GraphCut:
     """Where two pieces of graph meet that no autograd node connects: gradients arrive here, and are handed on.
 
     Attributes:
-        targets: per tensor that goes in, the joint whose output it is; the others' gradients go through ``sink``.
+        targets: per tensor that goes in, the cut whose output it is; the others' gradients go through ``sink``.
         tensor_flags: per tensor that goes in, whether its gradient is wanted.
         grads: per tensor that comes out, the gradient so far, in parts that lie on different devices.
         home: where what comes out, and so its gradients, live; ``input_home``: where what goes in does.
@@ -105,7 +105,7 @@ class GraphCut:
     @property
     def what(self) -> str:
         """For errors."""
-        raise NotImplementedError  # each kind of joint has a name of its own
+        raise NotImplementedError  # each kind of cut has a name of its own
 
     def connect(self, tensors: list[Tensor]) -> None:
         """Remember where the gradients of what goes in go."""
@@ -141,7 +141,7 @@ class GraphCut:
         """Call user code's hooks with the whole gradients.
 
         Args:
-            transfer: that of the microbatch's boundaries.
+            transfer: that of the microbatch's `ActivationStore`.
             mode: of user code.
         """
         for index, hooks in self.hooks.items():

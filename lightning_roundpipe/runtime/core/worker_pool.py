@@ -3,7 +3,7 @@
 main thread ── wait, under a watchdog ── [1]      a thread died, or nothing moves: all stacks are reported
      │
    rest ── everybody has come back ── [2]         or, after a failure, is given a grace to
-     │      devices reset, arenas free ── [3]     or the crew is broken: a new one has to be made
+     │      devices reset, arenas free ── [3]     or the pool is broken: a new one has to be made
    close ── joined ── [4]                         all but threads that are stuck in code that is not ours
 """
 
@@ -122,7 +122,7 @@ class WorkerPool:
         The caller looks at outputs from a stream of its own, which knows nothing of ours; so all is computed by then.
 
         Args:
-            control: of the step; what goes wrong here fails it.
+            cancel_scope: of the step; what goes wrong here fails it.
             tasks: what microbatch threads were given.
             given_up: whether the main thread waits no more: a watchdog's or user's decision.
         """

@@ -6,7 +6,8 @@
     gradients of an argument's rows ── put together; of what all were given, added up in their order ── [4]
 
 What cannot be put together exactly is refused: above all a number such as a loss, in which samples have met already.
-Between the parts and the whole there is no autograd node, but joints: a part's graph may span no other thread's.
+Between the parts and the whole there is no autograd node, but cuts (`GraphCut`): a part's graph may span no other
+thread's.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class ModelCall(CutArgument):
     # -- outputs ------------------------------------------------------------------------------------------------------
 
     def merge(self, home: Device | None, of_pairs: Callable[[Tensor], None]) -> Any:
-        """The output for the whole batch [2], hanging on this joint.
+        """The output for the whole batch [2], hanging on this cut.
 
         Args:
             home: where it is put together.

@@ -5,7 +5,7 @@
                                                                   │                                          │
                  user code in front ◄── argument gradients ◄── parts ◄─┴── their tapes ◄── output gradients ◄─────┘
 
-The whole batch's run is a microbatch's whose layers are the calls of the model: each is a joint of its graph, taken
+The whole batch's run is a microbatch's whose layers are the calls of the model: each is a cut of its graph, taken
 back deepest first. A part is a microbatch of one such call; one of the next call goes on where it ended.
 """
 
