@@ -207,8 +207,8 @@ class Device(ABC):
         something, and for a download of the forward pass that may be in the next step."""
 
     @abstractmethod
-    def named(self, name: str) -> AbstractContextManager[None]:
-        """What is enqueued inside bears this name for a profiler."""
+    def named(self, *name: object) -> AbstractContextManager[None]:
+        """What is enqueued inside bears this name, made of these words, for a profiler."""
 
     @abstractmethod
     def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:

@@ -7,14 +7,31 @@ because it could wait for a thread that needs that permit, so every wait checks 
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from lightning_roundpipe.devices import intraop_threads
+from lightning_roundpipe.devices import intraop_threads, launch_lock
 
-_semaphores: dict[int, threading.Semaphore] = {}
+
+class Semaphore:
+    """A semaphore that takes a queue of tokens, which is written in C, where `threading.Semaphore` is Python.
+
+    Args:
+        permits: how many threads may hold one.
+    """
+
+    def __init__(self, permits: int) -> None:
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.acquire = self._tokens.get
+        for _ in range(permits):
+            self.release()
+
+    def release(self) -> None:
+        self._tokens.put(None)
+
+
+_semaphores: dict[int, Semaphore] = {}
 _semaphores_lock = threading.Lock()
 _mine = threading.local()
 
@@ -24,23 +41,29 @@ def at_once() -> int:
     return max(1, intraop_threads.cores() // intraop_threads.team_size())
 
 
-def semaphore() -> threading.Semaphore:
+def semaphore() -> Semaphore:
     """The one for the present size of teams: devices made under the same size share it."""
     permits = at_once()
     with _semaphores_lock:
-        return _semaphores.setdefault(permits, threading.Semaphore(permits))
+        return _semaphores.setdefault(permits, Semaphore(permits))
 
 
-@contextmanager
-def holding(permits: threading.Semaphore) -> Iterator[None]:
-    """Hold one, and be known to."""
-    assert getattr(_mine, "held", None) is None, "a permit is not reentrant: this thread would wait for itself"
-    with permits:
-        _mine.held = permits
-        try:
-            yield
-        finally:
-            _mine.held = None
+class Holding:
+    """A context in which the calling thread holds a permit of ``permits``, and is known to."""
+
+    __slots__ = ("_permits",)
+
+    def __init__(self, permits: Semaphore) -> None:
+        self._permits = permits
+
+    def __enter__(self) -> None:
+        assert getattr(_mine, "held", None) is None, "a permit is not reentrant: this thread would wait for itself"
+        self._permits.acquire()
+        _mine.held = self._permits
+
+    def __exit__(self, *_: object) -> None:
+        _mine.held = None
+        self._permits.release()
 
 
 def emulated_work(seconds: float) -> None:
@@ -49,10 +72,11 @@ def emulated_work(seconds: float) -> None:
     For layers of known duration that compute nothing. Called inside a layer's forward, or in the backward of an
     autograd Function there, it gives the thread's permit to others meanwhile.
     """
-    permits: threading.Semaphore | None = getattr(_mine, "held", None)
+    permits: Semaphore | None = getattr(_mine, "held", None)
     if permits is None:
         time.sleep(seconds)
         return
+    launched = launch_lock.release()
     _mine.held = None
     permits.release()
     try:
@@ -60,6 +84,8 @@ def emulated_work(seconds: float) -> None:
     finally:
         permits.acquire()
         _mine.held = permits
+        if launched:
+            launch_lock.acquire()
 
 
 def assert_none_held() -> None:

@@ -134,8 +134,8 @@ class CudaDevice(Device):
             stream.drop_finished()
 
     @contextmanager
-    def named(self, name: str) -> Iterator[None]:
-        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+    def named(self, *name: object) -> Iterator[None]:
+        torch.cuda.nvtx.range_push(" ".join(map(str, name)))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:

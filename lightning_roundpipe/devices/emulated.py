@@ -44,6 +44,8 @@ class EmulatedDevice(Device):
         assert limit is None or isinstance(limit, int)  # Emulation has parsed it
         self._ledger = Ledger(f"Emulated CUDA device {index}", limit)
         self._arenas: dict[int, tuple[Tensor, str]] = {}
+        self._arena_keys: set[int] = set()
+        """Keys of their storages in the ledger."""
         self._permits = core_semaphore.semaphore()
         self._permit_delays = self._delays("permit")
         bandwidth = None if emulation.bandwidth is None else float(emulation.bandwidth)
@@ -78,6 +80,7 @@ class EmulatedDevice(Device):
             arena = room[start : start + nbytes]
         self._ledger.add(arena.untyped_storage()._cdata, nbytes, purpose)
         self._arenas[id(arena)] = (arena, purpose)
+        self._arena_keys.add(arena.untyped_storage()._cdata)
         return self._poison(arena)  # so that a read before the first write shows as well
 
     def free(self, buffer: Tensor) -> None:
@@ -87,6 +90,7 @@ class EmulatedDevice(Device):
                 f"this tensor of {buffer.numel()} elements is not an arena of device {self.index}, or not any more."
             )
         self._poison(arena)
+        self._arena_keys.discard(arena.untyped_storage()._cdata)
         self._ledger.end(arena.untyped_storage()._cdata, purpose)
 
     def _poison(self, fresh: Tensor) -> Tensor:
@@ -120,17 +124,18 @@ class EmulatedDevice(Device):
     def drop_finished(self) -> None:
         pass  # a copy's thread keeps nothing
 
-    def named(self, name: str) -> AbstractContextManager[None]:
+    def named(self, *name: object) -> AbstractContextManager[None]:
         return nullcontext()
 
     def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:
         return CountedHold(self._ledger, tensors, purpose)
 
     def follow(self, tensors: Iterable[Tensor], purpose: str) -> None:
-        arenas = {arena.untyped_storage()._cdata for arena, _ in list(self._arenas.values())}
         for tensor in tensors:
-            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in arenas:
-                self._ledger.follow(tensor.untyped_storage(), purpose)
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._arena_keys:
+                    self._ledger.follow(storage, purpose)
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
         return saved_for_backward(self._ledger)
@@ -164,11 +169,11 @@ class EmulatedDevice(Device):
 
     # -- computing
 
-    @contextmanager
-    def permit(self) -> Iterator[None]:
-        self._switch.sleep(0 if self._permit_delays is None else self._permit_delays.next())
-        with core_semaphore.holding(self._permits):
-            yield
+    def permit(self) -> AbstractContextManager[None]:
+        if self._permit_delays is not None:
+            self._switch.sleep(self._permit_delays.next())
+        self._switch.check()
+        return core_semaphore.Holding(self._permits)
 
     def process_settings(self) -> AbstractContextManager[None]:
         return intraop_threads.limited()

@@ -52,6 +52,11 @@ class Link:
         self._waiting: list[tuple[bool, int, threading.Event]] = []
 
     @property
+    def takes_no_time(self) -> bool:
+        """Whether bytes arrive as soon as they are moved."""
+        return self._bandwidth is None and not self._latency
+
+    @property
     def chunk_bytes(self) -> float | None:
         """How large the pieces are of what gives way to others; None: as large as they come."""
         return None if self._bandwidth is None else self._bandwidth * wire.LONGEST_WAIT_S

@@ -6,8 +6,9 @@ their own. A storage can be resident for several reasons at once (a boundary tha
 the last of them is gone, and under the oldest of them.
 
 Reasons may end in a destructor, which Python can run anywhere, even inside this module with the lock held. So ending
-one is only an append to a deque, and the books are brought up to date at the next look at them: before anything is
-added, so the peak is exact.
+one is only an entry in a journal, which is a deque, and the books are brought up to date from it when they are next
+looked at. Where there is no limit that might be exceeded, a reason begins with an entry, too: the journal is in order,
+so the peak is exact, and a layer whose graph saves forty tensors takes no lock forty times.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices.base import Hold
 from lightning_roundpipe.devices.errors import out_of_memory
+
+LONGEST_JOURNAL = 4096
+"""Entries. Bounds what the journal takes, and how long the next look at the books does."""
 
 
 class Ledger:
@@ -36,8 +41,10 @@ class Ledger:
         self.limit = limit
         self._device = device
         self._lock = threading.Lock()
-        self._ended: deque[tuple[int, str]] = deque()
+        self._journal: deque[tuple[int, int, str]] = deque()
+        """(key, bytes, purpose) of what began; bytes are -1 where it ended."""
         self._entries: dict[int, tuple[int, list[str]]] = {}
+        self._followed: dict[tuple[int, str], weakref.ref[torch.UntypedStorage]] = {}
         self._total = 0
         self._peak = 0
 
@@ -47,16 +54,26 @@ class Ledger:
         Raises:
             DeviceOutOfMemory: it was not resident, and does not fit.
         """
+        if self.limit is None:
+            self._journal.append((key, nbytes, purpose))
+            if len(self._journal) > LONGEST_JOURNAL:
+                with self._lock:
+                    self._settle()
+            return
         with self._lock:
             self._settle()
-            if (entry := self._entries.get(key)) is not None:
-                entry[1].append(purpose)
-                return
-            if self.limit is not None and self._total + nbytes > self.limit:
+            if key not in self._entries and self._total + nbytes > self.limit:
                 raise out_of_memory(self._device, nbytes, purpose, self._by_purpose(), self.limit, emulated=True)
-            self._entries[key] = (nbytes, [purpose])
-            self._total += nbytes
-            self._peak = max(self._peak, self._total)
+            self._begin(key, nbytes, purpose)
+
+    def _begin(self, key: int, nbytes: int, purpose: str) -> None:
+        if (entry := self._entries.get(key)) is not None:
+            entry[1].append(purpose)
+            return
+        self._entries[key] = (nbytes, [purpose])
+        self._total += nbytes
+        if self._total > self._peak:
+            self._peak = self._total
 
     def follow(self, storage: torch.UntypedStorage, purpose: str) -> None:
         """Count ``storage`` until it dies, once for a purpose.
@@ -64,18 +81,26 @@ class Ledger:
         Raises:
             DeviceOutOfMemory: it was not resident, and does not fit.
         """
-        key = storage._cdata
-        with self._lock:
-            self._settle()  # what had the address before has ended
-            followed = key in self._entries and purpose in self._entries[key][1]
-        if not followed:
-            self.add(key, storage.nbytes(), purpose)
-            # torch keeps the Python object for as long as there is the storage.
-            weakref.finalize(storage, self.end, key, purpose).atexit = False
+        place = storage._cdata, purpose
+        if place in self._followed:
+            return
+        # torch keeps the Python object for as long as there is the storage.
+        reference = weakref.ref(storage, partial(self._died, place))
+        if self._followed.setdefault(place, reference) is not reference:
+            return
+        try:
+            self.add(place[0], storage.nbytes(), purpose)
+        except BaseException:
+            del self._followed[place]
+            raise
+
+    def _died(self, place: tuple[int, str], reference: weakref.ref[torch.UntypedStorage]) -> None:
+        self._followed.pop(place, None)
+        self.end(*place)
 
     def end(self, key: int, purpose: str) -> None:
         """One reason of ``key`` is over. Safe in a destructor."""
-        self._ended.append((key, purpose))
+        self._journal.append((key, -1, purpose))
 
     def resident(self) -> int:
         """Bytes that are counted now."""
@@ -91,7 +116,9 @@ class Ledger:
 
     def peak(self) -> int:
         """The most bytes that were counted at once since the last ``reset_peak``."""
-        return self._peak
+        with self._lock:
+            self._settle()
+            return self._peak
 
     def reset_peak(self) -> None:
         """Begin a new peak at what is counted now."""
@@ -100,8 +127,11 @@ class Ledger:
             self._peak = self._total
 
     def _settle(self) -> None:
-        while self._ended:
-            key, purpose = self._ended.popleft()
+        while self._journal:
+            key, nbytes, purpose = self._journal.popleft()
+            if nbytes >= 0:
+                self._begin(key, nbytes, purpose)
+                continue
             nbytes, purposes = self._entries[key]
             purposes.remove(purpose)
             if not purposes:

@@ -8,6 +8,8 @@ wrong. So the check is done here, with torch's words.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,18 +21,18 @@ PURPOSE = "saved for backward"
 class _Saved:
     """One saved tensor in the graph's hands, counted while it lives."""
 
-    __slots__ = ("key", "ledger", "tensor", "version")
+    __slots__ = ("end", "key", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, key: int, ledger: Ledger) -> None:
-        self.key, self.ledger = key, ledger  # first, as `__del__` comes even if something fails here
+    def __init__(self, tensor: Tensor, key: int, end: Callable[[int, str], None]) -> None:
+        self.key, self.end = key, end  # first, as `__del__` comes even if something fails here
         # Detached, because an operation's own output holds its node, and the node would hold it: a cycle that only the
         # garbage collector ends. A detached tensor still shares the version counter.
         self.tensor = tensor.detach()
         self.version = tensor._version
 
     def __del__(self) -> None:
-        if hasattr(self, "ledger"):  # torch.compile, if it gets to see the hooks, makes some without `__init__`
-            self.ledger.end(self.key, PURPOSE)
+        if hasattr(self, "end"):  # torch.compile, if it gets to see the hooks, makes some without `__init__`
+            self.end(self.key, PURPOSE)
 
 
 class _Uncounted:
@@ -66,6 +68,6 @@ def saved_for_backward(ledger: Ledger) -> torch.autograd.graph.saved_tensors_hoo
         storage = tensor.untyped_storage()
         key = storage._cdata
         ledger.add(key, storage.nbytes(), PURPOSE)
-        return _Saved(tensor, key, ledger)
+        return _Saved(tensor, key, ledger.end)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)

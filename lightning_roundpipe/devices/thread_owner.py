@@ -8,12 +8,10 @@ thread-locals and context variables stay behind; what is kept here goes along, a
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -62,12 +60,17 @@ def thread() -> int:
     return threading.get_ident() if found is None else found.thread
 
 
-@contextlib.contextmanager
-def working(context: Any) -> Iterator[None]:
+class working:
     """The calling thread, and those that autograd lends it, do ``context``."""
-    before = behalf()
-    _stash(Behalf(thread(), context))
-    try:
-        yield
-    finally:
-        _stash(before)
+
+    __slots__ = ("_before", "_context")
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        before = self._before = behalf()
+        _stash(Behalf(threading.get_ident() if before is None else before.thread, self._context))
+
+    def __exit__(self, *_: object) -> None:
+        _stash(self._before)

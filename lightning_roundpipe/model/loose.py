@@ -34,9 +34,12 @@ class LooseTensors:
         ]
         self._versions: list[int | None] = [None] * len(self._tensors)
 
-    @contextlib.contextmanager
-    def unmoved(self, layer: str) -> Iterator[None]:
+    def unmoved(self, layer: str) -> contextlib.AbstractContextManager[None]:
         """A recomputation of ``layer``. What nobody has written to since the last one is not looked at."""
+        return self._unmoved(layer) if self._tensors else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _unmoved(self, layer: str) -> Iterator[None]:
         watched = [i for i, (_, tensor) in enumerate(self._tensors) if self._versions[i] != _version(tensor)]
         before = [self._tensors[i][1].detach().clone() for i in watched]
         yield

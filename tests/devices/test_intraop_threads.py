@@ -165,7 +165,9 @@ class Between(pl.LightningModule):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_in_a_step_only_the_thread_that_computes_has_a_team(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intraop_threads, "cores", lambda: TEAM * intraop_threads.AT_ONCE)  # or there would be none
-    monkeypatch.setattr(core_semaphore, "_semaphores", {TEAM * intraop_threads.AT_ONCE // TEAM: threading.Semaphore(1)})
+    monkeypatch.setattr(
+        core_semaphore, "_semaphores", {TEAM * intraop_threads.AT_ONCE // TEAM: core_semaphore.Semaphore(1)}
+    )
     alone = not_pythons()
     Large.one_team, Large.calls = alone + TEAM - 1, 0
     strategy = ours(num_microbatches=1, layers=["Large"], plan="forward 0; fused 1-2; backward 0; round 1")

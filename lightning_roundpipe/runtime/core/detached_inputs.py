@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class DetachedInputs:
 
     def __init__(self, layer: str) -> None:
         self.grads: list[Tensor | None] = []
+        self._positions: list[int] = []
         self._layer = layer
         self._expected = False
         self.within: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -34,35 +36,46 @@ class DetachedInputs:
         self._expected = False
         self.within.__exit__(*error)
 
-    def arrive(self, grads: list[Tensor | None]) -> None:
-        """Take the inputs' gradients."""
+    def arrive(self, grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients of the inputs that require them."""
         if not self._expected:
             raise RoundPipeError(
                 f"a gradient entered layer {self._layer!r} past its outputs: a tensor computed inside was kept by a "
                 "hook, a list or an object that the strategy does not see. Return it from the layer."
             )
-        self.grads = grads
+        found: list[Tensor | None] = [None] * len(self.grads)
+        for i, grad in zip(self._positions, grads, strict=True):
+            found[i] = grad
+        self.grads = found
 
     def open(self, tensors: list[Tensor], flags: list[bool]) -> list[Tensor]:
+        """Aliases of ``tensors``; those with a flag require grad."""
         self.grads = [None] * len(tensors)
-        if not any(flags):
-            return [t.data for t in tensors]
-        anchor = torch.empty((), requires_grad=True)
-        return list(_InletFunction.apply(anchor, self, tensors, flags))  # type: ignore[no-untyped-call]
-
-
-class _InletFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, inlet: DetachedInputs, tensors: list[Tensor], flags: list[bool]
-    ) -> tuple[Tensor, ...]:
-        ctx.inlet = inlet
-        ctx.set_materialize_grads(False)
-        aliases = tuple(t.data for t in tensors)
-        ctx.mark_non_differentiable(*(a for a, flag in zip(aliases, flags, strict=True) if not flag))
+        self._positions = [i for i, flag in enumerate(flags) if flag]
+        aliases = [t.data for t in tensors]
+        if self._positions:
+            flagged = _apply(ANCHOR, self, [aliases[i] for i in self._positions])
+            for i, alias in zip(self._positions, flagged, strict=True):
+                aliases[i] = alias
         return aliases
 
+
+ANCHOR = torch.empty((), requires_grad=True)
+"""What makes the aliases require grad. No gradient arrives here."""
+
+
+class _DetachedInputsFunction(torch.autograd.Function):
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        ctx.inlet.arrive(list(grads))
-        return None, None, None, None
+    def forward(ctx: Any, anchor: Tensor, detached_inputs: DetachedInputs, aliases: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.detached_inputs = detached_inputs
+        ctx.set_materialize_grads(False)
+        return tuple(aliases)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        ctx.detached_inputs.arrive(grads)
+        return None, None, None
+
+
+_apply: Any = super(torch.autograd.Function, _DetachedInputsFunction).apply
+"""Without what ``Function.apply`` does for transforms of ``torch.func``, under which no layer is called."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator
+import time
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import launch_lock
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.reachable import reachable_values
 from lightning_roundpipe.planning.crossing import storage_bytes
@@ -216,11 +218,11 @@ class LayerExecutor:
             all_given = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs, carried = unflatten_call(all_given, call.spec)
             replica.set(carried)
-            doors = SideOutputs(replica, (args, kwargs))
+            doors = SideOutputs(replica, (args, kwargs), flat=call.spec.is_flat)
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
-            computing = self._computing(slot, kind, where, call.microbatch, counter)
+            computing = _Computing(self._worker, slot, kind, where, call.layer, call.microbatch, counter)
             borrowing = self._borrowing(call.layer, call.lender)
             observed = self._observed(call.layer, again=kind != "forward")
             with computing, saved, calling(Inside(name)), watching, choosing, borrowing, observed:
@@ -305,15 +307,11 @@ class LayerExecutor:
         written = any(t._version for t in ran.given.values())
         return bool(ran.sides or written or self._worker.buffers(call.layer).changed(thorough=True))
 
-    @contextlib.contextmanager
-    def _seeded(self, call: Call, kind: str) -> Iterator[None]:
+    def _seeded(self, call: Call, kind: str) -> contextlib.AbstractContextManager[None]:
         if call.seed is None:
-            yield
-            return
-        what = f"layer {call.layer.name!r}"
-        backward = kind == "recompute"
-        with self._randomness().segment(call.layer.index, call.seed, self._device, what, backward=backward):
-            yield
+            return contextlib.nullcontext()
+        randomness, layer = self._randomness(), call.layer
+        return randomness.segment(layer.index, call.seed, self._device, layer.title, backward=kind == "recompute")
 
     def _count_as_written(self, slot: Slot, call: Call, leaves: list[Any]) -> None:
         """Count what a compiled layer computes, where a static plan needs that: its own code runs once more.
@@ -336,20 +334,6 @@ class LayerExecutor:
         replica.drop_written()
         buffers.discard(thorough=True)
         buffers.load()
-
-    @contextlib.contextmanager
-    def _computing(
-        self, slot: Slot, kind: str, where: EventSource, microbatch: int, counter: Counter | None = None
-    ) -> Iterator[None]:
-        with self._device.permit(), self._device.named(f"{kind} slot {slot.index} {where.layer} of {microbatch}"):
-            start = self._device.compute.record(timed=True)
-            with counter or contextlib.nullcontext():
-                yield
-            end = self._device.compute.record(timed=True)
-        if kind:
-            slot.recorder.add(kind, self._worker.index, start, end, microbatch, 0, where)
-            if counter is not None:
-                slot.recorder.count(kind, microbatch, where.call, counter.work.seconds)
 
     def _watching(self, layer: HostLayer) -> contextlib.AbstractContextManager[Any]:
         """Where that is to be found out, takes down what is done with the weights of ``layer``."""
@@ -419,7 +403,7 @@ class LayerExecutor:
         where = EventSource(slot.index, slot.phase, entry.call, entry.layer.name)
         if pairs:
             name, counter = entry.layer.name, None if self._forwards.compiled else self._counter()
-            computing = self._computing(slot, "backward", where, entry.microbatch, counter)
+            computing = _Computing(worker, slot, "backward", where, entry.layer, entry.microbatch, counter)
             given = self._device.hold(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
             watching = self._watching(entry.layer)
             inside, borrowing = calling(Inside(name, lender.passed_by)), self._borrowing(entry.layer, lender)
@@ -469,8 +453,11 @@ class LayerExecutor:
             entry.thread_state, entry.state, entry.seed, entry.context, graph=True, lender=lender,
         )  # fmt: skip
         with device.hold(_tensors(leaves), INPUTS):
-            place = FaultPlace(f"layer {entry.layer.name!r}", "recomputation", entry.microbatch, slot, device)
-            with noted(lambda: place), worker.replica(entry.layer).loose.unmoved(entry.layer.name):
+
+            def place() -> FaultPlace:
+                return FaultPlace(entry.layer.title, "recomputation", entry.microbatch, slot, device)
+
+            with noted(place), worker.replica(entry.layer).loose.unmoved(entry.layer.name):
                 ran = self._run(slot, call, private(entry, leaves), "recompute", replay)
                 if replay is not None and not replay.ended():
                     entry.layer.chooses = None
@@ -501,6 +488,71 @@ class LayerExecutor:
             return Outcome.of(_results(self._run(slot, call, private(entry, leaves), "recompute"), entry), {})
 
         refuse_difference(forward, recomputed, again, self._formats.low, entry.layer.name)
+
+
+class _Computing:
+    """A context in which a call computes, with its core, its name for a profiler, and its times.
+
+    Args:
+        worker: that it computes on.
+        slot: in which.
+        kind: of event; empty for a run that is not taken down.
+        where: of the event.
+        layer: whose call it is.
+        microbatch: its number.
+        counter: counts the call's operations.
+    """
+
+    __slots__ = (
+        "_began", "_core", "_counter", "_kind", "_launches", "_layer", "_microbatch", "_name", "_slot", "_start",
+        "_where", "_worker",
+    )  # fmt: skip
+
+    def __init__(
+        self, worker: Worker, slot: Slot, kind: str, where: EventSource, layer: HostLayer, microbatch: int,
+        counter: Counter | None,
+    ) -> None:  # fmt: skip
+        self._worker, self._slot, self._kind, self._where, self._layer = worker, slot, kind, where, layer
+        self._microbatch, self._counter = microbatch, counter
+        self._launches = kind in ("forward", "recompute")
+
+    def __enter__(self) -> None:
+        device = self._worker.device
+        core = self._core = device.permit()
+        name = self._name = device.named(
+            self._kind, "slot", self._slot.index, self._where.layer, "of", self._microbatch
+        )
+        core.__enter__()
+        name.__enter__()
+        try:
+            self._start = device.compute.record(timed=True)
+        except BaseException:  # the device was aborted
+            name.__exit__(None, None, None)
+            core.__exit__(None, None, None)
+            raise
+        if self._launches:
+            if self._layer.launch_seconds < launch_lock.SHORT_S:
+                launch_lock.acquire()
+            self._began = time.perf_counter()
+        if self._counter is not None:
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        try:
+            if self._counter is not None:
+                self._counter.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+            end = self._worker.device.compute.record(timed=True) if error is None else None
+        finally:
+            if self._launches:
+                self._layer.launched(time.perf_counter() - self._began)
+                launch_lock.release()
+            self._name.__exit__(kind, error, traceback)
+            self._core.__exit__(kind, error, traceback)
+        if end is not None and self._kind:
+            recorder, where = self._slot.recorder, self._where
+            recorder.add(self._kind, self._worker.index, self._start, end, self._microbatch, 0, where)
+            if self._counter is not None:
+                recorder.count(self._kind, self._microbatch, where.call, self._counter.work.seconds)
 
 
 def _results(ran: Ran, entry: RecordedCall) -> list[Tensor]:

@@ -360,7 +360,7 @@ class MicrobatchTask:
             entry.home = worker.device
             self._watch_inputs(call, entry, traced, tensors)
         executor = self.engine.executors[slot.worker]
-        with noted(lambda: FaultPlace(f"layer {call.layer.name!r}", "forward", self.index, slot, worker.device)):
+        with noted(lambda: FaultPlace(call.layer.title, "forward", self.index, slot, worker.device)):
             return worker.run(lambda: executor.forward(slot, call, self.activations), self._cancel_scope), slot
 
     def _watch_inputs(self, call: Call, entry: RecordedCall, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
@@ -438,7 +438,7 @@ class MicrobatchTask:
         slot = self._slots.backward(self.index, entry.call, entry.layer, sums)
         self._predictor.backward(self.index, self.tape, self.trace)
         worker, executor, factor = engine.workers[slot.worker], engine.executors[slot.worker], self.mode.proxies.factor
-        with noted(lambda: FaultPlace(f"layer {entry.layer.name!r}", "backward", self.index, slot, worker.device)):
+        with noted(lambda: FaultPlace(entry.layer.title, "backward", self.index, slot, worker.device)):
             self._prefetcher.following(slot, self.tape)
             grads = worker.run(
                 lambda: executor.backward(slot, entry, self.activations, factor, self, measured), self._cancel_scope

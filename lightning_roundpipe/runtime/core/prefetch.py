@@ -51,7 +51,7 @@ class ActivationPrefetcher:
         tensors = {i: t for i, t in enumerate(call.leaves) if isinstance(t, Tensor)}
         elsewhere = {i: home for i, t in tensors.items() if (home := locate(t)) is not device}
         copies = [call.saved.get(i) or self._activations.save(tensors[i], home) for i, home in elsewhere.items()]  # [1]
-        with noted(lambda: FaultPlace(f"layer {call.layer.name!r}", "forward", self._microbatch, slot, device)):
+        with noted(lambda: FaultPlace(call.layer.title, "forward", self._microbatch, slot, device)):
             self._bring(slot, copies)
 
     def gradients(self, entry: RecordedCall) -> list[HostTensor]:
@@ -65,7 +65,7 @@ class ActivationPrefetcher:
             return []
         device = self._workers[slot.worker].device
         sent = self._send(entry, device)
-        with noted(lambda: FaultPlace(f"layer {entry.layer.name!r}", "backward", self._microbatch, slot, device)):
+        with noted(lambda: FaultPlace(entry.layer.title, "backward", self._microbatch, slot, device)):
             self._bring(slot, [*_starts_from(entry), *sent])
         return sent
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.core.detached_inputs import ANCHOR
 
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Device
@@ -231,7 +232,8 @@ class _BoundaryFunction(torch.autograd.Function):
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         aliases = tuple(t.data for t in outputs)
-        ctx.mark_non_differentiable(*(a for a, flag in zip(aliases, flags, strict=True) if not flag))
+        if not all(flags):
+            ctx.mark_non_differentiable(*(a for a, flag in zip(aliases, flags, strict=True) if not flag))
         return aliases
 
     @staticmethod
@@ -244,6 +246,10 @@ class _BoundaryFunction(torch.autograd.Function):
             for index, grad in enumerate(grads):
                 entry.add_grad(index, grad, entry.home)
         return None, None, None, None
+
+
+_apply_boundary: Any = super(torch.autograd.Function, _BoundaryFunction).apply
+"""Without what ``Function.apply`` does for transforms of ``torch.func``, under which no layer is called."""
 
 
 def _refuse(entry: GraphCut) -> NoReturn:
@@ -291,9 +297,8 @@ def boundary(entry: GraphCut, outputs: list[Tensor], flags: list[bool]) -> list[
     entry.grads = [[] for _ in outputs]
     if not any(flags):
         return [t.data for t in outputs]
-    anchor = torch.empty((), requires_grad=True)
     with torch.enable_grad():
-        return list(_BoundaryFunction.apply(anchor, entry, outputs, flags))  # type: ignore[no-untyped-call]
+        return list(_apply_boundary(ANCHOR, entry, outputs, flags))
 
 
 def source_of(tensor: Tensor) -> tuple[GraphCut, int] | None:

@@ -32,16 +32,20 @@ class FaultPlace(NamedTuple):
         return f"in {self.what}, {phase}, {who}, {slot}{_named(self.device)}"
 
 
-@contextlib.contextmanager
-def noted(place: Callable[[], FaultPlace]) -> Iterator[None]:
+class noted:
     """Add a note to an exception that passes, unless one closer to it has. ``place`` is asked for when there is one."""
-    try:
-        yield
-    except Cancelled:
-        raise
-    except BaseException as error:
-        add_note(error, place())
-        raise
+
+    __slots__ = ("_place",)
+
+    def __init__(self, place: Callable[[], FaultPlace]) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and not isinstance(error, Cancelled):
+            add_note(error, self._place())
 
 
 def add_note(error: BaseException, place: FaultPlace) -> None:

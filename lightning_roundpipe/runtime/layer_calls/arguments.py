@@ -187,6 +187,11 @@ class CallSpec:
     carried: TreeSpec | None
     objects: bool = False
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether the arguments hold no container, and no object with tensors."""
+        return not self.objects and id(self.arguments) in _shapes
+
 
 def flatten_call(args: Any, kwargs: Any, carried: dict[Any, Any]) -> tuple[list[Any], CallSpec]:
     """Leaves and structure of a call; ``carried`` is most often empty."""

@@ -22,12 +22,18 @@ Sides = dict[Key, FlatValue]
 
 
 class SideOutputs:
-    """Looks at a copy and the arguments before a call, and again after it."""
+    """Looks at a copy and the arguments before a call, and again after it.
 
-    def __init__(self, replica: Replica, arguments: Any) -> None:
+    Args:
+        replica: the copy.
+        arguments: of the call.
+        flat: whether these are known to hold no container, and no object with tensors.
+    """
+
+    def __init__(self, replica: Replica, arguments: Any, *, flat: bool) -> None:
         self._replica = replica
         self._before = replica.attributes()
-        self._parts = [(part, frozen(part)) for part in mutable_parts(arguments)]
+        self._parts = [] if flat else [(part, frozen(part)) for part in mutable_parts(arguments)]
 
     def sides(self, given: dict[int, Tensor], layer: str) -> Sides:
         """What the call changed; the copy is as before afterwards."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,18 +53,29 @@ class Surroundings:
             )
 
 
-@contextlib.contextmanager
-def parametrizing(layer: HostLayer) -> Iterator[None]:
+class parametrizing:
     """Around a layer's code: layers that cache parametrizations run one at a time.
 
     ``parametrize.cached()`` keeps one cache for the whole process, until nobody uses it any more. Two layers at once,
     and one would find what the other left for an earlier microbatch. The first batch shows which layers do it.
     """
-    before = parametrize._cache
-    with _caching if layer.caches_parametrizations else contextlib.nullcontext():
-        yield
-    if parametrize._cache is not before:  # leaving it makes a new one
-        layer.caches_parametrizations = True
+
+    __slots__ = ("_before", "_held", "_layer")
+
+    def __init__(self, layer: HostLayer) -> None:
+        self._layer = layer
+
+    def __enter__(self) -> None:
+        self._before = parametrize._cache
+        self._held = self._layer.caches_parametrizations
+        if self._held:
+            _caching.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        if self._held:
+            _caching.release()
+        if parametrize._cache is not self._before:  # leaving it makes a new one
+            self._layer.caches_parametrizations = True
 
 
 def _caches_parametrizations() -> bool:

@@ -13,6 +13,7 @@ a parameter at a time.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -65,7 +66,11 @@ class HostLayer:
     ) -> None:
         self.index = index
         self.name = name
+        self.title = f"layer {name!r}"
+        """For errors."""
         self.module = module
+        self.launch_seconds = math.inf
+        """What a run of its code takes the thread that it runs on; see `launched`."""
         self.state = ModuleState(name, module)
         self.buffers = HostBuffers()
         """All layers' in common, where there are several."""
@@ -146,6 +151,11 @@ class HostLayer:
             new = [f"{name} was set" for name in values.keys() - self._values.keys()]
             self.moving = changes(self._values, values) + sorted(new)
         self._values = values
+
+    def launched(self, seconds: float) -> None:
+        """Its code has run for ``seconds``. One run that took longer, because another thread was in the way, says
+        little: what is known grows by a tenth at most."""
+        self.launch_seconds = min(seconds, 1.1 * self.launch_seconds)
 
     def is_new_state(self, state: StateDiff | None) -> bool:
         """Whether the layer has not run with these attributes before: in another mode it may do other things."""

@@ -178,7 +178,7 @@ class Evaluation:
             if self._written:
                 layer.bucket.refresh()
             slot = self._slot_for(layer)
-            with noted(lambda: FaultPlace(f"layer {layer.name!r}", "evaluation", 0, slot, worker.device)):
+            with noted(lambda: FaultPlace(layer.title, "evaluation", 0, slot, worker.device)):
                 worker.run(lambda: worker.open(slot), self._cancel_scope)
                 self._order.see(layer)
                 self._foresee()  # [2]

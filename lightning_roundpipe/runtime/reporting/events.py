@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_roundpipe.devices import Event
 
@@ -14,8 +13,7 @@ UPLOADS = ("upload_weights", "upload_activations", "upload_gradients")
 DOWNLOADS = ("download_activations", "download_gradients")
 
 
-@dataclass(frozen=True)
-class EventSource:
+class EventSource(NamedTuple):
     """The slot, phase and call that an event belongs to; -1 and empty where there is none."""
 
     slot: int = -1
@@ -28,12 +26,12 @@ NOWHERE = EventSource()
 
 
 class Recorder:
-    """Collects events during a step. Events are read when the step is over."""
+    """Collects events during a step, from any thread. Events are read when the step is over."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._items: list[tuple[str, int, Event, Event, int, int, EventSource]] = []
         self._waits: list[tuple[int, Event, Event]] = []
+        self._counting = threading.Lock()
         self._counted: dict[tuple[str, int, int], list[float]] = defaultdict(list)
 
     def add(
@@ -46,17 +44,15 @@ class Recorder:
         nbytes: int = 0,
         where: EventSource = NOWHERE,
     ) -> None:
-        with self._lock:
-            self._items.append((kind, worker, start, end, microbatch, nbytes, where))
+        self._items.append((kind, worker, start, end, microbatch, nbytes, where))
 
     def waited(self, worker: int, start: Event, end: Event) -> None:
         """A worker had its turn, and waited from ``start`` to ``end`` for what was on its way to it."""
-        with self._lock:
-            self._waits.append((worker, start, end))
+        self._waits.append((worker, start, end))
 
     def count(self, kind: str, microbatch: int, call: int, seconds: float) -> None:
         """A call's computation takes so long by its shapes."""
-        with self._lock:
+        with self._counting:
             self._counted[kind, microbatch, call].append(seconds)
 
     def stalls(self, origin: float) -> list[dict[str, Any]]:

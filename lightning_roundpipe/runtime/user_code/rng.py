@@ -80,8 +80,9 @@ class Randomness:
         """Whether what ``key`` stands for draws, as far as is known."""
         return self.learning or key in self._torch or key in self._host
 
-    @contextlib.contextmanager
-    def segment(self, key: Hashable, seed: int, device: Device, what: str, *, backward: bool = False) -> Iterator[None]:
+    def segment(
+        self, key: Hashable, seed: int, device: Device, what: str, *, backward: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         """Run one call or one section of user code.
 
         Args:
@@ -95,24 +96,26 @@ class Randomness:
                 recomputation draws if its forward did.
         """
         if self.learning:
-            again = backward or not isinstance(key, tuple)
-            with device.generator_lock, generators.HOST_LOCK, self._learned(key, seed, device, again):
-                yield
-        elif key in self._torch or key in self._host:
-            host = key in self._host
-            with device.generator_lock, generators.HOST_LOCK if host else contextlib.nullcontext():
-                self._seed(host, seed, device)
-                try:
-                    yield
-                finally:
-                    _park(device, host=host)
-            if not (host or backward):
-                self._check_host(device, what)
-        else:
+            return self._learning(key, seed, device, backward or not isinstance(key, tuple))
+        if key in self._torch or key in self._host:
+            return self._drawing(key in self._host, seed, device, what, backward)
+        return contextlib.nullcontext() if backward else _Undrawn(self, device, what)
+
+    @contextlib.contextmanager
+    def _learning(self, key: Hashable, seed: int, device: Device, again: bool) -> Iterator[None]:
+        with device.generator_lock, generators.HOST_LOCK, self._learned(key, seed, device, again):
             yield
-            if not backward:
-                self._check(device.generator, device.generator_lock, what)
-                self._check_host(device, what)
+
+    @contextlib.contextmanager
+    def _drawing(self, host: bool, seed: int, device: Device, what: str, backward: bool) -> Iterator[None]:
+        with device.generator_lock, generators.HOST_LOCK if host else contextlib.nullcontext():
+            self._seed(host, seed, device)
+            try:
+                yield
+            finally:
+                _park(device, host=host)
+        if not (host or backward):
+            self._check_host(device, what)
 
     @contextlib.contextmanager
     def _learned(self, key: Hashable, seed: int, device: Device, again: bool) -> Iterator[None]:
@@ -141,6 +144,11 @@ class Randomness:
             random.seed(seed)
             np.random.seed(seed & 0xFFFFFFFF)
 
+    def check(self, device: Device, what: str) -> None:
+        """Refuse what has drawn where nothing drew in the first batch."""
+        self._check(device.generator, device.generator_lock, what)
+        self._check_host(device, what)
+
     def _check_host(self, device: Device, what: str) -> None:
         if _has_two(device):
             self._check(torch.default_generator, generators.HOST_LOCK, what)
@@ -161,6 +169,22 @@ class Randomness:
                 )
         finally:
             lock.release()
+
+
+class _Undrawn:
+    """A segment that does not draw, as far as is known."""
+
+    __slots__ = ("_device", "_randomness", "_what")
+
+    def __init__(self, randomness: Randomness, device: Device, what: str) -> None:
+        self._randomness, self._device, self._what = randomness, device, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:
+            self._randomness.check(self._device, self._what)
 
 
 def _has_two(device: Device) -> bool:

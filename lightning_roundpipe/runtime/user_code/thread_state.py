@@ -13,9 +13,9 @@ import contextvars
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,8 +26,7 @@ _UNSET = object()
 _LIBRARIES = re.compile(r"(torch|torchmetrics|lightning|pytorch_lightning|lightning_fabric|builtins|typing|abc)\b")
 
 
-@dataclass(frozen=True)
-class TorchThreadState:
+class TorchThreadState(NamedTuple):
     """Torch's per-thread modes at a call."""
 
     grad: bool
@@ -47,18 +46,43 @@ class TorchThreadState:
         local = tuple(_Local(value, dict(vars(value))) for value in thread_locals)
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, local)
 
-    @contextlib.contextmanager
-    def entered(self, *, grad: bool | None = None) -> Iterator[None]:
+    def entered(self, *, grad: bool | None = None) -> contextlib.AbstractContextManager[None]:
         """The same modes on this thread; ``grad`` overrides grad mode."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad if grad is None else grad))
-            for device, enabled, dtype in self.autocast:
-                if enabled or torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
-            for local in self.locals:
-                local.enter()
-            yield
+        return _Entered(self, self.grad if grad is None else grad)
+
+
+class _Entered:
+    """A context in which a thread has the modes of ``state``. It changes what differs, which most often is nothing."""
+
+    __slots__ = ("_around", "_before", "_grad", "_state")
+
+    def __init__(self, state: TorchThreadState, grad: bool) -> None:
+        self._state, self._grad = state, grad
+        self._around: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        state = self._state
+        if state.inference or torch.is_inference_mode_enabled():
+            self._entering().enter_context(torch.inference_mode(state.inference))
+        for device, enabled, dtype in state.autocast:
+            if enabled or torch.is_autocast_enabled(device):
+                autocast = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+                self._entering().enter_context(autocast)
+        self._before = torch.is_grad_enabled()
+        if self._before != self._grad:
+            torch._C._set_grad_enabled(self._grad)
+        for local in state.locals:
+            local.enter()
+
+    def _entering(self) -> contextlib.ExitStack:
+        if self._around is None:
+            self._around = contextlib.ExitStack()
+        return self._around
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._before)
+        if self._around is not None:
+            self._around.__exit__(*error)
 
 
 @dataclass(frozen=True)
