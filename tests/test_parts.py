@@ -27,8 +27,7 @@ from lightning_roundpipe.runtime.core.worker import Worker, _merged
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer, _left, host_layers
-from lightning_roundpipe.runtime.memory.param_buckets import units_of
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer, _left, host_layers, units_of
 from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness

@@ -35,10 +35,10 @@ from lightning_roundpipe.runtime.memory.autocast_weights import is_surprised, is
 from lightning_roundpipe.runtime.memory.budget import layers_that_fit
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, Reduction
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer, host_layers
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer, host_layers, units_of
 from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
 from lightning_roundpipe.runtime.memory.mapped_files import mapped_weights
-from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket, units_of
+from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_parts import Parting
 from lightning_roundpipe.runtime.modes.manual import ManualStep

@@ -12,8 +12,7 @@ from torch import nn
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.param_buckets import units_of
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer, units_of
 
 
 @pytest.fixture

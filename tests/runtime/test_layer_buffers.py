@@ -12,7 +12,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.layer_buffers import Buffers, Made
+from lightning_roundpipe.runtime.memory.layer_buffers import Buffers, HostBuffers, Made
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 
 
@@ -32,11 +32,12 @@ class Counting(nn.Module):
 class Sides:
     """A layer and its copy."""
 
-    def __init__(self, module: nn.Module, device: Device) -> None:
+    def __init__(self, module: nn.Module, device: Device, shared: HostBuffers | None = None) -> None:
         self.module = module
         self.layer = HostLayer(0, "layer", module, device, {})
+        self.layer.buffers = shared if shared is not None else self.layer.buffers
         self.replica = Replica(module, torch.device("cpu"))
-        self.buffers = Buffers(self.layer, self.replica, device)
+        self.buffers = Buffers(self.layer.name, self.layer.buffers, self.layer.mutable_buffers, self.replica, device)
         self.copy: Any = self.replica.module
 
     def forward(self, thorough: bool = False, change: Any = None, settle: bool = True) -> dict[int, Made]:
@@ -193,8 +194,8 @@ def test_what_a_call_leaves_as_it_was_is_not_written(sides: Sides) -> None:
 
 def test_layers_that_share_a_module_share_its_buffers(device: Device) -> None:
     inner = Counting()
-    one, other = Sides(nn.Sequential(inner), device), Sides(nn.Sequential(inner), device)
-    other.layer.buffers = one.layer.buffers
+    shared = HostBuffers()
+    one, other = Sides(nn.Sequential(inner), device, shared), Sides(nn.Sequential(inner), device, shared)
     for _ in range(2):
         one.forward(thorough=True, settle=False)
         other.forward(thorough=True, settle=False)

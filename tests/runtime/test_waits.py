@@ -236,7 +236,10 @@ ELSEWHERE = {
         "runtime.user_code.sections:UserCodeSections.wait_for",
         "self.aside(lambda: what.wait(version, self._step.cancel_scope))",
     ),
-    ("runtime.memory.loss_scale:Scales.of", "run.segments.wait_for(self, version)"),  # test_precision_scaling.py
+    (
+        "runtime.core.microbatch:MicrobatchTask._backward_of_loss",
+        "self.segments.wait_for(scales, step.version)",
+    ),  # test_precision_scaling.py
     ("runtime.core.step:Step._end_whole", "sums.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     (
         "runtime.optimizer.loss_handle:StepGradients.arrive",

@@ -458,12 +458,12 @@ class LayerExecutor:
                 return FaultPlace(entry.layer.title, "recomputation", entry.microbatch, slot, device)
 
             with noted(place), worker.replica(entry.layer).loose.unmoved(entry.layer.name):
-                ran = self._run(slot, call, private(entry, leaves), "recompute", replay)
+                ran = self._run(slot, call, private(leaves, entry.mutates), "recompute", replay)
                 if replay is not None and not replay.ended():
                     entry.layer.chooses = None
                     worker.replica(entry.layer).drop_written()
                     buffers.load(entry.buffers)
-                    ran = self._run(slot, call, private(entry, leaves), "recompute")
+                    ran = self._run(slot, call, private(leaves, entry.mutates), "recompute")
         if expected is not None:
             self._compare(expected, Outcome.of(_results(ran, entry), values), slot, call, entry, leaves)
         buffers.discard()
@@ -485,7 +485,7 @@ class LayerExecutor:
         def again() -> Outcome:
             self._worker.replica(entry.layer).drop_written()
             self._worker.buffers(entry.layer).load(entry.buffers)
-            return Outcome.of(_results(self._run(slot, call, private(entry, leaves), "recompute"), entry), {})
+            return Outcome.of(_results(self._run(slot, call, private(leaves, entry.mutates), "recompute"), entry), {})
 
         refuse_difference(forward, recomputed, again, self._formats.low, entry.layer.name)
 

@@ -391,8 +391,9 @@ class MicrobatchTask:
         """Backward from the loss through the user code behind the last layer [4], in which user code may run, too."""
         self._phase, self.mode.returning = "backward", True
         self.differentiable = loss.requires_grad
-        step = self._step
-        scale = step.weighing.share(self) * step.engine.formats.scales.of(self, step.version)
+        step, scales = self._step, self.engine.formats.scales
+        self.segments.wait_for(scales, step.version)
+        scale = step.weighing.share(self) * scales.of(step.version)
         if not loss.requires_grad or not scale:
             return
         seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)

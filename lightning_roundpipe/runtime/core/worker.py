@@ -361,7 +361,10 @@ class Worker:
         known = self._replicas.get(layer.index)
         if known is None:
             replica = Replica(layer.module, self.device.torch_device, layer.state, layer.rounded)
-            known = self._replicas[layer.index] = replica, Buffers(layer, replica, self.device)
+            known = self._replicas[layer.index] = (
+                replica,
+                Buffers(layer.name, layer.buffers, layer.mutable_buffers, replica, self.device),
+            )
         return known
 
     def _whole(self, slot: Slot, layer: HostLayer, position: int) -> Tensor:

@@ -7,19 +7,16 @@ they are tensors of their own, which may share memory or not, and autograd does 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.core.activation_store import HostTensor
+from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue
 from lightning_roundpipe.runtime.layer_calls.inference_writes import writes_of
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.core.tape import RecordedCall
-    from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue
 
 
 def overlapping(outputs: list[Tensor], given: dict[int, Tensor]) -> tuple[list[int], list[int]]:
@@ -31,9 +28,9 @@ def overlapping(outputs: list[Tensor], given: dict[int, Tensor]) -> tuple[list[i
     return shared, [i for i, s in inputs.items() if s and s in storages]
 
 
-def private(entry: RecordedCall, leaves: list[Any]) -> list[Any]:
-    """A layer that writes to its inputs must not write to what other calls share."""
-    return [leaf.clone() if i in entry.mutates and isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
+def private(leaves: list[Any], mutates: Collection[int]) -> list[Any]:
+    """``leaves``, with copies of those that the layer writes to: other calls share them."""
+    return [leaf.clone() if i in mutates and isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
 
 
 def apart_from_lent(

@@ -298,6 +298,36 @@ def host_layers(
     return layers
 
 
+def units_of(
+    layers: Sequence[HostLayer], masters: Iterable[nn.Parameter], formats: Formats | None = None, *, apart: bool = False
+) -> list[ParamBucket]:
+    """The buckets of a module, in forward order; every layer gets to know its own.
+
+    Args:
+        layers: all of them, in order.
+        masters: all parameters of the module. Those of no layer make the first bucket,
+            as user code may read them anywhere.
+        formats, apart: see `ParamBucket`.
+    """
+    groups: list[list[HostLayer]] = []
+    for layer in layers:
+        mine = {id(p) for p in layer.masters}
+        shared = [g for g in groups if any(id(p) in mine for other in g for p in other.masters)]
+        groups = [g for g in groups if g not in shared]
+        groups.append([*(other for g in shared for other in g), layer])
+    groups.sort(key=lambda group: min(layer.index for layer in group))
+    inside = {id(p) for layer in layers for p in layer.masters}
+    buckets = [ParamBucket(0, _unique(p for p in masters if id(p) not in inside), (), formats, apart=apart)]
+    for group in groups:
+        bucket = ParamBucket(
+            len(buckets), _unique(p for layer in group for p in layer.masters), group, formats, apart=apart
+        )
+        for layer in group:
+            layer.bucket = bucket
+        buckets.append(bucket)
+    return buckets
+
+
 def begin_to_train(
     layers: Iterable[HostLayer], others: Iterable[nn.Parameter], formats: Formats, *, apart: bool
 ) -> None:
@@ -318,6 +348,10 @@ def begin_to_train(
         widen(master)
     for layer in layers:
         layer.place()  # what it holds of others may have moved, too
+
+
+def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list({id(p): p for p in parameters}.values())
 
 
 def _by_trainable(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -15,7 +15,7 @@ call has changed is what differs from what was loaded for it, not from what the 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.devices.base import stage
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.replica import Replica
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 Place = tuple[int, str]
 """Id of a module, and the name of a buffer of it."""
@@ -132,10 +129,20 @@ class _Loaded(NamedTuple):
 
 
 class Buffers:
-    """The buffers of one layer's copy on one worker."""
+    """The buffers of one layer's copy on one worker.
 
-    def __init__(self, layer: HostLayer, replica: Replica, device: Device) -> None:
-        self._layer = layer
+    Args:
+        layer: its name.
+        host: what calls of all layers have left.
+        mutable: module and name of the layer's buffers that its forward changes, by position; updated.
+        replica: the copy.
+        device: the worker's.
+    """
+
+    def __init__(
+        self, layer: str, host: HostBuffers, mutable: dict[int, tuple[nn.Module, str]], replica: Replica, device: Device
+    ) -> None:
+        self._layer, self._host, self._mutable = layer, host, mutable
         self._replica = replica
         self._device = device
         self.places = [
@@ -150,7 +157,7 @@ class Buffers:
         for index, (original, copy, name) in enumerate(self.places):
             made = None if saved is None else saved.get(index)
             if made is None:
-                made = self._layer.buffers.now(original, name, self._device)
+                made = self._host.now(original, name, self._device)
             known = self._loaded[index]
             if known is None or known.made is not made:
                 here = copy._buffers[name] = self._uploaded(made)
@@ -172,7 +179,7 @@ class Buffers:
         """The values of the buffers, for the recomputation: the forward may change them, and so may user code."""
         found = {}
         for index, (original, _, name) in enumerate(self.places):
-            made = self._layer.buffers.now(original, name, self._device)
+            made = self._host.now(original, name, self._device)
             if made.host is not None:
                 found[index] = made
         return found
@@ -192,7 +199,7 @@ class Buffers:
             elif now is not None and thorough:
                 if not _alike(now.cpu(), loaded.made.host):  # behind `load`, in the order of compute
                     found.append(index)
-            elif now is not None and index in self._layer.mutable_buffers:
+            elif now is not None and index in self._mutable:
                 found.append(index)
         return found
 
@@ -213,7 +220,7 @@ class Buffers:
         for (original, _, name), then, now in zip(self.places, before, self.written(), strict=True):
             if then != now:
                 raise RoundPipeError(
-                    f"buffer {name!r} of {type(original).__name__} in layer {self._layer.name!r} was written to in "
+                    f"buffer {name!r} of {type(original).__name__} in layer {self._layer!r} was written to in "
                     "backward, by a hook or an autograd.Function, on a worker's copy, where it would be lost. Write to "
                     "it in the layer's forward, or between steps in a hook of the LightningModule."
                 )
@@ -223,13 +230,13 @@ class Buffers:
         found: list[tuple[int, Tensor | None, Tensor | None]] = []
         for index in self.changed(thorough):
             original, copy, name = self.places[index]
-            known = thorough or index in self._layer.mutable_buffers
+            known = thorough or index in self._mutable
             if saved is not None and not (known and index in saved):
                 raise RoundPipeError(
-                    f"buffer {name!r} of {type(original).__name__} in layer {self._layer.name!r} changed during a "
+                    f"buffer {name!r} of {type(original).__name__} in layer {self._layer!r} changed during a "
                     "forward pass, which it did not do in the first batch, so its recomputation cannot be exact."
                 )
-            self._layer.mutable_buffers[index] = (original, name)
+            self._mutable[index] = (original, name)
             here = copy._buffers.get(name)
             found.append((index, here, None if here is None else self._downloaded(here)))
         if not found:
@@ -239,7 +246,7 @@ class Buffers:
             original, _, name = self.places[index]
             loaded = self._loaded[index]
             assert loaded is not None
-            made = self._layer.buffers.put(original, name, loaded.made, host, ready)
+            made = self._host.put(original, name, loaded.made, host, ready)
             self._loaded[index] = _Loaded(made, here, _version(here))
 
     def _downloaded(self, here: Tensor) -> Tensor:
@@ -253,7 +260,7 @@ class Buffers:
 
     def discard(self, *, thorough: bool = False) -> None:
         """Forget what a recomputation changed, or a forward that does not count."""
-        for index in {*self.changed(thorough), *self._layer.mutable_buffers}:
+        for index in {*self.changed(thorough), *self._mutable}:
             self._loaded[index] = None
 
 

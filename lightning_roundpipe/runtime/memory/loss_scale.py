@@ -6,13 +6,8 @@ A step waits for it as it waits for weights; as these come later, it is there by
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lightning_roundpipe.optim.scaling import LossScale
 from lightning_roundpipe.runtime.memory.versions import Versioned
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 
 
 class Scales(Versioned):
@@ -66,11 +61,14 @@ class Scales(Versioned):
         self._known = {v: known for v, known in self._known.items() if v >= version - 1} | {version: self.scale.now()}
         self.publish(version)
 
-    def of(self, run: MicrobatchTask, version: int) -> float:
-        """The factor of a step of ``version``; ``run`` asks, in its user code."""
+    def has(self, version: int) -> bool:
+        """Whether the factor of ``version`` is there; without scaling it always is."""
+        return self.scale is None or super().has(version)
+
+    def of(self, version: int) -> float:
+        """The factor of a step of ``version``, which is there."""
         if self.scale is None:
             return 1.0
-        run.segments.wait_for(self, version)
         return self._known[version] / self.batches
 
     def outside(self, version: int) -> float:

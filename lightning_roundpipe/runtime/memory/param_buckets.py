@@ -6,19 +6,27 @@ layer's: the optimizer goes through the layers in forward order, and the next fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.memory.dtypes import Formats
+from lightning_roundpipe.runtime.memory.flat_params import FlatBuffer
 from lightning_roundpipe.runtime.memory.versions import Versioned
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 Part = Callable[[nn.Parameter, int, int], None]
 """Is given a master, and the first and last of its numbers that are there."""
+
+
+class Holder(Protocol):
+    """A layer, as its bucket sees it."""
+
+    masters: list[nn.Parameter]
+    flats: list[FlatBuffer]
+
+    def read(self, master: nn.Parameter) -> Tensor:
+        """What ``master`` is computed with."""
 
 
 class ParamBucket(Versioned):
@@ -39,7 +47,7 @@ class ParamBucket(Versioned):
         self,
         index: int,
         masters: Sequence[nn.Parameter],
-        layers: Sequence[HostLayer] = (),
+        layers: Sequence[Holder] = (),
         formats: Formats | None = None,
         *,
         apart: bool = False,
@@ -108,37 +116,3 @@ class ParamBucket(Versioned):
                 flat.refresh_part(master, start, end)
         if id(master) in self._copies:
             self._copies[id(master)].view(-1)[start:end].copy_(master.detach().view(-1)[start:end])
-
-
-def units_of(
-    layers: Sequence[HostLayer], masters: Iterable[nn.Parameter], formats: Formats | None = None, *, apart: bool = False
-) -> list[ParamBucket]:
-    """The buckets of a module, in forward order; every layer gets to know its own.
-
-    Args:
-        layers: all of them, in order.
-        masters: all parameters of the module. Those of no layer make the first bucket,
-            as user code may read them anywhere.
-        formats, apart: see `ParamBucket`.
-    """
-    groups: list[list[HostLayer]] = []
-    for layer in layers:
-        mine = {id(p) for p in layer.masters}
-        shared = [g for g in groups if any(id(p) in mine for other in g for p in other.masters)]
-        groups = [g for g in groups if g not in shared]
-        groups.append([*(other for g in shared for other in g), layer])
-    groups.sort(key=lambda group: min(layer.index for layer in group))
-    inside = {id(p) for layer in layers for p in layer.masters}
-    buckets = [ParamBucket(0, _unique(p for p in masters if id(p) not in inside), (), formats, apart=apart)]
-    for group in groups:
-        bucket = ParamBucket(
-            len(buckets), _unique(p for layer in group for p in layer.masters), group, formats, apart=apart
-        )
-        for layer in group:
-            layer.bucket = bucket
-        buckets.append(bucket)
-    return buckets
-
-
-def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return list({id(p): p for p in parameters}.values())

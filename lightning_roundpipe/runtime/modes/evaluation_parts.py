@@ -38,6 +38,7 @@ from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation_step import Branches, EvaluationStep, go_astray
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
+from lightning_roundpipe.runtime.modes.model_tasks import PartRun
 from lightning_roundpipe.runtime.user_code.module_state import StateWatch
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
@@ -201,7 +202,9 @@ class Parting:
         engine, trace = self._engine, known.trace
         assert trace is not None
         evaluation.stop_foreseeing()
-        call = ModelCall(name, 0, TorchThreadState.capture(engine.device_types, engine.thread_locals))
+        call: ModelCall[PartRun] = ModelCall(
+            name, 0, TorchThreadState.capture(engine.device_types, engine.thread_locals)
+        )
         with torch._C.DisableTorchFunction(), allowed(False):
             try:
                 evaluation.surroundings.refuse(name)

@@ -64,7 +64,7 @@ class EvaluationStep(ModelStep):
         self._unclosed = 1  # that stands for those that are not made yet
         self._portion = ModelCallStages("", range(len(trace.calls)), spans, ())
 
-    def run_parts(self, call: ModelCall, function: Callable[..., Any], parts: list[tuple[Any, Any]]) -> None:
+    def run_parts(self, call: ModelCall[PartRun], function: Callable[..., Any], parts: list[tuple[Any, Any]]) -> None:
         self.plan = Plan((), Span(0, len(self._portion.calls) - 1), (), len(parts))
         try:
             self.forward(call, function, parts, self._device)
@@ -77,11 +77,11 @@ class EvaluationStep(ModelStep):
                 queue.clear()
         self.cancel_scope.raise_error()
 
-    def _slots_for(self, call: ModelCall, microbatches: int) -> tuple[ModelCallStages | None, Slots]:
+    def _slots_for(self, call: ModelCall[PartRun], microbatches: int) -> tuple[ModelCallStages | None, Slots]:
         return self._portion, CallSlots(self._make_group("forward", self._spans, microbatches))
 
     def _part(
-        self, index: int, slots: Slots, call: ModelCall, portion: ModelCallStages | None, device: Device | None
+        self, index: int, slots: Slots, call: ModelCall[PartRun], portion: ModelCallStages | None, device: Device | None
     ) -> PartRun:
         return _Part(self, index, self._trace, slots, call, portion, None, device)
 

@@ -15,21 +15,39 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.samples import batch_size, listed_samples
 from lightning_roundpipe.runtime.core.tape import GraphCut, boundary
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
-if TYPE_CHECKING:
-    from lightning_roundpipe.devices import Device
-    from lightning_roundpipe.runtime.modes.model_tasks import PartRun
+
+class Part(Protocol):
+    """A part of a call.
+
+    Attributes:
+        outputs: what the model returned for it, as leaves and structure.
+        device: where it has come to.
+    """
+
+    outputs: tuple[list[Any], TreeSpec]
+
+    @property
+    def device(self) -> Device | None: ...
+
+    def bring(self, tensor: Tensor, source: Device | None, target: Device | None) -> Tensor:
+        """A tensor of its on ``target``."""
+
+
+P = TypeVar("P", bound=Part)
 
 
 @dataclass(eq=False)
@@ -44,7 +62,7 @@ class CutArgument(GraphCut):
 
 
 @dataclass(eq=False)
-class ModelCall(CutArgument):
+class ModelCall(CutArgument, Generic[P]):
     """One call, on the whole batch.
 
     Attributes:
@@ -63,7 +81,7 @@ class ModelCall(CutArgument):
     sizes: list[int] = field(default_factory=list)
     cut: list[bool] = field(default_factory=list)
     arguments: list[list[CutArgument]] = field(default_factory=list)
-    runs: list[PartRun] = field(default_factory=list)
+    runs: list[P] = field(default_factory=list)
     rows: list[bool] = field(default_factory=list)
     flags: list[bool] = field(default_factory=list)
 

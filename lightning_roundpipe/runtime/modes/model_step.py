@@ -48,7 +48,7 @@ class ModelStep(Step):
         super().__init__(engine, seed, [1], None, before)
         self.cut = True
         self.module_state = None if engine.in_order else engine.module_state
-        self.calls: list[ModelCall] = []
+        self.calls: list[ModelCall[PartRun]] = []
         self._parts: list[PartRun] = []
         self._last: dict[int, PartRun] = {}
         """By number, the microbatch of the last call that had one."""
@@ -105,7 +105,11 @@ class ModelStep(Step):
     # -- calls of the model, in the whole batch's thread --------------------------------------------------------------
 
     def forward(
-        self, call: ModelCall, function: Callable[..., Any], parts: list[tuple[Any, Any]], device: Device | None
+        self,
+        call: ModelCall[PartRun],
+        function: Callable[..., Any],
+        parts: list[tuple[Any, Any]],
+        device: Device | None,
     ) -> None:
         """Run the parts of ``call``; ``device`` is where their arguments are."""
         portion, slots = self._slots_for(call, len(parts))
@@ -129,11 +133,11 @@ class ModelStep(Step):
             self.module_state.end(last, call.sizes[-1])
 
     def _part(
-        self, index: int, slots: Slots, call: ModelCall, portion: ModelCallStages | None, device: Device | None
+        self, index: int, slots: Slots, call: ModelCall[PartRun], portion: ModelCallStages | None, device: Device | None
     ) -> PartRun:
         return PartRun(self, index, self._trace, slots, call, portion, self._last.get(index), device)
 
-    def back(self, call: ModelCall, grads: list[list[Tensor | None]], factor: float) -> None:
+    def back(self, call: ModelCall[PartRun], grads: list[list[Tensor | None]], factor: float) -> None:
         """Run the way back of ``call`` from the gradients of each part's outputs."""
         self._run_all(
             [
@@ -155,7 +159,7 @@ class ModelStep(Step):
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def _slots_for(self, call: ModelCall, microbatches: int) -> tuple[ModelCallStages | None, Slots]:
+    def _slots_for(self, call: ModelCall[PartRun], microbatches: int) -> tuple[ModelCallStages | None, Slots]:
         if self._arriving is not None:
             return None, self._arriving
         portion = self._find(call)
@@ -165,7 +169,7 @@ class ModelStep(Step):
             self.expect_backward()
         return portion, slots
 
-    def _find(self, call: ModelCall) -> ModelCallStages:
+    def _find(self, call: ModelCall[PartRun]) -> ModelCallStages:
         """The portion that ``call`` is: the next one of that model."""
         for number in range(self._next_portion, len(self._portions)):
             if self._portions[number].name == call.name:

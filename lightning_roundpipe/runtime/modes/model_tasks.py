@@ -60,7 +60,7 @@ class PartRun(MicrobatchTask):
     """
 
     def __init__(
-        self, step: ModelStep, index: int, trace: Trace | None, slots: Slots, call: ModelCall,
+        self, step: ModelStep, index: int, trace: Trace | None, slots: Slots, call: ModelCall[PartRun],
         portion: ModelCallStages | None, before: PartRun | None, device: Device | None,
     ) -> None:  # fmt: skip
         super().__init__(step, index, trace, slots)
@@ -182,7 +182,7 @@ class WholeRun(MicrobatchTask):
     def __init__(self, step: ModelStep, slots: Slots) -> None:
         super().__init__(step, -1, Trace(), slots)
         self._model_step = step
-        self._calls: list[ModelCall] = []
+        self._calls: list[ModelCall[PartRun]] = []
         self._left = _Left()
         self.kept, self.segments = None, UserCodeSections(step, -1, learning=False, kind="whole batch's ")
         engine = step.engine
@@ -200,7 +200,7 @@ class WholeRun(MicrobatchTask):
         """What an intercepted model does when training_step calls it; ``function`` is its forward."""
         with torch._C.DisableTorchFunction():
             engine, step = self.engine, self._model_step
-            call = ModelCall(
+            call: ModelCall[PartRun] = ModelCall(
                 name, len(self._calls), TorchThreadState.capture(engine.device_types, engine.thread_locals)
             )
             self._refuse_call(call)
@@ -219,7 +219,7 @@ class WholeRun(MicrobatchTask):
             self._calls.append(call)
             return call.merge(self._device, self._warn)
 
-    def _refuse_call(self, call: ModelCall) -> None:
+    def _refuse_call(self, call: ModelCall[PartRun]) -> None:
         if self._phase == "backward":
             raise RoundPipeError(
                 f"{call.what} came during backward, as torch.utils.checkpoint around it does. The strategy recomputes "
@@ -256,7 +256,7 @@ class WholeRun(MicrobatchTask):
             call.done = True
             call.arguments.clear()
 
-    def _gradients_of(self, call: ModelCall) -> list[list[Tensor | None]]:
+    def _gradients_of(self, call: ModelCall[PartRun]) -> list[list[Tensor | None]]:
         """For each part, of its outputs."""
         if not call.wants_backward():
             return call.output_gradients([None] * len(call.rows))
@@ -265,7 +265,7 @@ class WholeRun(MicrobatchTask):
             grads, call.grads = call.grads, []
             return call.output_gradients([self._total(call, parts) for parts in grads])
 
-    def _total(self, call: ModelCall, parts: list[tuple[Tensor, Device | None]]) -> Tensor | None:
+    def _total(self, call: ModelCall[PartRun], parts: list[tuple[Tensor, Device | None]]) -> Tensor | None:
         there = [self.activations.transfer(grad, device, call.home) for grad, device in parts]
         return functools.reduce(torch.add, there) if there else None
 

@@ -21,10 +21,21 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from lightning_roundpipe.devices import Event, StreamAborted, StreamError, intraop_threads
-from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
+
+
+class Stage(Protocol):
+    """What a slot needs and adds to: ``layers`` are uploaded for it, and gradients are added to ``sums``."""
+
+    layers: Sequence[HostLayer]
+    sums: dict[int, HostGradSums]
+    readiness: GradReadiness | None
+    """Is told of its uploads."""
 
 
 class Dropped(Exception):
@@ -58,7 +69,7 @@ class GradReadiness:
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def expect(self, slots: Iterable[Slot], *, uploads: bool = True) -> None:
+    def expect(self, slots: Iterable[Stage], *, uploads: bool = True) -> None:
         """Slots of the step, before the first of them is closed. All are known when its losses are.
 
         Args:
@@ -80,7 +91,7 @@ class GradReadiness:
             self._uploads[bucket].append(upload)
             self._look([bucket])
 
-    def closed(self, slot: Slot) -> None:
+    def closed(self, slot: Stage) -> None:
         """The slot's gradients are on their way [1]."""
         with self._lock:
             for bucket in _buckets(slot):
@@ -144,5 +155,5 @@ class GradReadiness:
                 sent(bucket.bucket)
 
 
-def _buckets(slot: Slot) -> set[ParamBucket]:
+def _buckets(slot: Stage) -> set[ParamBucket]:
     return {layer.bucket for layer in slot.layers} | {sums.layer.bucket for sums in slot.sums.values()}

@@ -123,7 +123,7 @@ class Rehearsal(Evaluation):
     def call_model(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._within or self._cut is None:
             return function(*args, **kwargs)
-        call = ModelCall(name, 0, TorchThreadState.capture(self._engine.device_types))
+        call: ModelCall[_Part] = ModelCall(name, 0, TorchThreadState.capture(self._engine.device_types))
         with torch._C.DisableTorchFunction():
             parts = call.split(args, kwargs, self._cut, self._engine.bucket_of, self.locate)
         whole, recorders = self.logs, []
@@ -135,7 +135,7 @@ class Rehearsal(Evaluation):
             recorders.append(self.logs)
             with self.within_model():
                 output = function(*part_args, **part_kwargs)
-            call.runs.append(_Part(*flatten(output), self))  # type: ignore[arg-type]
+            call.runs.append(_Part(*flatten(output), self))
         self._draws.widen()
         self.logs = whole
         issue(whole, gathered(recorders), call.sizes, [float(size) for size in call.sizes])
@@ -184,8 +184,8 @@ class _Part:
         self.outputs = leaves, spec
         self.device = rehearsal.device
 
-    def bring(self, tensor: Tensor, device: Device | None, home: Device | None) -> Tensor:
-        return tensor if home is None else tensor.to(home.torch_device)
+    def bring(self, tensor: Tensor, source: Device | None, target: Device | None) -> Tensor:
+        return tensor if target is None else tensor.to(target.torch_device)
 
 
 class _Runner(LayerExecutor):
