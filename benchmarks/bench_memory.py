@@ -62,7 +62,7 @@ class Growth(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.at_rest = trimmed()
-        self.on_devices = sum(device.resident_bytes() for device in trainer.strategy._engine.devices)
+        self.on_devices = sum(device.resident_bytes() for device in trainer.strategy._engine.worker_pool.devices)
 
 
 def items(task: Any, report: dict[str, Any], before: int, loaded: int) -> list[tuple[str, int]]:

@@ -92,7 +92,7 @@ class Plug(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            for device in trainer.strategy._engine.devices:
+            for device in trainer.strategy._engine.worker_pool.devices:
                 device._up._bandwidth = device._down._bandwidth = self._bandwidth
 
 

@@ -27,7 +27,6 @@ from lightning_roundpipe.devices.core_semaphore import at_once
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.batch.cutting import sizes_for
 from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.memory.budget import peak_bytes
 
@@ -67,7 +66,7 @@ class Announcements:
         self._begun = True
         if self._module.automatic_optimization:
             try:
-                self._sizes = sizes_for(self._engine, batch)
+                self._sizes = self._engine.cutter.sizes_for(batch)
             except ValueError:  # the engine says what is wrong with the batch
                 return
         self._say(self._beginning())
@@ -76,7 +75,7 @@ class Announcements:
 
     def after(self) -> None:
         """Behind a batch: its plan, if that is new [3]; and what there is to log of it, once [4]."""
-        plan = self._engine.plan
+        plan = self._engine.learned.plan
         if plan is not None and plan is not self._plan:
             self._plan = plan
             self._say(self._planned(plan))
@@ -104,7 +103,7 @@ class Announcements:
             name_devices(engine),
             how_cut(self._sizes) if self._module.automatic_optimization else "manual optimization on whole batches",
             self._precision,
-            plural(len(engine.layers), "layer"),
+            plural(len(engine.model.layers), "layer"),
             f"{count(total)} {'parameter' if total == 1 else 'parameters'} ({share})",
             f"about {gib(host_bytes(engine, parameters, self._trainer.optimizers))} of host memory",
         ]
@@ -112,9 +111,9 @@ class Announcements:
 
     def _planned(self, plan: Plan) -> str:
         engine = self._engine
-        costs, workers = engine.costs, len(engine.workers)
+        costs, workers = engine.learned.costs, len(engine.worker_pool.workers)
         assert costs is not None
-        memory = peak_bytes(plan, costs, engine.options, engine.devices)
+        memory = peak_bytes(plan, costs, engine.options, engine.worker_pool.devices)
         microbatches = len(self._sizes or [1])
         stages = len(plan.stages()) * -(-microbatches // plan.round_microbatches)
         few = f" on {stages} of {plural(workers, 'device')} at a time" if stages < workers else ""
@@ -127,9 +126,9 @@ class Announcements:
     def _seconds(self, plan: Plan, microbatches: int) -> float:
         """What computation alone takes in a step, by the times of the first batch."""
         engine = self._engine
-        assert engine.costs is not None
-        run = run_steps(plan, engine.costs, len(engine.workers), microbatches)
-        if engine.accelerator is not None:
+        assert engine.learned.costs is not None
+        run = run_steps(plan, engine.learned.costs, len(engine.worker_pool.workers), microbatches)
+        if engine.worker_pool.accelerator is not None:
             return run.makespan_s
         busy = sum(event.end_s - event.start_s for event in run.events if event.kind in COMPUTE)
         return max(run.makespan_s, busy / at_once())  # the devices share the cores
@@ -140,7 +139,7 @@ class Announcements:
         """In setup [1]: TensorBoard compares runs by what is logged first."""
         engine = self._engine
         settings = {f.name: getattr(engine.options, f.name) for f in fields(Options) if f.name not in _NO_SETTINGS}
-        facts = {"devices": len(engine.workers), "plan_policy": engine.options.plan_policy}
+        facts = {"devices": len(engine.worker_pool.workers), "plan_policy": engine.options.plan_policy}
         self._log(settings | facts, first=True)
 
     def _log(self, values: Mapping[str, Any], *, first: bool = False) -> None:
@@ -195,7 +194,8 @@ def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
 
 def name_devices(engine: Engine) -> str:
     """``"4 emulated devices"`` or ``"2 GPUs"``."""
-    return plural(len(engine.workers), "emulated device" if engine.accelerator is None else "GPU")
+    pool = engine.worker_pool
+    return plural(len(pool.workers), "emulated device" if pool.accelerator is None else "GPU")
 
 
 def how_cut(sizes: Sequence[int] | None) -> str:
@@ -217,9 +217,9 @@ def count(number: int) -> str:
 
 def host_bytes(engine: Engine, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> int:
     """What training keeps on the host from step to step: weights, their copies, gradients and optimizer state."""
-    in_files = {id(p) for layer in engine.layers for flat in layer.flats if flat.in_place for p in flat.masters}
+    in_files = {id(p) for layer in engine.model.layers for flat in layer.flats if flat.in_place for p in flat.masters}
     weights = sum(p.nbytes for p in parameters if id(p) not in in_files)
-    copies = sum(flat.nbytes for layer in engine.layers for flat in layer.flats if flat.copied)
+    copies = sum(flat.nbytes for layer in engine.model.layers for flat in layer.flats if flat.copied)
     gradients = sum(p.nbytes for p in parameters if p.requires_grad)
     return weights + copies + gradients + sum(map(_state_bytes, optimizers))
 

@@ -246,7 +246,9 @@ class RoundPipeStrategy(OneProcess):
         with held(), remedied():
             self._start_engine(module, fitting=fitting)
         assert self._engine is not None
-        self._quieten = tell_of_all_workers(trainer, str(self.precision_plugin.precision), self._engine.devices)
+        self._quieten = tell_of_all_workers(
+            trainer, str(self.precision_plugin.precision), self._engine.worker_pool.devices
+        )
         # The base class would move the optimizer's state to the first device here; it belongs to the masters.
         if fitting:
             if not again:
@@ -283,8 +285,8 @@ class RoundPipeStrategy(OneProcess):
         )
         stepping, seed, uploaded = self._stepping, self._seed, engine.weights_uploaded
         gradients = stepping.keep_gradients() if stepping is not None else {}
-        self._former.update((id(p), weakref.ref(p)) for bucket in engine.buckets for p in bucket.masters)
-        strays = [(p, p.data) for layer in engine.layers for flat in layer.flats for p in flat.strays()]
+        self._former.update((id(p), weakref.ref(p)) for bucket in engine.model.buckets for p in bucket.masters)
+        strays = [(p, p.data) for layer in engine.model.layers for flat in layer.flats for p in flat.strays()]
         self._set_up(module.trainer, again=True)
         for parameter, memory in strays:
             if parameter.dtype is memory.dtype:
@@ -440,8 +442,8 @@ class RoundPipeStrategy(OneProcess):
             lines = ["not training" if self._last_report else "not set up yet, which Trainer.fit() does"]
         else:
             precision = self.precision_plugin.precision
-            lines = [f"{name_devices(engine)}, {precision}, {plural(len(engine.layers), 'layer')}"]
-        plan = str(engine.plan or "") if engine is not None else self._last_report.get("plan")
+            lines = [f"{name_devices(engine)}, {precision}, {plural(len(engine.model.layers), 'layer')}"]
+        plan = str(engine.learned.plan or "") if engine is not None else self._last_report.get("plan")
         return "\n  ".join([repr(self), *lines, f"plan: {plan or 'none yet, the first batch shows what it needs'}"])
 
     @property
@@ -457,7 +459,7 @@ class RoundPipeStrategy(OneProcess):
             if self._running()[0].automatic_optimization:
                 self._attach()  # training_step comes within the optimizer's step
             former = {key for key, known in self._former.items() if known() is not None}  # no gradients come to them
-            refuse_foreign_parameters([optimizer], self._engine.bucket_of.keys() | former)
+            refuse_foreign_parameters([optimizer], self._engine.model.bucket_of.keys() | former)
         run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
         if self._stepping is None:
             return run()

@@ -40,7 +40,7 @@ from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream
 from lightning_roundpipe.runtime.core.task_thread import TaskThread
-from lightning_roundpipe.runtime.engine import Engine
+from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
 from lightning_roundpipe.runtime.user_code.mode import Proxies
 
 SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")
@@ -301,11 +301,11 @@ def races(*, shared: bool = False) -> Iterator[HappensBefore]:
 
 def tell_apart(ordering: HappensBefore, patch: pytest.MonkeyPatch) -> None:
     """GPUs that are played are all the CPU to torch. Whether something is where it is needed goes by who owns it."""
-    real = Engine.locate
+    real = WorkerPool.locate
 
-    def locate(self: Engine, tensor: Tensor, newest: Device | None) -> Device | None:
+    def locate(self: WorkerPool, tensor: Tensor, newest: Device | None) -> Device | None:
         owner = ordering.owner_of(tensor)
         own = (device for device in self.devices if owner.startswith(f"roundpipe-dev{device.index}-"))
         return next(own, None) or real(self, tensor, newest)
 
-    patch.setattr(Engine, "locate", locate)
+    patch.setattr(WorkerPool, "locate", locate)

@@ -32,7 +32,6 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import engine
-from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.reporting.report import report_of
 
 CALLS = 6
@@ -246,8 +245,8 @@ def all_reports() -> Iterator[list[Callable[[], dict[str, Any]]]]:
     """The report of each step, also of those that are over when the next one has begun."""
     made: list[Callable[[], dict[str, Any]]] = []
 
-    def noted(step: Step) -> Callable[[], dict[str, Any]]:
-        made.append(report_of(step))
+    def noted(*args: Any) -> Callable[[], dict[str, Any]]:
+        made.append(report_of(*args))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -157,7 +157,7 @@ class Arenas(pl.Callback):
     roundpipe_looks_away = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        workers: list[Any] = trainer.strategy._engine.workers
+        workers: list[Any] = trainer.strategy._engine.worker_pool.workers
         buffers = [arena.buffer for worker in workers for arena in (*worker.weights, *worker.gradients)]
         self.memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
 

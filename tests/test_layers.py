@@ -1,14 +1,16 @@
-"""The package's architecture: imports go downwards only, files stay short, and every package is shipped.
+"""The package's architecture: imports go downwards only, none form a circle, and every package is shipped.
 
 `LAYERS` is the architecture, lowest first; CONTRIBUTING.md says what each layer is for. Imports count wherever they
-stand, also inside functions and under `TYPE_CHECKING`: one that only hides a cycle is still an import upwards.
+stand, also inside functions and under `TYPE_CHECKING`: one that only hides a circle is still an import upwards.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -59,8 +61,8 @@ def unit_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_units(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
-    """Line and unit of each import of ours in ``tree``, a module of the package ``package`` (dotted name, split)."""
+def imported_names(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """Line and dotted name, split, of each import in ``tree``, a module of the package ``package`` (split as well)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name.split(".") for alias in node.names]
@@ -70,11 +72,16 @@ def imported_units(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str
             names = [[*origin, alias.name] for alias in node.names]
         else:
             continue
-        for name in names:
-            if name[0] == PACKAGE.name:
-                unit = name[1] if len(name) > 1 else "__init__"
-                is_unit = (PACKAGE / unit).is_dir() or (PACKAGE / f"{unit}.py").is_file()
-                yield node.lineno, unit if is_unit else "__init__"
+        yield from ((node.lineno, name) for name in names)
+
+
+def imported_units(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
+    """Line and unit of each import of ours in ``tree``; arguments as for `imported_names`."""
+    for line, name in imported_names(tree, package):
+        if name[0] == PACKAGE.name:
+            unit = name[1] if len(name) > 1 else "__init__"
+            is_unit = (PACKAGE / unit).is_dir() or (PACKAGE / f"{unit}.py").is_file()
+            yield line, unit if is_unit else "__init__"
 
 
 def breaches(unit: str, tree: ast.AST, package: list[str]) -> list[str]:
@@ -113,17 +120,86 @@ def test_the_check_sees_breaches(unit: str, code: str, expected: str | None) -> 
     assert expected in found[0] if expected else not found
 
 
-def test_one_layer_has_no_cycles() -> None:
-    """Layers of several files, such as the strategy's: what imports what must still be an order."""
-    uses: dict[str, set[str]] = {}
-    for file in FILES:
-        targets = imported_units(ast.parse(file.read_text()), list(file.parent.relative_to(ROOT).parts))
-        uses.setdefault(unit_of(file), set()).update(target for _, target in targets)
-    for units in LAYERS:
-        remaining = {unit: (uses.get(unit, set()) & units) - {unit} for unit in units}
-        while free := {unit for unit, needs in remaining.items() if not needs & remaining.keys()}:
-            remaining = {unit: needs for unit, needs in remaining.items() if unit not in free}
-        assert not remaining, f"these import each other: {remaining}"
+@functools.cache
+def imports_of_modules() -> dict[str, set[str]]:
+    """The modules of ours that each module imports, by dotted names without that of the package."""
+    modules = {name_of(file): file for file in FILES}
+    found: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        package = list(file.parent.relative_to(ROOT).parts)
+        names = (
+            name[1:] for _, name in imported_names(ast.parse(file.read_text()), package) if name[0] == PACKAGE.name
+        )
+        found[module] = {target for name in names if (target := longest(name, modules)) is not None} - {module}
+    return found
+
+
+def name_of(file: Path) -> str:
+    """Of a module: ``lightning_roundpipe/model/trace.py`` -> ``model.trace``; empty for the package's own."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def longest(name: list[str], modules: Collection[str]) -> str | None:
+    """The module that an imported ``name`` is, or is of."""
+    return next((".".join(name[:n]) for n in range(len(name), -1, -1) if ".".join(name[:n]) in modules), None)
+
+
+def of_packages(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """What packages import of each other: those of `LAYERS`, and in their place the folders in ``runtime``."""
+    found: dict[str, set[str]] = {}
+    for module, targets in imports.items():
+        package = package_of(module)
+        found.setdefault(package, set()).update({package_of(target) for target in targets} - {package})
+    return found
+
+
+def package_of(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "runtime" else 1])
+
+
+def circle(uses: Mapping[str, set[str]]) -> list[str]:
+    """Names that use each other in a circle, the first one again at the end; none if there is no circle."""
+    try:
+        TopologicalSorter(uses).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_imports_form_a_circle() -> None:
+    assert not circle(imports_of_modules())
+
+
+@pytest.mark.parametrize(
+    ("imports", "modules", "packages"),
+    [
+        ({"a.x": {"a.y"}, "a.y": {"a.x"}}, True, False),
+        ({"a.x": {"a.y"}, "a.y": {"a.z"}, "a.z": {"a.x"}, "b": {"a.x"}}, True, False),
+        ({"a.x": {"b.x"}, "b.y": {"a.y"}}, False, True),
+        ({"runtime.core.x": {"runtime.modes.x"}, "runtime.modes.y": {"runtime.core.y"}}, False, True),
+        ({"runtime.core.x": {"runtime.memory.x"}, "runtime.engine": {"runtime.core.x"}}, False, False),
+        ({"a.x": {"a.y", "b"}, "a.y": {"b"}, "b": set()}, False, False),
+    ],
+)
+def test_the_check_sees_circles(imports: dict[str, set[str]], modules: bool, packages: bool) -> None:
+    assert bool(circle(imports)) == modules
+    assert bool(circle(of_packages(imports))) == packages
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if TYPE_CHECKING:\n    from lightning_roundpipe.runtime.engine import Engine",
+        "def f():\n    from ..engine import Engine",
+        "from lightning_roundpipe.runtime import engine",
+        "import lightning_roundpipe.runtime.engine as e",
+    ],
+)
+def test_all_imports_count(code: str) -> None:
+    [(_, name)] = imported_names(ast.parse(code), ["lightning_roundpipe", "runtime", "core"])
+    assert longest(name[1:], imports_of_modules()) == "runtime.engine"
 
 
 def test_both_flavours_have_the_same_parts() -> None:

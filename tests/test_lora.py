@@ -196,7 +196,7 @@ def test_frozen_weights_are_in_host_memory_once(staleness: int) -> None:
         roundpipe_looks_away = True
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            for layer in strategy._engine.layers:
+            for layer in strategy._engine.model.layers:
                 for master in layer.masters:
                     pointers = {master.data_ptr(), layer.read(master).data_ptr()}
                     seen.append(len(pointers) if master.requires_grad == bool(staleness) else 0)

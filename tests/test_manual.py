@@ -318,7 +318,7 @@ def test_the_next_layer_is_uploaded_while_one_runs(monkeypatch: pytest.MonkeyPat
     real = ManualStep.let_go
 
     def let_go(self: Any) -> None:
-        items = [(kind, where) for kind, *_, where in self.recorder._items if where.phase == "forward"]
+        items = [(kind, where) for kind, *_, where in self.spec.recorder._items if where.phase == "forward"]
         steps.append([(kind, where.layer) for kind, where in items])
         real(self)
 
@@ -404,7 +404,7 @@ def test_a_step_that_runs_the_model_often_keeps_what_one_run_needs() -> None:
             context = current()
             activations = context.activations
             here = sum(map(len, activations._here.values()))
-            kept.append((len(activations._saved), here, len(context.engine._buffers)))
+            kept.append((len(activations._saved), here, len(context.engine.gradients._buffers)))
 
     run(ours(), Manual(step), samples(1))
     assert kept == [kept[0]] * 4

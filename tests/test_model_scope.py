@@ -181,7 +181,9 @@ def test_the_way_back_goes_on_behind_the_next_batch(monkeypatch: pytest.MonkeyPa
     module = made(TwoTowers)
     overlapped = []
     real = PartRun.back
-    monkeypatch.setattr(PartRun, "back", lambda self, *a: (overlapped.append(self._step.overlaps), real(self, *a))[1])
+    monkeypatch.setattr(
+        PartRun, "back", lambda self, *a: (overlapped.append(self._step.spec.overlaps), real(self, *a))[1]
+    )
     late = run(ours(num_microbatches=1, layers=LAYERS, staleness=1), module, batches())
     assert_same(late, trained(module, staleness=1))
     assert any(overlapped)

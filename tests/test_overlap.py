@@ -241,7 +241,7 @@ def test_weights_that_user_code_reads(staleness: int, forgets: bool, monkeypatch
 
 def _forgetting(real: Callable[..., None]) -> Callable[..., None]:
     def enter(self: UserCodeSections, *args: Any, **kwargs: Any) -> None:
-        self._step.engine.read_by_user_code = frozenset()
+        self._engine.learned.read_by_user_code = frozenset()
         real(self, *args, **kwargs)
 
     return enter

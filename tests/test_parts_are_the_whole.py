@@ -539,7 +539,7 @@ def test_it_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     real = PartsCheck.find_out
 
     def state(engine: Any) -> Any:
-        module = engine.module
+        module = engine.model.module
         return repr(
             (
                 seen, tally, number, module.kept, hasattr(module, "fresh"), module.table.tolist(),

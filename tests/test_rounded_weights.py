@@ -23,8 +23,8 @@ from zoo_runs import plain
 
 from lightning_roundpipe import RoundPipePrecision
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.memory.autocast_weights import send_rounded
 from lightning_roundpipe.runtime.profile import first_batch
+from lightning_roundpipe.runtime.profile.autocast_weights import send_rounded
 
 WIDTH = 16
 
@@ -35,10 +35,14 @@ class Sent:
     def __init__(self) -> None:
         self.names: list[set[str]] = []
 
-    def __call__(self, engine: Any) -> bool:
-        changed = send_rounded(engine)
-        names = {id(p): name for name, p in engine.module.named_parameters()}
-        self.names.append({names[id(layer.masters[i])] for layer in engine.layers for i in layer.rounded})
+    def __call__(self, layers: Any, workers: Any) -> bool:
+        changed = send_rounded(layers, workers)
+        names = {
+            id(p): f"{layer.name}.{name}" if layer.name else name
+            for layer in layers
+            for name, p in layer.module.named_parameters()
+        }
+        self.names.append({names[id(layer.masters[i])] for layer in layers for i in layer.rounded})
         return changed
 
 
@@ -48,7 +52,7 @@ def both(
     """Train with and without; the results are the same. What was sent rounded, and the result with it."""
     results, sent = [], Sent()
     with pytest.MonkeyPatch.context() as patch:
-        for rounding in (lambda engine: False, sent):
+        for rounding in (lambda layers, workers: False, sent):
             patch.setattr(first_batch, "send_rounded", rounding)
             chosen = {"num_microbatches": 3} | options.get("strategy", {})
             if precision == "16-mixed":  # or Lightning takes bf16 on the CPU

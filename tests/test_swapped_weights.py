@@ -201,7 +201,7 @@ class Clamped(zoo.PlainClassifier):
     def on_train_batch_end(self, *_: Any) -> None:
         for p in self.parameters():
             p.data = p.data.clamp(-0.2, 0.2)
-        layers = self.trainer.strategy._engine.layers  # type: ignore[union-attr]
+        layers = self.trainer.strategy._engine.model.layers  # type: ignore[union-attr]
         self.buffers.append({flat.buffer.data_ptr() for layer in layers for flat in layer.flats})
 
 

@@ -5,46 +5,41 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.reachable import listed
 from lightning_roundpipe.model.structure import Structure
-from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
 from lightning_roundpipe.runtime.batch.logs import HostMetrics
-from lightning_roundpipe.runtime.batch.microbatches import Columns, memory_of
+from lightning_roundpipe.runtime.batch.microbatches import memory_of
+from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-from lightning_roundpipe.runtime.core.prediction import CallOrder
-from lightning_roundpipe.runtime.core.slot_queues import WorkerQueue
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.sync import UserLock
-from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
 from lightning_roundpipe.runtime.faults.interrupts import allowed, held
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.layer_calls.compiling import forwards_of
-from lightning_roundpipe.runtime.memory.autocast_weights import is_surprised, is_watched
 from lightning_roundpipe.runtime.memory.budget import layers_that_fit
 from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, Reduction
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer, host_layers, units_of
-from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
-from lightning_roundpipe.runtime.memory.mapped_files import mapped_weights
-from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
+from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory, Reduction
+from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_parts import Parting
 from lightning_roundpipe.runtime.modes.manual import ManualStep
+from lightning_roundpipe.runtime.modes.model_step import ModelStep
 from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
-from lightning_roundpipe.runtime.profile.first_batch import counter_of, forget_plan, plan_from, reserve_for_layers
+from lightning_roundpipe.runtime.profile.autocast_weights import is_surprised, is_watched
+from lightning_roundpipe.runtime.profile.first_batch import Planner, counter_of
 from lightning_roundpipe.runtime.profile.scope import Scope
 from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
 from lightning_roundpipe.runtime.reporting.hints import Hints
@@ -57,8 +52,7 @@ from lightning_roundpipe.runtime.user_code.interception import (
     models_in,
     without_caches,
 )
-from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
-from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, Randomness
+from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState
 from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
 
 _LOOKS = 4
@@ -81,97 +75,70 @@ class Engine:
         self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
         formats: Formats | None = None, *, fitting: bool = True,
     ) -> None:  # fmt: skip
-        self.module = module
-        self.devices = devices
-        self.options, forwards = options, forwards_of(options)
-        self.formats = formats = formats or Formats()
+        forwards = forwards_of(options)
+        formats = formats or Formats()
+        self.options, self.formats = options, formats
         with allowed():  # copies all weights, and there is no thread yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
-            mapped = mapped_weights(module.parameters(), devices[0], formats)
-            self.layers = host_layers(found.layers, devices[0], formats, apart=bool(options.staleness), mapped=mapped)
-        self.host_buffers = self.layers[0].buffers if self.layers else HostBuffers()
-        self.buckets = units_of(self.layers, module.parameters(), formats, apart=bool(options.staleness))
-        self.bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.masters}
-        self._masters = [p for bucket in self.buckets for p in bucket.masters]
+            model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
+        self.model, self.learned = model, (learned := Learned(model))
         self._accumulators = Accumulators()
         self.updates: Updates | None = None
         """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
-        types = {d.torch_device.type for d in devices}
-        self.device_types = tuple(sorted({"cpu", *types}))
-        self.thread_locals = thread_locals_of(module)
-        batch_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
-        self.fewest_samples = 2 if batch_statistics else 1
-        """Of a microbatch by default: there is no variance of one sample."""
-        self.accelerator = next(iter(types - {"cpu"}), None)
-        self._metrics = HostMetrics(module if self.accelerator is not None else nn.Module())
-        self.staging = devices[0] if self.accelerator is not None else None
-        """The device whose host memory tensors of the host go to workers from; None where workers read any."""
-        self.randomness = Randomness()
-        self.user_lock, self.order = UserLock(), CallOrder()
-        self.trace: Trace | None = None
-        self.recent: Trace | None = None
-        """What the last batch of one microbatch called, as a guess at what the next one will."""
-        self.plan: Plan | None = None
-        self.costs: Costs | None = None
-        self.plans = False
-        """Whether the running step is one that a plan will be made from."""
-        self.in_order = False
-        """Whether microbatches have to run one after another in every step."""
-        self.probed: set[tuple[int, int]] = set()
-        """Calls, by layer and use, of which it is known whether they compute other bits without grad."""
-        self.read_by_user_code: frozenset[ParamBucket] = frozenset()
-        """What the next step's user code waits for before it takes the lock."""
-        self.walked: set[tuple[int, int]] = set()
-        """Calls, by layer and use, whose graph was seen to stay inside the layer."""
+        thread_locals = thread_locals_of(module)
         self.weights_uploaded = 0
-        self.logs_on_the_way_back = False
-        """Whether user code logs in backward."""
         self._on_its_way: Step | None = None
         """The last batch's step, if its outputs have been given out and its way back has not been waited for."""
         self._around = contextlib.ExitStack()
         self._switched_off: list[str] | None = None
         self._given: StepGradients | None = None
         """What the last batch's loss hands out."""
-        self.undisturbed = True
-        """Whether no update is on its way to any master."""
         self._moves = self._refills = False
         """Whether layers read what changes from step to step; whether batches come in the same memory."""
         self._looks, self._batch = 0, dict[int, tuple[Any, int]]()
         self._looked_at = False
         """Whether somebody may have seen weights, or written to them, since the last batch."""
-        self.interceptors: list[Any] = [Interceptor(layer) for layer in self.layers]
-        self.parting, models = Parting(self), models_in(module, [layer.module for layer in self.layers])
-        self._evaluating = [*self.interceptors, *(models if self.parting.possible else ())]
-        self.scope = Scope(self, models)
-        self.columns = Columns()
         self.rehearsing: Callable[[], contextlib.AbstractContextManager[Iterable[tuple[str, Any]]]] = lambda: (
             contextlib.nullcontext(())
         )
         """Around a rehearsal: yields, by name, what user code may change that is not the module's."""
-        self._buffers: dict[Hashable, HostGradBuffers] = {}
-        self._reserves = self._reserved = False
-        """Whether they are made before a batch asks for them, and whether some were, by no batch so far."""
-        self.next_step, self.next_slot = itertools.count().__next__, itertools.count().__next__
-        self._trainable = self._trainable_now()
-        self.module_state = ModuleStateIsolation(module, self.layers)
-        self.structure = Structure(module, [x.module for x in self.layers])
+        self._trainable = model.trainable()
+        self.structure = Structure(module, [x.module for x in model.layers])
         self.hints = Hints(module, inform)
-        self.retries = Retries(devices, self.hints)
+        self.cutter = Cutter(options, module, len(devices), self.hints)
+        self._retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
         dtype, limit = options.reduce_dtype, options.watchdog_timeout
         self.worker_pool = WorkerPool(
-            devices, limit, sums=dtype is not None
+            devices, limit, sums=dtype is not None, prefetch=bool(options.prefetch)
         )  # whose threads somebody has to stop from here on
         summing = self.worker_pool.summing
-        self.reduction = Reduction(getattr(torch, dtype), summing) if summing is not None else None
-        self.workers = self.worker_pool.workers
-        watched, counter = functools.partial(is_watched, self), functools.partial(counter_of, self)
-        given = (lambda: self.randomness, formats, watched, forwards, self.bucket_of, counter)
-        self.executors = [LayerExecutor(worker, *given) for worker in self.workers]
-        self.queues = [WorkerQueue(w, prefetch=bool(options.prefetch)) for w in self.workers]
+        reduction = Reduction(getattr(torch, dtype), summing) if summing is not None else None
+        watched = functools.partial(is_watched, options, formats, learned)
+        counter = functools.partial(counter_of, options, learned, devices[0])
+        given = (lambda: learned.randomness, formats, watched, forwards, model.bucket_of, counter)
+        self.context = EngineContext(
+            options=options,
+            model=model,
+            worker_pool=self.worker_pool,
+            executors=[LayerExecutor(worker, *given) for worker in self.worker_pool.workers],
+            gradients=GradientMemory(model.layers, devices[0], reduction),
+            learned=learned,
+            hints=self.hints,
+            user_lock=UserLock(),
+            thread_locals=thread_locals,
+            next_step=itertools.count().__next__,
+        )
+        self._gradients = self.context.gradients
+        layers, models = [Interceptor(x) for x in model.layers], models_in(module, [x.module for x in model.layers])
+        self._parting = Parting(self.context)
+        self._evaluating = [*layers, *(models if self._parting.possible else ())]
+        self._planner = Planner(self.context)
+        self._scope = Scope(self.context, self.cutter, self._planner, layers, models, self._rehearsal)
+        self._metrics = HostMetrics(module if self.worker_pool.accelerator is not None else nn.Module())
         try:
-            reserve_for_layers(self)
+            self._planner.reserve_for_layers()
         except BaseException:
             self.close()
             raise
@@ -204,28 +171,29 @@ class Engine:
         """
         self._prepare(anew=anew)
         self._look_at(batch)
-        cut = self.scope.cut(function, batch, rest, seed)
-        self.plans = self.plan is None and not self.in_order and (cut.several or self.options.plan_text is not None)
+        learned, wants_plan = self.learned, self.options.plan_text is not None
+        cut = self._scope.cut(function, batch, rest, seed)
+        learned.plans = learned.plan is None and not learned.in_order and (cut.several or wants_plan)
         overlaps = self._may_overlap
         if not overlaps or (self._on_its_way is not None and self._on_its_way.cancel_scope.failed):
             self._drain()
-        step = cut.step(self, seed, self._on_its_way)
+        step = self._step_of(cut, seed, overlaps=overlaps)
         args = [(part, *rest) for part in cut.parts]
-        random_state = GlobalRandomState(self.devices)
+        random_state = GlobalRandomState(self.worker_pool.devices)
         switched_off = self._set_up_step()
         try:
             with self._failing(step):
-                with intercepted(self.interceptors, step.cancel_scope.fail):
+                with intercepted(self._scope.interceptors, step.cancel_scope.fail):
                     random_state.park()
                     try:
-                        self._run(step, function, args, overlaps=overlaps)
+                        self._run(step, function, args)
                     finally:
                         random_state.restore()
                 before, self._on_its_way = self._on_its_way, step
                 if before is not None:
                     self._end(before)
                 try:
-                    self.host_buffers.settle()
+                    self.model.buffers.settle()
                     output = step.finish()
                     self._metrics.bring_to_host()
                 except BaseException as error:
@@ -233,22 +201,30 @@ class Engine:
                         step.stop(error)
                     raise
             microbatches = len(step.sizes)
-            self.hints.after_step(self.layers, switched_off, microbatches)
-            if self.plans and step.has_loss and (microbatches > 1 or self.options.plan_text is not None):
-                plan_from(self, step)
+            self.hints.after_step(self.model.layers, switched_off, microbatches)
+            if learned.plans and step.has_loss and (microbatches > 1 or wants_plan):
+                fuses = not self._scope.cuts_calls
+                self._planner.plan_from(step.spec.recorder, step.traces, microbatches, fuses=fuses)
             elif microbatches == 1:
-                self.recent = step.traces[0]
-            self.scope.refuse()
+                learned.recent = step.traces[0]
+            self._scope.refuse()
             self._given = step.gradients
             if self.updates is not None and step.gradients is not None:
                 self.updates.offer(step.gradients)
         finally:
-            if not (step.overlaps and step.gradients is not None) or self._state_moves():
+            if not (step.spec.overlaps and step.gradients is not None) or self._state_moves():
                 self._drain()
         return output
 
+    def _step_of(self, cut: Cut, seed: tuple[int, ...], *, overlaps: bool) -> Step:
+        """The step that runs ``cut``."""
+        context, updates, before = self.context, self.updates, self._on_its_way
+        if cut.sizes is None:
+            return ModelStep(context, seed, self.cutter.sizes_of, updates, before, overlaps=overlaps)
+        return Step(context, seed, cut.sizes, cut.weights, updates, before, overlaps=overlaps)
+
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[Iterable[tuple[str, Any]]]:
+    def _rehearsal(self) -> Iterator[Iterable[tuple[str, Any]]]:
         """Layers may be called as in evaluation, before a batch is trained; see `rehearsing`."""
         self._drain()
         if self.updates is not None:  # where an error stops the devices, gradients on their way would be lost
@@ -263,29 +239,24 @@ class Engine:
         finally:
             self._looked_at = True
         self._adopt(newest=False)
-        for device in self.devices:
+        for device in self.worker_pool.devices:
             device.reset_peak()
-
-    def forget(self) -> None:
-        """What was learned of training_step does not hold any more."""
-        self._buffers.clear()
-        forget_plan(self)
 
     @held()
     @remedied()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
         """``function()``, a training_step that differentiates and steps by itself."""
         self._prepare(anew=False)
-        step, switched_off = ManualStep(self, seed, self._buffers), self._set_up_step()
+        step, switched_off = ManualStep(self.context, seed, self.updates), self._set_up_step()
         try:
-            with self._failing(step), intercepted(self.interceptors, step.cancel_scope.fail):
+            with self._failing(step), intercepted(self._scope.interceptors, step.cancel_scope.fail):
                 output = step.run(function)
-                self.host_buffers.settle()
+                self.model.buffers.settle()
             self._end(step)
             self._metrics.bring_to_host()
         finally:
             self._drain()
-        self.hints.after_step(self.layers, switched_off, 1)
+        self.hints.after_step(self.model.layers, switched_off, 1)
         return output
 
     def _prepare(self, *, anew: bool) -> None:
@@ -313,10 +284,10 @@ class Engine:
         """
         return (
             self.updates is not None
-            and self.plan is not None
-            and not self.module_state.places
-            and not self.randomness.on_the_way_back
-            and not self.logs_on_the_way_back
+            and self.learned.plan is not None
+            and not self.learned.module_state.places
+            and not self.learned.randomness.on_the_way_back
+            and not self.learned.logs_on_the_way_back
             and not self.formats.default_matters
             and not self._refills
             and not self._moves
@@ -324,7 +295,8 @@ class Engine:
 
     def _state_moves(self) -> bool:
         """Whether a layer was seen to read what user code changes from step to step."""
-        if not self._moves and (layer := next((layer for layer in self.layers if layer.moving), None)) is not None:
+        moving = (layer for layer in self.model.layers if layer.moving)
+        if not self._moves and (layer := next(moving, None)) is not None:
             self._moves = True
             self.hints.of_moving_state(layer.name, listed(layer.moving))
         return self._moves
@@ -349,8 +321,8 @@ class Engine:
             yield
         except BaseException as error:
             self._looked_at = True  # versions are not what was submitted
-            self._buffers.clear()  # half a step is in them, or will never arrive
-            self.host_buffers.drop()
+            self._gradients.drop()  # half a step is in them, or will never arrive
+            self.model.buffers.drop()
             before, self._on_its_way = self._on_its_way, None
             for broken in (before, step):
                 if broken is not None:
@@ -365,7 +337,7 @@ class Engine:
         try:
             if step is not None:
                 with self._failing(step):
-                    if step.overlaps:
+                    if step.spec.overlaps:
                         step.drain()
                     self._on_its_way = None
                 self._end(step)
@@ -378,18 +350,17 @@ class Engine:
         if self.updates is not None:
             self.updates.leave(step.cancel_scope)
         if not failed:
-            if self._reserved:
-                self._give_back_reserved()
-            self.weights_uploaded += sum(step.recorder.nbytes(("upload_weights",), len(self.workers)))
-            self.retries.after_step(step.plan, step.retries)
-            self._report = report_of(step)
+            self._gradients.give_back()
+            self.weights_uploaded += sum(step.spec.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
+            self._retries.after_step(step.plan, step.retries)
+            self._report = report_of(step, self._retries.last, self.weights_uploaded)
         step.let_go()
 
     def _set_up_step(self) -> list[str]:
         """What holds until nothing is on its way. Returns what `without_caches` does."""
         if self._switched_off is None:
-            self._switched_off = self._around.enter_context(without_caches(self.module))
-            self._around.enter_context(self.devices[0].step_settings())
+            self._switched_off = self._around.enter_context(without_caches(self.model.module))
+            self._around.enter_context(self.worker_pool.devices[0].step_settings())
         return self._switched_off
 
     @held()
@@ -400,12 +371,12 @@ class Engine:
         if apart != (self.updates is not None):
             self._drain()
             before, scales = self.updates, self.formats.scales
-            around = self.devices[0].host_thread_settings
-            self.updates = Updates(self.buckets, self.options.staleness, scales, around) if apart else None
+            around = self.worker_pool.devices[0].host_thread_settings
+            self.updates = Updates(self.model.buckets, self.options.staleness, scales, around) if apart else None
             if before is not None:
                 before.retire()
                 gradients = before.accumulated()  # of an accumulation window that goes on
-                for master in self._masters:
+                for master in self.model.masters:
                     if (gradient := gradients.get(id(master))) is not None:
                         master.grad = gradient.to(master)
 
@@ -431,39 +402,39 @@ class Engine:
         if self.updates is not None:
             self.updates.settle()
         self._adopt(newest=True)
-        evaluation = Evaluation(self)
+        evaluation = Evaluation(self.context, self._parting)
         try:
-            with intercepted(self._evaluating), self.devices[0].step_settings():
+            with intercepted(self._evaluating), self.worker_pool.devices[0].step_settings():
                 output = evaluation.run(function, args, kwargs)
-            self.host_buffers.settle()
+            self.model.buffers.settle()
             self._metrics.bring_to_host()
             return output
         except BaseException:
-            self._buffers.clear()  # what was on its way to them will not arrive
+            self._gradients.drop()  # what was on its way to them will not arrive
             raise
         finally:
-            self.weights_uploaded += sum(evaluation.recorder.nbytes(("upload_weights",), len(self.workers)))
+            self.weights_uploaded += sum(evaluation.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
 
-    def _run(self, step: Step, function: Callable[..., Any], args: list[tuple[Any, ...]], *, overlaps: bool) -> None:
-        if self.plan is not None and self.trace is not None:
-            self.randomness.learning = False
-            step.run_planned(self.plan, self.trace, function, args, overlaps=overlaps)
+    def _run(self, step: Step, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+        learned, randomness = self.learned, self.learned.randomness
+        if learned.plan is not None and learned.trace is not None:
+            randomness.learning = False
+            step.run_planned(learned.plan, learned.trace, function, args)
         else:
-            self.randomness.learning, self.randomness.comparing = True, self.plans
+            randomness.learning, randomness.comparing = True, learned.plans
             step.run_one_by_one(function, args)
 
     def _begin(self) -> None:
         self.worker_pool.refuse_broken()
-        if (now := self._trainable_now()) != self._trainable or is_surprised(self):
+        if (now := self.model.trainable()) != self._trainable or is_surprised(self.model.layers):
             self._trainable = now
             self.settle()
-            self._buffers.clear()
-            forget_plan(self)
-            if self._reserves:
-                self.reserve_gradients()
+            self._planner.forget()
+            with allowed():  # as in `reserve_gradients`
+                self._gradients.reserve_again()
         self._adopt(newest=False)
-        self._accumulators.watch(self._masters)
-        for device in self.devices:
+        self._accumulators.watch(self.model.masters)
+        for device in self.worker_pool.devices:
             device.reset_peak()
 
     def _adopt(self, *, newest: bool) -> None:
@@ -476,55 +447,25 @@ class Engine:
         if updates is not None and self._looked_at:
             updates.settle()
             updates.let_go_of_masters()  # whose memory user code may hold: it must be alone with it, or with nothing
-        for layer in self.layers:
+        for layer in self.model.layers:
             layer.adopt()
-        self.undisturbed = updates is None or self._looked_at or not updates.begun
+        self.model.undisturbed = updates is None or self._looked_at or not updates.begun
         if updates is None:
             self.formats.scales.fix(0)
-            for bucket in self.buckets:
+            for bucket in self.model.buckets:
                 bucket.refresh()
         elif self._looked_at or (newest and updates.wanted != updates.submitted):
             updates.settle()
             updates.publish_all()
         self._looked_at = False
-        for layer in self.layers:
+        for layer in self.model.layers:
             layer.remember()
-
-    def _trainable_now(self) -> list[bool]:
-        return [p.requires_grad for layer in self.layers for p in layer.masters]
 
     @held()
     def reserve_gradients(self) -> None:
         """Before the first batch, which is measured: host memory for the gradients of a call of each layer."""
         with allowed():  # it may be half of what training takes, and nothing runs yet
-            for layer in self.layers:
-                self._buffers_for(layer, 0).reserve()
-        self._reserves = self._reserved = True
-
-    def _give_back_reserved(self) -> None:
-        """Behind the first batch: what no call had gradients for. Should one have some later, it is made anew."""
-        self._reserved = False
-        for key in [key for key, buffers in self._buffers.items() if not buffers.used]:
-            del self._buffers[key]
-
-    def buffers_of(self, call: TracedCall) -> HostGradBuffers:
-        """The host memory for the gradients of a call; made when first needed, if it is not there."""
-        return self._buffers_for(call.layer, call.use)
-
-    def _buffers_for(self, layer: HostLayer, use: int) -> HostGradBuffers:
-        key = (layer.index, use)
-        if key not in self._buffers:
-            self._buffers[key] = HostGradBuffers(layer, self.devices[0], self.reduction)
-        return self._buffers[key]
-
-    def name_of(self, master: nn.Parameter) -> str:
-        """The qualified name of a parameter, for messages."""
-        return next((name for name, p in self.module.named_parameters() if p is master), "")
-
-    def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:
-        """The device that ``tensor`` lives on; None is the host. ``newest`` is where its microbatch ran last."""
-        there = [d for d in self.devices if d.torch_device == tensor.device]
-        return newest if newest in there else next(iter(there), None)
+            self._gradients.reserve()
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

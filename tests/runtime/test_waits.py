@@ -238,7 +238,7 @@ ELSEWHERE = {
     ),
     (
         "runtime.core.microbatch:MicrobatchTask._backward_of_loss",
-        "self.segments.wait_for(scales, step.version)",
+        "self.segments.wait_for(scales, step.spec.version)",
     ),  # test_precision_scaling.py
     ("runtime.core.step:Step._end_whole", "sums.wait()"),  # test_a_step_that_fails_leaves_whole_updates
     (
@@ -250,16 +250,16 @@ ELSEWHERE = {
         "self._device.compute.wait(made.ready)",
     ),  # test_running_statistics
     ("runtime.memory.layer_buffers:HostBuffers._settle", "made.ready.wait()"),  # test_running_statistics
-    ("runtime.engine:Engine.train_batch", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
-    ("runtime.engine:Engine.train_manually", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
-    ("runtime.engine:Engine.evaluate", "self.host_buffers.settle()"),  # test_statistics_are_there_after_a_step
-    ("runtime.modes.evaluation_parts:Parting._look", "self._engine.host_buffers.settle()"),  # test_evaluation_parts.py
+    ("runtime.engine:Engine.train_batch", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
+    ("runtime.engine:Engine.train_manually", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
+    ("runtime.engine:Engine.evaluate", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
+    ("runtime.modes.evaluation_parts:Parting._look", "self._engine.model.buffers.settle()"),  # test_evaluation_parts.py
     (
         "runtime.profile.parts_check:PartsCheck._side",
-        "engine.host_buffers.settle()",
+        "engine.model.buffers.settle()",
     ),  # test_beside_statistics_of_a_batch_the_rest_is_compared
     (
-        "runtime.engine:Engine.rehearsal",
+        "runtime.engine:Engine._rehearsal",
         "self.updates.settle()",
     ),  # test_what_is_accumulated_outlives_an_error, where steps overlap
     ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_roundpipe.config import Options
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.loss_weights import Weights
 from lightning_roundpipe.runtime.batch.samples import NoSamples, batch_size
-from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.faults.interrupts import allowed
-from lightning_roundpipe.runtime.modes.model_step import ModelStep
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
+from lightning_roundpipe.runtime.reporting.hints import Hints
 
 
 @dataclass(frozen=True)
@@ -36,48 +36,69 @@ class Cut:
         """Whether there may be several microbatches."""
         return self.sizes is None or len(self.sizes) > 1
 
-    def step(self, engine: Engine, seed: tuple[int, ...], before: Step | None) -> Step:
-        """The step that runs them."""
-        if self.sizes is None:
-            return ModelStep(engine, seed, before)
-        return Step(engine, seed, self.sizes, self.weights, before)
 
+class Cutter:
+    """Cuts batches, as the options say.
 
-def cut_batch(engine: Engine, batch: Any) -> Cut:
-    """``batch`` as the options say."""
-    options = engine.options
-    if engine.scope.cuts_calls and options.num_microbatches != 1:
-        return Cut([batch], None)
-    sizes = sizes_for(engine, batch)
-    parts = engine.columns.split(batch, sizes)
-    return Cut(parts, sizes, given_weights_of(engine, parts))
+    Args:
+        options: the engine's.
+        module: the user's LightningModule, which may weigh losses.
+        workers: how many there are.
+        hints: say why a batch stays whole.
+    """
 
+    def __init__(self, options: Options, module: nn.Module, workers: int, hints: Hints) -> None:
+        self._options, self._module, self._workers, self._hints = options, module, workers, hints
+        self._columns = microbatches.Columns()
+        batch_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
+        self._fewest = 2 if batch_statistics else 1
+        """Samples of a microbatch by default: there is no variance of one sample."""
 
-def sizes_for(engine: Engine, batch: Any) -> list[int]:
-    """How many samples each microbatch of ``batch`` gets."""
-    count, size = engine.options.num_microbatches, engine.options.microbatch_size
-    if count == 1:
+    def cut(self, batch: Any, *, calls: bool) -> Cut:
+        """``batch`` in parts; ``calls``: only calls of the model are cut."""
+        if calls and self._options.num_microbatches != 1:
+            return Cut([batch], None)
+        sizes = self.sizes_for(batch)
+        parts = self._columns.split(batch, sizes)
+        return Cut(parts, sizes, self.given_weights_of(parts))
+
+    def part(self, batch: Any, rows: slice, samples: int) -> Any:
+        """Some samples of ``batch``, which has ``samples``, in memory of their own."""
+        return self._columns.part(batch, rows, samples, copied=True)
+
+    def sizes_for(self, batch: Any) -> list[int]:
+        """How many samples each microbatch of ``batch`` gets."""
+        if self._options.num_microbatches == 1:
+            try:
+                return [batch_size(batch)]
+            except ValueError:
+                return [1]
         try:
-            return [batch_size(batch)]
-        except ValueError:
-            return [1]
-    try:
-        samples = batch_size(batch)
-    except ValueError as error:
-        if not engine.options.asks_for_parts:
-            if not isinstance(error, NoSamples):
-                engine.hints.of_a_whole_batch(str(error))
-            return [1]
-        raise
-    return microbatches.sizes_of(samples, count, size, len(engine.workers), engine.fewest_samples)
+            samples = batch_size(batch)
+        except ValueError as error:
+            if not self._options.asks_for_parts:
+                if not isinstance(error, NoSamples):
+                    self._hints.of_a_whole_batch(str(error))
+                return [1]
+            raise
+        return self.sizes_of(samples)
 
+    def sizes_of(self, samples: int) -> list[int]:
+        """How many of ``samples`` each microbatch gets."""
+        count, size = self._options.num_microbatches, self._options.microbatch_size
+        return microbatches.sizes_of(samples, count, size, self._workers, self._fewest)
 
-def given_weights_of(engine: Engine, parts: Sequence[Any]) -> Weights:
-    """What the user says of how the losses of ``parts`` make up that of the batch."""
-    if engine.options.loss_weight == "sum":
-        return "sum"
-    function = engine.options.loss_weight or getattr(engine.module, "loss_weight", None)
-    if not callable(function) or len(parts) == 1:
-        return None
-    with allowed():
-        return microbatches.given_weights(function, parts)
+    @property
+    def weighs(self) -> bool:
+        """Whether the user says how losses of microbatches make up that of the batch."""
+        return self._options.loss_weight is not None or callable(getattr(self._module, "loss_weight", None))
+
+    def given_weights_of(self, parts: Sequence[Any]) -> Weights:
+        """What the user says of how the losses of ``parts`` make up that of the batch."""
+        if self._options.loss_weight == "sum":
+            return "sum"
+        function = self._options.loss_weight or getattr(self._module, "loss_weight", None)
+        if not callable(function) or len(parts) == 1:
+            return None
+        with allowed():
+            return microbatches.given_weights(function, parts)

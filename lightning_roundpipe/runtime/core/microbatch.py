@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.runtime.batch.logs import LogRecorder
+from lightning_roundpipe.runtime.batch.loss_weights import Weighing
 from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of, seed_of
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore, HostTensor
 from lightning_roundpipe.runtime.core.call import Call, Forward
+from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.outputs import check_inputs, hand_back, learn, refuse_hooked_module
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.prefetch import ActivationPrefetcher
@@ -39,25 +41,41 @@ from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call, is_c
 from lightning_roundpipe.runtime.layer_calls.recompute_check import is_checked
 from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.peak_memory import PeakMemoryMeter
-from lightning_roundpipe.runtime.profile.first_batch import is_to_be_probed, is_to_be_walked
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
 from lightning_roundpipe.runtime.user_code.rng import derive
 from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
-from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.core.step import Step
-    from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
+
+class TaskStep(Protocol):
+    """A step, as its microbatches see it.
+
+    Attributes:
+        sizes: samples of each microbatch.
+    """
+
+    sizes: list[int]
+    weighing: Weighing
+
+    @property
+    def spec(self) -> StepSpec: ...
+
+    def sums_of(self, call: TracedCall) -> HostGradSums | None:
+        """Where the gradients of a call are summed."""
+
+    def is_fused(self, call: int) -> bool:
+        """Whether the call is in the fused stage."""
 
 
 class MicrobatchTask:
     """A microbatch of one step.
 
     Args:
+        engine: what outlives the step.
         step: what it shares with the others.
         index: its number.
         trace: what it is expected to call; None to record it (``learning``).
@@ -65,18 +83,21 @@ class MicrobatchTask:
         recent: what it probably calls, though any other calls are as right. Only while learning.
     """
 
-    def __init__(self, step: Step, index: int, trace: Trace | None, slots: Slots, recent: Trace | None = None) -> None:
+    def __init__(
+        self, engine: EngineContext, step: TaskStep, index: int, trace: Trace | None, slots: Slots,
+        recent: Trace | None = None,
+    ) -> None:  # fmt: skip
         self.index = index
         self.learning = trace is None
-        self.segments = UserCodeSections(step, index, learning=self.learning)
+        self.segments = UserCodeSections(engine, step.spec, index, learning=self.learning)
         self.kept = self.segments.kept
-        self._step, self.engine, self._cancel_scope = step, (engine := step.engine), step.cancel_scope
+        self._step, self.engine, self._cancel_scope = step, engine, step.spec.cancel_scope
         self.mode = UserCodeMode(
-            engine.bucket_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
-            kept=self.kept, devices=engine.devices, aside=self.segments.paused,
-            buffers=engine.host_buffers,
+            engine.model.bucket_of, self.segments.read_master, engine.model.formats, train=True,
+            accelerator=engine.worker_pool.accelerator, kept=self.kept, devices=engine.worker_pool.devices,
+            aside=self.segments.paused, buffers=engine.model.buffers,
         )  # fmt: skip
-        self.logs = LogRecorder(engine.devices, self.mode.counts.behind)
+        self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts.behind)
         self.started = Waiter()
         self.passed = Waiter()
         """Woken when its output is there, computed once ``computed`` has passed; only its way back is left."""
@@ -86,8 +107,8 @@ class MicrobatchTask:
         self.trace = trace or Trace()
         self._predictor = NextCallPredictor(slots, step.sums_of, recent)
         self._slots = slots
-        self.activations = ActivationStore(index, step.recorder, engine.staging)
-        self._prefetcher = ActivationPrefetcher(index, step.engine.workers, slots, self.activations)
+        self.activations = ActivationStore(index, step.spec.recorder, engine.worker_pool.staging)
+        self._prefetcher = ActivationPrefetcher(index, engine.worker_pool.workers, slots, self.activations)
         self.tape: list[RecordedCall] = []
         self.reached = 0
         self._astray = self.trace.uneven
@@ -123,10 +144,9 @@ class MicrobatchTask:
         finally:
             self._announce()
             self.passed.wake()
-            self._step.ended()
 
     def _train(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        with self._step.thread_state.entered(), self.mode:
+        with self._step.spec.thread_state.entered(), self.mode:
             self._enter_user_code()
             self._surroundings = Surroundings()
             with self._noted():
@@ -183,7 +203,7 @@ class MicrobatchTask:
             self._spot = (layer.index, self._uses[layer.index])
             forward, slot = self._run_forward(call, entry, traced)
             self._slot, self._last = slot, f"after layer {layer.name!r}"
-            self._device = self.engine.workers[slot.worker].device
+            self._device = self.engine.worker_pool.workers[slot.worker].device
             self.activations.settle()
             self._prefetcher.after(slot, call.index)
             self._enter_user_code()
@@ -217,7 +237,7 @@ class MicrobatchTask:
 
         A batch of one microbatch may write to weights of which no graph has been made yet, as momentum teachers do.
         """
-        if self._step.cut or not self.learning:
+        if self._step.spec.cut or not self.learning:
             self._refuse_own_writes()
             layer.check()
             return
@@ -227,10 +247,10 @@ class MicrobatchTask:
             layer.check()
             return
         self._refuse_taped(layer)
-        if self.engine.options.staleness or self.engine.formats.low is not None:
+        if self.engine.options.staleness or self.engine.model.formats.low is not None:
             torch.autograd.graph.increment_version(mine)
             layer.check()
-        if (updates := self.engine.updates) is not None:
+        if (updates := self._step.spec.updates) is not None:
             self.segments.aside(updates.settle)
         self._slots.finish(self.index)  # what is on its way is dropped
         layer.adopt()
@@ -242,7 +262,7 @@ class MicrobatchTask:
         """``training_step`` runs once for each microbatch, and so would what it writes."""
         if written := self.mode.written_by_data():
             raise RoundPipeError(
-                f"training_step writes to parameter {self.engine.name_of(written[0])!r} by its .data, while "
+                f"training_step writes to parameter {self.engine.model.name_of(written[0])!r} by its .data, while "
                 "microbatches compute with it. Write to parameters between steps, for example in on_train_batch_end, "
                 "or set num_microbatches=1."
             )
@@ -257,7 +277,7 @@ class MicrobatchTask:
 
     def _check_after(self) -> None:
         """When training_step has returned."""
-        if self._step.cut or not self.learning:
+        if self._step.spec.cut or not self.learning:
             self._refuse_own_writes()
             return
         self._written += self.mode.written_by_data()
@@ -273,7 +293,7 @@ class MicrobatchTask:
         leaves, spec = flatten_call(args, kwargs, state.carried if state else {})
         leaves = self.mode.stand_ins(leaves, (args, kwargs))
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        thread_state = TorchThreadState.capture(self.engine.device_types, self.engine.thread_locals)
+        thread_state = self.engine.thread_state()
         trainable = layer.trainable()
         if self.kept is not None and not self.learning:
             self.kept.module_state.refuse_new(layer, state, trainable)
@@ -302,7 +322,7 @@ class MicrobatchTask:
         """By what is called, not by the place in the trace, which may grow while it is learned."""
         use = self._uses[layer.index]
         self._uses[layer.index] += 1
-        return derive(*self._step.seed, self.index, layer.index, use)
+        return derive(*self._step.spec.seed, self.index, layer.index, use)
 
     def _next(self, layer: HostLayer) -> tuple[int, TracedCall]:
         if self.learning:
@@ -330,16 +350,16 @@ class MicrobatchTask:
         held = entry is not None and self._predictor.is_last(call.index)
         call.kept = entry is not None and (fused or held)
         call.recomputed = entry is not None and not fused
-        call.measure = self.learning and self.engine.plans
-        call.checked = call.recomputed and is_checked(self._step.number)
-        if call.recomputed and self.learning and not (held or self.engine.plans):
+        call.measure = self.learning and self.engine.learned.plans
+        call.checked = call.recomputed and is_checked(self._step.spec.number)
+        if call.recomputed and self.learning and not (held or self.engine.learned.plans):
             call.precedent = self._predictor.precedent(call)
         alike = call.precedent.alike if call.precedent else False
         call.graph = entry is not None and (fused or traced.needs_grad_mode or (self.learning and not alike))
         call.graph = call.graph or call.bare  # which costs nothing where nothing requires grad
         sure = entry is not None and not call.tentative
-        call.probe = sure and (is_to_be_probed(self.engine, traced) or alike is None)
-        call.walk = (entry is not None and self.learning and is_to_be_walked(self.engine, traced)) or call.bare
+        call.probe = sure and (self.engine.learned.probes(traced) or alike is None)
+        call.walk = (entry is not None and self.learning and self.engine.learned.walks(traced)) or call.bare
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
         saved = call.saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
         if entry is not None and call.recomputed:
@@ -353,7 +373,7 @@ class MicrobatchTask:
         else:
             slot = self._slots.forward(self.index, call.index, call.layer)
         self._predictor.after_forward(self.index, call.index, self.tape, self.trace)
-        worker = self.engine.workers[slot.worker]
+        worker = self.engine.worker_pool.workers[slot.worker]
         elsewhere = [i for i, t in tensors.items() if self._locate(t) is not worker.device]
         call.leaves = [(saved.get(i) or self._save(x)) if i in elsewhere else x for i, x in enumerate(call.leaves)]
         if entry is not None:
@@ -367,7 +387,7 @@ class MicrobatchTask:
         """A kept graph starts from the inputs themselves; from copies, if user code writes to them (``h +=
         layer(h)``).
         """
-        if call.recomputed and not (call.kept or self.engine.plans):
+        if call.recomputed and not (call.kept or self.engine.learned.plans):
             return  # what is recomputed from was saved before the call
         for i, tensor in tensors.items():
             if isinstance(call.leaves[i], HostTensor) and not self.learning:
@@ -383,7 +403,7 @@ class MicrobatchTask:
         return self.activations.save(tensor, self._locate(tensor))
 
     def _locate(self, tensor: Tensor) -> Device | None:
-        return self.engine.locate(tensor, self._device)
+        return self.engine.worker_pool.locate(tensor, self._device)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -391,12 +411,12 @@ class MicrobatchTask:
         """Backward from the loss through the user code behind the last layer [4], in which user code may run, too."""
         self._phase, self.mode.returning = "backward", True
         self.differentiable = loss.requires_grad
-        step, scales = self._step, self.engine.formats.scales
-        self.segments.wait_for(scales, step.version)
-        scale = step.weighing.share(self) * scales.of(step.version)
+        step, scales = self._step, self.engine.model.formats.scales
+        self.segments.wait_for(scales, step.spec.version)
+        scale = step.weighing.share(self) * scales.of(step.spec.version)
         if not loss.requires_grad or not scale:
             return
-        seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)
+        seed, self.mode.proxies.factor = seed_of(scale, self.engine.model.formats.low or loss.dtype)
         with torch._C.DisableTorchFunction():
             seeded = torch.full_like(loss, seed)
         with self._noted(), driven_backward.of(loss):
@@ -427,7 +447,7 @@ class MicrobatchTask:
 
     def _walk_back(self, entry: RecordedCall, sums: HostGradSums | None) -> None:
         traced, engine = self.trace.calls[entry.call], self.engine
-        measured = traced if self.learning and engine.plans else None
+        measured = traced if self.learning and engine.learned.plans else None
         check_inputs(entry, traced, learning=self.learning)
         refuse_hooked_module(entry)
         if entry.hooks:
@@ -438,7 +458,8 @@ class MicrobatchTask:
         sent = self._prefetcher.gradients(entry)
         slot = self._slots.backward(self.index, entry.call, entry.layer, sums)
         self._predictor.backward(self.index, self.tape, self.trace)
-        worker, executor, factor = engine.workers[slot.worker], engine.executors[slot.worker], self.mode.proxies.factor
+        worker, executor = engine.worker_pool.workers[slot.worker], engine.executors[slot.worker]
+        factor = self.mode.proxies.factor
         with noted(lambda: FaultPlace(entry.layer.title, "backward", self.index, slot, worker.device)):
             self._prefetcher.following(slot, self.tape)
             grads = worker.run(
@@ -456,7 +477,7 @@ class MicrobatchTask:
         if grad is not None and not entry.done and entry.grads[index]:
             there = entry.grads[index][0][1]
             grad, device = self.activations.transfer(grad, device, there), there or device
-        place = device or self.engine.devices[0]
+        place = device or self.engine.worker_pool.devices[0]
         with place.activate():  # it may be added to another one, in the order of what made both
             entry.add_grad(index, grad, device)
 
@@ -464,7 +485,7 @@ class MicrobatchTask:
     def _user_code_again(self, device: Device | None) -> Iterator[None]:
         """User code runs once more, when the microbatch walks back."""
         with (
-            self._step.thread_state.entered(),
+            self._step.spec.thread_state.entered(),
             noted(lambda: FaultPlace(f"the code {self._last}", "backward", self.index, self._slot, device)),
         ):
             self._device = device

@@ -11,32 +11,39 @@ never delays anybody who is there. Results are the same to the bit: a call's ran
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
+from lightning_roundpipe.runtime.core.context import EngineContext
+from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.schedule import Slot
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-    from lightning_roundpipe.runtime.core.step import Step
-    from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.sync import CancelScope
+from lightning_roundpipe.runtime.core.tape import RecordedCall
 
 
 class Ahead:
-    """Of one step."""
+    """Of one step.
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    Args:
+        engine: whose workers recompute.
+        cancel_scope: of the step.
+        runs: gives its microbatches; none once it is over.
+    """
+
+    def __init__(
+        self, engine: EngineContext, cancel_scope: CancelScope, runs: Callable[[], Sequence[MicrobatchTask]]
+    ) -> None:
+        self._engine, self._cancel_scope, self._runs = engine, cancel_scope, runs
 
     def look(self, slot: Slot, microbatch: int) -> None:
         """The turn of ``slot`` is, or has come to, ``microbatch`` [1]. From any thread; costs a hand-off."""
-        worker = self._step.engine.workers[slot.worker]
-        worker.post(lambda: self._go_on(slot, microbatch), self._step.cancel_scope)
+        worker = self._engine.worker_pool.workers[slot.worker]
+        worker.post(lambda: self._go_on(slot, microbatch), self._cancel_scope)
 
     def _go_on(self, slot: Slot, microbatch: int) -> None:
         """On the worker's thread."""
-        runs = self._step.runs
+        runs = self._runs()
         if not (slot.is_turn_of(microbatch) and runs):
             return
         run = runs[microbatch]
@@ -44,11 +51,11 @@ class Ahead:
         if entry is None:
             return
         try:
-            self._step.engine.executors[slot.worker].recompute_ahead(slot, entry, run.activations, run)
+            self._engine.executors[slot.worker].recompute_ahead(slot, entry, run.activations, run)
         except torch.OutOfMemoryError:
             return  # when the microbatch is there, nothing is kept beside it
         except Exception as error:
-            if not self._step.cancel_scope.failed:  # else it only says that the step has
+            if not self._cancel_scope.failed:  # else it only says that the step has
                 entry.failed = error  # raised where it belongs, if the call is needed at all
             return
         self.look(slot, microbatch)  # [3]; behind the microbatch, if that has arrived meanwhile [4]

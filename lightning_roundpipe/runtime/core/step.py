@@ -18,34 +18,32 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.costs import Phase
+from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.runtime.batch.joining import join
 from lightning_roundpipe.runtime.batch.logs import lost, shadowed_log, undecided
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
+from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.recompute_ahead import Ahead
-from lightning_roundpipe.runtime.core.rounds import make_rounds
 from lightning_roundpipe.runtime.core.schedule import PlannedSlots, Slot
 from lightning_roundpipe.runtime.core.sync import CancelScope, Waiter
 from lightning_roundpipe.runtime.core.task_thread import Task
-from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.core.trace import Trace, TracedCall, distinct_layers
 from lightning_roundpipe.runtime.faults.notes import add_waiting_note
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.runtime.reporting.alloc_retries import so_far
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.user_code.interception import Inside, current
-from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState, adopt
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.planning.costs import Phase
-    from lightning_roundpipe.runtime.engine import Engine
-    from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
-    from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-    from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
+from lightning_roundpipe.runtime.user_code.thread_state import adopt
 
 
 class Step:
@@ -56,42 +54,56 @@ class Step:
         seed: of this batch.
         sizes: samples per microbatch.
         weights: what the user says of how losses of microbatches make up that of the batch.
+        updates: the optimizer's thread; None where gradients are handed to ``.grad``.
         before: the step before, if it is still on its way.
+        overlaps: whether its way back may go on when its outputs have been given out.
+        cut: whether what it runs is cut into microbatches; by default, if there are several.
+        isolated: whether microbatches find modules as they left them.
+        recorder: of what happens; by default one of its own.
+        cancel_scope: its fate; by default a scope of its own, behind that of the step before.
 
     Attributes:
         plan: that it runs under; None if it goes call by call.
-        overlaps: whether its way back may go on when its outputs have been given out.
         started: when, on the clock of ``time.perf_counter()``; or the end of the step before, if that is later.
         seconds: that it took from then on, once it is over.
-        undisturbed: whether no optimizer wrote to masters when it began.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineContext,
         seed: tuple[int, ...],
         sizes: list[int],
         weights: Weights,
+        updates: Updates | None = None,
         before: Step | None = None,
+        *,
+        overlaps: bool = False,
+        cut: bool | None = None,
+        isolated: bool = True,
+        recorder: Recorder | None = None,
+        cancel_scope: CancelScope | None = None,
     ) -> None:
         self.engine = engine
-        self.number = engine.next_step()
         self.before = before
-        self.overlaps = False
         self.seconds = 0.0
-        self.recorder: Recorder = Recorder()
-        self.readiness = GradReadiness(engine.buckets)
-        self.seed = seed
-        self.sizes, self.cut = sizes, len(sizes) > 1
-        self.thread_state = TorchThreadState.capture(engine.device_types, engine.thread_locals)
-        self.module_state: ModuleStateIsolation | None = (
-            engine.module_state if self.cut and not engine.in_order else None
+        self.readiness = GradReadiness(engine.model.buckets)
+        self.sizes, cut = sizes, len(sizes) > 1 if cut is None else cut
+        isolated = isolated and cut and not engine.learned.in_order
+        if cancel_scope is None:
+            cancel_scope = CancelScope(self._failed, before.cancel_scope if before is not None else None)
+        self.spec = StepSpec(
+            number=engine.next_step(),
+            seed=seed,
+            version=updates.wanted if updates is not None else 0,
+            cut=cut,
+            overlaps=overlaps,
+            undisturbed=engine.model.undisturbed,
+            updates=updates,
+            thread_state=engine.thread_state(),
+            module_state=engine.learned.module_state if isolated else None,
+            recorder=recorder or Recorder(),
+            cancel_scope=cancel_scope,
         )
-        self.cancel_scope: CancelScope = CancelScope(self._failed, before.cancel_scope if before is not None else None)
-        self.user_lock = engine.user_lock
-        self.version = engine.updates.wanted if engine.updates is not None else 0
-        """Of the weights that the step computes with."""
-        self.undisturbed = engine.undisturbed
         self.slots: list[Slot] = []
         self._sums: dict[tuple[int, int], HostGradSums] = {}
         self._adding: dict[int, Slot] = {}
@@ -103,13 +115,17 @@ class Step:
         self._all_closed = Waiter()
         self._tasks: list[Task[None]] = []
         self.started = time.perf_counter()
-        self.retries = engine.retries.so_far()
+        self.retries = so_far(engine.worker_pool.devices)
         """Of allocations, before it."""
         self.runs: list[MicrobatchTask] = []
         self.gradients: StepGradients | None = None
         """What its loss hands out, once it is there."""
         self.has_loss = False
         """Whether there is a loss to differentiate; training_step may also skip a batch."""
+
+    @property
+    def cancel_scope(self) -> CancelScope:
+        return self.spec.cancel_scope
 
     @property
     def everybody(self) -> Sequence[MicrobatchTask]:
@@ -123,47 +139,44 @@ class Step:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def run_planned(
-        self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]], *, overlaps: bool
-    ) -> None:
+    def run_planned(self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
         """All microbatches at once, under ``plan``."""
         self.plan = plan
-        self.overlaps = overlaps
-        rounds = make_rounds(self, plan.stages(), trace, len(args), plan.round_microbatches)
+        rounds = self._make_rounds(plan.stages(), trace, len(args), plan.round_microbatches)
         self.slots = [slot for slots in rounds for slot in slots]
-        slots = PlannedSlots(rounds, plan, self.cancel_scope, self._close, Ahead(self).look)
+        slots = PlannedSlots(rounds, plan, self.cancel_scope, self._close, self._ahead().look)
         self._unclosed, self._running = len(self.slots), len(args)
         self.readiness.expect(self.slots, uploads=bool(self.engine.options.staleness))
-        self.runs = [MicrobatchTask(self, m, trace, slots) for m in range(len(args))]
-        for index, queue in enumerate(self.engine.queues):
+        self.runs = [MicrobatchTask(self.engine, self, m, trace, slots) for m in range(len(args))]
+        for index, queue in enumerate(self.engine.worker_pool.queues):
             queue.append((slot for slot in self.slots if slot.worker == index), self._close)
         self._join(function, args, together=True)
 
     def run_one_by_one(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
         """One microbatch after another, a slot for each call: needs no trace, and records one."""
         slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
-        recent = self.engine.recent if len(args) == 1 else None
+        recent = self.engine.learned.recent if len(args) == 1 else None
         self._running = len(args)
-        self.runs = [MicrobatchTask(self, m, None, slots, recent) for m in range(len(args))]
+        self.runs = [MicrobatchTask(self.engine, self, m, None, slots, recent) for m in range(len(args))]
         self._join(function, args, together=False)
 
     def _join(self, function: Callable[..., Any], args: list[tuple[Any, ...]], *, together: bool) -> None:
         worker_pool, given_up = self.engine.worker_pool, False
         contexts = [contextvars.copy_context() for _ in args]
-        with shadowed_log(self.engine.module, self._current_log, several=self.cut):
-            if self.module_state is not None:
-                self.module_state.begin()
+        with shadowed_log(self.engine.model.module, self._current_log, several=self.spec.cut):
+            if self.spec.module_state is not None:
+                self.spec.module_state.begin()
             try:
                 for index, (run, given, context) in enumerate(zip(self.runs, args, contexts, strict=True)):
                     before = self.runs[index - 1].started if index else None
                     thread = worker_pool.thread(index if together else 0)
-                    work = functools.partial(context.run, run.run, function, given, before)
+                    work = functools.partial(context.run, self._run_task, run, function, given, before)
                     self._tasks.append(thread.submit(work))
                     if not together:
                         worker_pool.wait(self._tasks[-1].waiter, self.cancel_scope)
                         if self.cancel_scope.failed:
                             break
-                if self.overlaps:
+                if self.spec.overlaps:
                     self._wait_for_outputs()
                 else:
                     self._wait_for_end()
@@ -171,12 +184,23 @@ class Step:
                 self._fail(error)
                 given_up = True
             adopt(contexts[-1])
-            if self.overlaps and not self.cancel_scope.failed:
+            if self.spec.overlaps and not self.cancel_scope.failed:
                 return  # the rest is waited for in `drain`
             self._rest(given_up)
         self.cancel_scope.raise_error()
-        if self.module_state is not None and (last := self.runs[-1].kept) is not None:
-            self.module_state.end(last, self.sizes[-1])
+        if self.spec.module_state is not None and (last := self.runs[-1].kept) is not None:
+            self.spec.module_state.end(last, self.sizes[-1])
+
+    def _run_task(
+        self, run: MicrobatchTask, function: Callable[..., Any], args: tuple[Any, ...], predecessor: Waiter | None
+    ) -> None:
+        try:
+            run.run(function, args, predecessor)
+        finally:
+            self.ended()
+
+    def _ahead(self) -> Ahead:
+        return Ahead(self.engine, self.cancel_scope, lambda: self.runs)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -243,7 +267,7 @@ class Step:
             worker_pool.abort()
         worker_pool.rest(self.cancel_scope, tasks, given_up=given_up)
         if self.cancel_scope.failed:
-            for queue in self.engine.queues:
+            for queue in self.engine.worker_pool.queues:
                 queue.clear()
 
     def _end_whole(self) -> None:
@@ -279,7 +303,7 @@ class Step:
                 "self.log was called from a thread that the user's code started inside training_step; log from "
                 "training_step itself."
             )
-        context.engine.logs_on_the_way_back |= context.walking
+        context.engine.learned.logs_on_the_way_back |= context.walking
         return context.logs
 
     # -- slots --------------------------------------------------------------------------------------------------------
@@ -287,7 +311,7 @@ class Step:
     def is_fused(self, call: int) -> bool:
         return self.plan is not None and call >= self.plan.fused.first
 
-    def new_slot(
+    def _new_slot(
         self,
         phase: Phase,
         calls: range,
@@ -298,17 +322,43 @@ class Step:
         predecessor: Slot | None = None,
     ) -> Slot:
         """The next one of the global sequence."""
-        index = self.engine.next_slot()
+        index = self.engine.worker_pool.next_slot()
         return Slot(
             index, self._worker_of(index, layers), round_, phase, calls, layers, sums, microbatches, predecessor,
-            self.version, self.recorder, self.cancel_scope,
+            self.spec.version, self.spec.recorder, self.cancel_scope,
         )  # fmt: skip
 
+    def _make_rounds(
+        self, stages: Sequence[Stage], trace: Trace, microbatches: int, round_microbatches: int
+    ) -> list[list[Slot]]:
+        """All slots for ``stages``, by round and stage, in their order in the global sequence."""
+        rounds: list[list[Slot]] = []
+        for number, start in enumerate(range(0, microbatches, round_microbatches)):
+            served = range(start, min(start + round_microbatches, microbatches))
+            before = rounds[-1] if rounds else [None] * len(stages)
+            rounds.append(
+                [
+                    self._slot_of(stage, trace, served, number, predecessor)
+                    for stage, predecessor in zip(stages, before, strict=True)
+                ]
+            )
+        return rounds
+
+    def _slot_of(self, stage: Stage, trace: Trace, microbatches: range, round_: int, predecessor: Slot | None) -> Slot:
+        calls = range(stage.first, stage.last + 1)
+        loaded = [trace.calls[c] for c in calls if stage.phase != "backward" or trace.calls[c].taped]
+        sums = {}
+        if stage.phase != "forward":
+            for c in calls:
+                if trace.calls[c].taped and (total := self.sums_of(trace.calls[c])) is not None:
+                    sums[c] = total
+        return self._new_slot(stage.phase, calls, distinct_layers(loaded), sums, microbatches, round_, predecessor)
+
     def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
-        return index % len(self.engine.workers)
+        return index % len(self.engine.worker_pool.workers)
 
     def _close(self, slot: Slot) -> None:
-        worker = self.engine.workers[slot.worker]
+        worker = self.engine.worker_pool.workers[slot.worker]
 
         def close_it() -> None:
             worker.close_slot(slot)
@@ -319,7 +369,7 @@ class Step:
 
         worker.post(close_it, self.cancel_scope)
         if self.plan is not None:
-            self.engine.queues[slot.worker].next()
+            self.engine.worker_pool.queues[slot.worker].next()
 
     def _closed(self) -> None:
         with self._counting:
@@ -331,21 +381,21 @@ class Step:
 
     def _make_slot(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
         totals = {call: sums} if sums is not None else {}
-        return self.new_slot(phase, range(call, call + 1), [layer], totals, [microbatch])
+        return self._new_slot(phase, range(call, call + 1), [layer], totals, [microbatch])
 
     def _prepare(self, slot: Slot) -> None:
-        worker = self.engine.workers[slot.worker]
+        worker = self.engine.worker_pool.workers[slot.worker]
         worker.post(lambda: worker.prepare(slot), self.cancel_scope)
 
     def _cancel(self, slot: Slot) -> None:
-        worker = self.engine.workers[slot.worker]
+        worker = self.engine.worker_pool.workers[slot.worker]
         worker.post(lambda: worker.cancel(slot), self.cancel_scope)
 
     def _open(self, slot: Slot) -> None:
         self.slots.append(slot)
         for sums in slot.sums.values():
             slot.predecessor, self._adding[id(sums)] = self._adding.get(id(sums)), slot
-        worker = self.engine.workers[slot.worker]
+        worker = self.engine.worker_pool.workers[slot.worker]
         worker.run(lambda: worker.open(slot), self.cancel_scope)
 
     def sums_of(self, call: TracedCall) -> HostGradSums | None:
@@ -353,15 +403,15 @@ class Step:
         key = (call.layer.index, call.use)
         known = self._sums.get(key)
         if known is None:
-            known = self._sums[key] = self.engine.buffers_of(call).begin()
+            known = self._sums[key] = self.engine.gradients.of(call.layer, call.use).begin()
         return known if known.layout.nbytes else None
 
     # -- the outcome ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> Any:
         """The merged output of ``training_step``, its loss carrying the gradients; issues what was logged."""
-        rules = self.engine.scope.log_rules
-        joined = join(self.engine.module, self.runs, self.sizes, self.weighing, rules, mixes=self.engine.scope.mixes)
+        module, rules, mixes = self.engine.model.module, self.engine.learned.log_rules, self.engine.learned.mixes
+        joined = join(module, self.runs, self.sizes, self.weighing, rules, mixes=mixes)
         if joined.losses and len(self.runs) > 1:
             self.engine.hints.of_logs(undecided(joined.said, rules), lost(joined.said, joined.weights))
         if len(joined.losses) < len(self.runs):
@@ -397,9 +447,9 @@ class Step:
         sums = [self._sums[key] for key in sorted(self._sums)]  # in an order that no plan changes
         proxies = [run.mode.proxies for run in self.everybody]
         read = set().union(*(run.segments.read for run in self.everybody))
-        self.engine.read_by_user_code |= read  # another set: microbatches of the next step walk through this one
-        self.readiness.passed(
-            self.engine.read_by_user_code
-        )  # what is read on the way back was seen in an earlier batch
-        by_unit = self.readiness if self.engine.updates is not None else None
-        return StepGradients(sums, proxies, factor / self.engine.formats.scales.outside(self.version), by_unit)
+        learned = self.engine.learned
+        learned.read_by_user_code |= read  # another set: microbatches of the next step walk through this one
+        self.readiness.passed(learned.read_by_user_code)  # what is read on the way back was seen in an earlier batch
+        by_unit = self.readiness if self.spec.updates is not None else None
+        scale = self.engine.model.formats.scales.outside(self.spec.version)
+        return StepGradients(sums, proxies, factor / scale, by_unit)

@@ -10,6 +10,7 @@ main thread ── wait, under a watchdog ── [1]      a thread died, or noth
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 import time
@@ -18,10 +19,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, intraop_threads
 from lightning_roundpipe.devices.errors import is_sticky
+from lightning_roundpipe.runtime.core.slot_queues import WorkerQueue
 from lightning_roundpipe.runtime.core.sync import CancelScope, Waiter
 from lightning_roundpipe.runtime.core.task_thread import Task, TaskThread, within
 from lightning_roundpipe.runtime.core.worker import Worker
@@ -43,17 +46,31 @@ class WorkerPool:
         devices: one per worker.
         watchdog_timeout: seconds without any progress after which a step fails.
         sums: whether gradients are summed on the host, by a thread.
+        prefetch: whether weights of a worker's next slot are uploaded while one is open.
 
     Attributes:
+        queues: for each worker, the planned slots that it opens next.
+        next_slot: the index of the next slot in the global sequence.
+        accelerator: the devices' type; None where they are emulated.
+        device_types: all types that can compute.
+        staging: the device whose host memory tensors of the host go to workers from; None where workers read any.
         summing: that thread.
         broken: whether a thread never came back; the others are joined by ``close`` all the same.
     """
 
-    def __init__(self, devices: list[Device], watchdog_timeout: float, *, sums: bool = False) -> None:
+    def __init__(
+        self, devices: list[Device], watchdog_timeout: float, *, sums: bool = False, prefetch: bool = True
+    ) -> None:
         self.devices = devices
         self._around = contextlib.ExitStack()
         self._around.enter_context(devices[0].process_settings())  # before there are threads, which take them over
         self.workers = [Worker(d) for d in devices]
+        self.queues = [WorkerQueue(worker, prefetch=prefetch) for worker in self.workers]
+        self.next_slot = itertools.count().__next__
+        types = {d.torch_device.type for d in devices}
+        self.device_types = tuple(sorted({"cpu", *types}))
+        self.accelerator = next(iter(types - {"cpu"}), None)
+        self.staging = devices[0] if self.accelerator is not None else None
         self.summing = TaskThread("roundpipe-sums") if sums else None
         self.broken = False
         self._limit = watchdog_timeout
@@ -68,6 +85,11 @@ class WorkerPool:
                 "a thread of an earlier step never came back, so this engine cannot go on: call the Trainer's fit() "
                 "again, or better start a new process, because the thread may still hold what others need."
             )
+
+    def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:
+        """The device that ``tensor`` lives on; None is the host. ``newest`` is where its microbatch ran last."""
+        there = [d for d in self.devices if d.torch_device == tensor.device]
+        return newest if newest in there else next(iter(there), None)
 
     def thread(self, index: int) -> TaskThread:
         """The thread of microbatch ``index``, started when first asked for."""

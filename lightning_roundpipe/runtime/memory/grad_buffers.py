@@ -23,7 +23,7 @@ A large layer's gradients travel in parts, so that the first are used while the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -214,6 +214,64 @@ class _Added(Event):
 
     def time(self) -> float:
         raise RuntimeError("a sum has no time: ask for that of its download.")
+
+
+class GradientMemory:
+    """Host memory for the gradients of all calls; made when it is first needed.
+
+    Args:
+        layers: that are called.
+        device: any device; gives host memory that copies asynchronously.
+        reduction: how gradients travel, where that is in fewer bytes.
+    """
+
+    def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction | None) -> None:
+        self.reduction = reduction
+        self._layers, self._device = layers, device
+        self._buffers: dict[tuple[int, int, tuple[bool, ...] | None], HostGradBuffers] = {}
+        self._reserves = self._reserved = False
+        """Whether it is made before a batch asks for it, and whether some was, by no batch so far."""
+
+    def of(
+        self, layer: HostLayer, use: int, trainable: tuple[bool, ...] | None = None,
+        make_room: Callable[[int], None] = lambda nbytes: None,
+    ) -> HostGradBuffers:  # fmt: skip
+        """That of a call.
+
+        Args:
+            use: how often the layer was called before.
+            trainable: which of its parameters are trained, if not those that are now.
+            make_room: called with the bytes of the sum where it is made now.
+        """
+        key = (layer.index, use, trainable)
+        if key not in self._buffers:
+            buffers = HostGradBuffers(layer, self._device, self.reduction, trainable)
+            make_room(buffers.layout.nbytes)
+            self._buffers[key] = buffers
+        return self._buffers[key]
+
+    def reserve(self) -> None:
+        """Make that of one call of each layer now, before the first batch, which is measured."""
+        for layer in self._layers:
+            self.of(layer, 0).reserve()
+        self._reserves = self._reserved = True
+
+    def give_back(self) -> None:
+        """Behind a batch: what was reserved and no call had gradients for. Should one have some later, it is made
+        anew.
+        """
+        if self._reserved:
+            self._reserved = False
+            self._buffers = {key: buffers for key, buffers in self._buffers.items() if buffers.used}
+
+    def drop(self) -> None:
+        """What is in it will not be asked for, or never arrive."""
+        self._buffers.clear()
+
+    def reserve_again(self) -> None:
+        """Other parameters are trained now, and what was there was dropped."""
+        if self._reserves:
+            self.reserve()
 
 
 class HostGradSums:

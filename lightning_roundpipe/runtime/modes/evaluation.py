@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
+from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.outputs import hand_back
 from lightning_roundpipe.runtime.core.schedule import Slot
 from lightning_roundpipe.runtime.core.trace import TracedCall
@@ -39,26 +40,40 @@ from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUse
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
-from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
 
 OFTEN = 64
 """Calls between two looks for copies that nobody needs: a long text is thousands of calls in one step."""
 
 
-class Evaluation:
-    """One batch's forward."""
+class CallsInParts(Protocol):
+    """Who may cut a call of a model; ``expected``: whether the last one was."""
 
-    def __init__(self, engine: Engine) -> None:
+    expected: bool
+
+    def call(
+        self, evaluation: Evaluation, name: str, function: Callable[..., Any], args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """Make the call."""
+
+
+class Evaluation:
+    """One batch's forward.
+
+    Args:
+        engine: what outlives it.
+        parts: calls of models go through this; None: they are whole.
+    """
+
+    def __init__(self, engine: EngineContext, parts: CallsInParts | None = None) -> None:
+        self._parts = parts
         self._engine = engine
-        self._order = engine.order
+        self._order = engine.learned.order
         self._ahead, self._written = bool(engine.options.prefetch), False
         self._foreseen: Slot | None = None
         self._cancel_scope = WatchedCancelScope(engine.worker_pool)
         self.recorder = Recorder()
-        self._activations = ActivationStore(-1, self.recorder, engine.staging)
+        self._activations = ActivationStore(-1, self.recorder, engine.worker_pool.staging)
         self._device: Device | None = None
         self._user_code = contextlib.ExitStack()
         self._calls = 0
@@ -77,9 +92,9 @@ class Evaluation:
         self._order.begin()
         try:
             with calling(self), self._mode, self._user_code, noted(self._place), allowed():
-                self._user_code.enter_context(self._engine.devices[0].activate())
+                self._user_code.enter_context(self._engine.worker_pool.devices[0].activate())
                 self.surroundings = Surroundings()
-                if not self._engine.parting.expected:
+                if self._parts is None or not self._parts.expected:
                     self._foresee()
                 output = function(*args, **kwargs)
                 self._watched.check()
@@ -90,7 +105,7 @@ class Evaluation:
         worker_pool = self._engine.worker_pool
         worker_pool.rest(self._cancel_scope, given_up=self._cancel_scope.given_up)
         self._activations.move_to(None)
-        for bucket in self._engine.buckets if self._written else ():
+        for bucket in self._engine.model.buckets if self._written else ():
             bucket.refresh()  # it may have put weights back
         self._cancel_scope.raise_error()
         return output
@@ -116,13 +131,13 @@ class Evaluation:
         return self._written
 
     def locate(self, tensor: Tensor) -> Device | None:
-        return self._engine.locate(tensor, self._device)
+        return self._engine.worker_pool.locate(tensor, self._device)
 
     def call_model(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an intercepted model does when the step calls it; ``function`` is its forward."""
-        if self._within:
+        if self._within or self._parts is None:
             return function(*args, **kwargs)
-        return self._engine.parting.call(self, name, function, args, kwargs)
+        return self._parts.call(self, name, function, args, kwargs)
 
     @contextlib.contextmanager
     def within_model(self) -> Iterator[None]:
@@ -148,7 +163,7 @@ class Evaluation:
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
         """What a layer on ``device`` finds in place of a parameter that is not its own."""
-        return master.to(device, self._engine.formats.of(master))
+        return master.to(device, self._engine.model.formats.of(master))
 
     def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
         """Gradients that user code asks for here belong in ``.grad``."""
@@ -166,11 +181,11 @@ class Evaluation:
             leaves = [self._mode.stand_in(leaf) for leaf in leaves]
             originals = list(leaves)
             for i, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and engine.locate(leaf, self._device) is not worker.device:
-                    leaves[i] = self._activations.save(leaf, engine.locate(leaf, self._device))
+                if isinstance(leaf, Tensor) and engine.worker_pool.locate(leaf, self._device) is not worker.device:
+                    leaves[i] = self._activations.save(leaf, engine.worker_pool.locate(leaf, self._device))
             call = Call(
                 self._calls, layer, 0, spec, leaves, [False] * len(leaves), layer.trainable(),
-                TorchThreadState.capture(engine.device_types, engine.thread_locals), state, None,
+                engine.thread_state(), state, None,
                 contextvars.copy_context(), originals, lender=self,
             )  # fmt: skip
             self._adapt(call)
@@ -205,12 +220,12 @@ class Evaluation:
     # -- uploading ahead ----------------------------------------------------------------------------------------------
 
     def _worker_of(self, layer: HostLayer) -> Worker:
-        return self._engine.workers[layer.index % len(self._engine.workers)]
+        return self._engine.worker_pool.workers[layer.index % len(self._engine.worker_pool.workers)]
 
     def _new_slot(self, layer: HostLayer) -> Slot:
         return Slot(
-            self._engine.next_slot(), self._worker_of(layer).index, 0, "forward", range(0), [layer], {}, [0],
-            recorder=self.recorder, cancel_scope=self._cancel_scope,
+            self._engine.worker_pool.next_slot(), self._worker_of(layer).index, 0, "forward", range(0), [layer], {},
+            [0], recorder=self.recorder, cancel_scope=self._cancel_scope,
         )  # fmt: skip
 
     def _slot_for(self, layer: HostLayer) -> Slot:
@@ -234,7 +249,7 @@ class Evaluation:
         slot, self._foreseen = self._foreseen, None
         if slot is None:
             return None
-        worker = self._engine.workers[slot.worker]
+        worker = self._engine.worker_pool.workers[slot.worker]
         worker.post(lambda: worker.cancel(slot), self._cancel_scope)
         return worker
 

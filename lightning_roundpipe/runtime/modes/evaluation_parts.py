@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,19 +32,16 @@ from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.logs import log_as
 from lightning_roundpipe.runtime.batch.samples import batch_size
 from lightning_roundpipe.runtime.core.call import Forward
+from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.faults.interrupts import allowed
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_step import Branches, EvaluationStep, go_astray
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun
 from lightning_roundpipe.runtime.user_code.module_state import StateWatch
-from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
-    from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
 LOOKS = 3
@@ -80,10 +77,10 @@ class Parting:
         engine: whose evaluation it is.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineContext) -> None:
         self._engine = engine
         self._known: dict[Any, _Known] = {}
-        self.possible = len(engine.devices) > 1 and engine.options.num_microbatches != 1
+        self.possible = len(engine.worker_pool.devices) > 1 and engine.options.num_microbatches != 1
         self.expected = False
         """Whether the last call of a model ran in parts."""
 
@@ -129,7 +126,9 @@ class Parting:
         """Whether somebody listens to modules, who would be told of each part."""
         hooks = torch.nn.modules.module
         listening = hooks._global_forward_hooks or hooks._global_forward_pre_hooks
-        return bool(listening) or any(m._forward_hooks or m._forward_pre_hooks for m in self._engine.module.modules())
+        return bool(listening) or any(
+            m._forward_hooks or m._forward_pre_hooks for m in self._engine.model.module.modules()
+        )
 
     def _samples(self, leaves: list[Any], args: Any, kwargs: Any) -> int:
         """How many; 0 if the call is none that could be cut."""
@@ -144,13 +143,13 @@ class Parting:
             return 0
 
     def _sizes_of(self, samples: int) -> list[int]:
-        options, workers = self._engine.options, len(self._engine.workers)
+        options, workers = self._engine.options, len(self._engine.worker_pool.workers)
         return microbatches.sizes_of(samples, options.num_microbatches, options.microbatch_size, workers)
 
     # -- the first call -----------------------------------------------------------------------------------------------
 
     def _look(self, known: _Known, whole: _Whole, samples: int) -> Any:
-        module: Any = self._engine.module
+        module: Any = self._engine.model.module
         evaluation = whole.evaluation
         if any(m.training for m in module.modules()):
             return whole()
@@ -162,7 +161,7 @@ class Parting:
         logged: list[Any] = []
         with log_as(module, _noting(module.log, logged)):
             output = whole()
-        self._engine.host_buffers.settle()
+        self._engine.model.buffers.settle()
         evaluation.looked_at = None
         known.looks += 1
         left = any(
@@ -177,7 +176,7 @@ class Parting:
             trace = Trace()
             for layer, _ in layers:
                 trace.append(layer)
-            for device in self._engine.devices:
+            for device in self._engine.worker_pool.devices:
                 device.compute.synchronize()  # what has been timed has ended
             seconds = evaluation.recorder.call_seconds()
             known.seconds = [min(seconds.get(("forward", 0, first + i), [0.0])) for i in range(len(layers))]
@@ -187,7 +186,7 @@ class Parting:
         return output
 
     def _random_states(self) -> list[Any]:
-        generators = {id(d.generator): d.generator for d in self._engine.devices}
+        generators = {id(d.generator): d.generator for d in self._engine.worker_pool.devices}
         generators[id(torch.default_generator)] = torch.default_generator
         state: Any = np.random.get_state()
         return [*(g.get_state() for g in generators.values()), random.getstate(), (state[2], state[1].tobytes())]
@@ -202,18 +201,16 @@ class Parting:
         engine, trace = self._engine, known.trace
         assert trace is not None
         evaluation.stop_foreseeing()
-        call: ModelCall[PartRun] = ModelCall(
-            name, 0, TorchThreadState.capture(engine.device_types, engine.thread_locals)
-        )
+        call: ModelCall[PartRun] = ModelCall(name, 0, engine.thread_state())
         with torch._C.DisableTorchFunction(), allowed(False):
             try:
                 evaluation.surroundings.refuse(name)
-                parts = call.split(args, kwargs, self._sizes_of, engine.bucket_of, evaluation.locate)
+                parts = call.split(args, kwargs, self._sizes_of, engine.model.bucket_of, evaluation.locate)
             except (ValueError, RoundPipeError):
                 return None
             spans = known.spans.get(len(parts)) or known.spans.setdefault(len(parts), self._spans(known, len(parts)))
-            step = EvaluationStep(engine, evaluation, trace, spans, branches)
-            with log_as(engine.module, go_astray):
+            step = EvaluationStep(engine, evaluation, trace, spans, self._sizes_of, branches)
+            with log_as(engine.model.module, go_astray):
                 step.run_parts(call, function, parts)
             try:
                 if step.astray:
@@ -228,7 +225,7 @@ class Parting:
     def _spans(self, known: _Known, microbatches: int) -> tuple[Span, ...]:
         """Stages of nearly equal time that fit the arenas that there are."""
         assert known.trace is not None
-        room = self._engine.workers[0].weights[0].buffer
+        room = self._engine.worker_pool.workers[0].weights[0].buffer
         costs = Costs(
             tuple(
                 CallCost(call.layer.name, max(seconds, 1e-9), 0.0, call.layer.nbytes, 0, 0, 0, needs_backward=False)
@@ -236,7 +233,7 @@ class Parting:
             )
         )
         size = room.numel() if room is not None else None
-        plan = greedy_partition(costs, len(self._engine.workers), microbatches, stage_bytes=size)
+        plan = greedy_partition(costs, len(self._engine.worker_pool.workers), microbatches, stage_bytes=size)
         return (*plan.forward, plan.fused)
 
 

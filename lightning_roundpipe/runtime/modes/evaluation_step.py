@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.schedule import Slots
 from lightning_roundpipe.runtime.core.sync import Cancelled, Waiter
 from lightning_roundpipe.runtime.core.task_thread import Task
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.core.worker_pool import GRACE
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
 from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, ModelCallStages
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
@@ -22,10 +24,6 @@ from lightning_roundpipe.runtime.modes.model_tasks import PartRun
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
 from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
-    from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 
 Branches = set[tuple[bool, ...]] | frozenset[tuple[bool, ...]]
 """Truth values of tensors, one after another, that code went by."""
@@ -43,6 +41,7 @@ class EvaluationStep(ModelStep):
         evaluation: that it belongs to.
         trace: the layers that parts call.
         spans: of its stages.
+        sizes_for: see `ModelStep`.
         branches: that the code of parts may take; a set is added to, and they may take any.
 
     Attributes:
@@ -50,13 +49,10 @@ class EvaluationStep(ModelStep):
     """
 
     def __init__(
-        self, engine: Engine, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...],
-        branches: Branches,
+        self, engine: EngineContext, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...],
+        sizes_for: Callable[[int], list[int]], branches: Branches,
     ) -> None:  # fmt: skip
-        super().__init__(engine, (0,))
-        self.recorder = evaluation.recorder
-        self.module_state = None
-        self.version = 0
+        super().__init__(engine, (0,), sizes_for, isolated=False, recorder=evaluation.recorder)
         self.astray = False
         self.branches = branches
         self._trace, self._spans = trace, spans
@@ -73,7 +69,7 @@ class EvaluationStep(ModelStep):
         except BaseException as error:  # Ctrl-C, or the watchdog
             self.cancel_scope.fail(error)
         if self.cancel_scope.failed:
-            for queue in self.engine.queues:
+            for queue in self.engine.worker_pool.queues:
                 queue.clear()
         self.cancel_scope.raise_error()
 
@@ -102,9 +98,9 @@ class _Part(PartRun):
     """Draws from nobody's generator, as the model does not; what it may not do ends it, and all others."""
 
     def __init__(self, step: EvaluationStep, *args: Any) -> None:
-        super().__init__(step, *args)
+        super().__init__(step.engine, step, *args)
         self._evaluation_step = step
-        self.segments = _Pieces(step, self.index, learning=False)
+        self.segments = _Pieces(step.engine, step.spec, self.index, learning=False)
         self.mode = EvaluationUserCode(step.engine, go_astray, self.segments.paused, self._decided)
 
     def forward(
@@ -148,7 +144,7 @@ class _Pieces(UserCodeSections):
         self._slot, self._spot = slot, spot
         self._take_lock()
         self._around.callback(self._give_lock)
-        self._around.enter_context((device or self._step.engine.devices[0]).activate())
+        self._around.enter_context((device or self._engine.worker_pool.devices[0]).activate())
 
 
 def go_astray(*_: Any, **__: Any) -> None:

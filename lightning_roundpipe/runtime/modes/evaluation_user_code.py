@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
 
 
 class EvaluationUserCode(UserCodeMode):
@@ -21,23 +19,23 @@ class EvaluationUserCode(UserCodeMode):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineContext,
         touched: Callable[[], None],
         aside: Callable[[Callable[[], Any]], Any] = lambda wait: wait(),
         decided: Callable[[list[bool]], None] = lambda decisions: None,
     ) -> None:
-        formats = engine.formats
+        formats = engine.model.formats
         super().__init__(
-            engine.bucket_of,
+            engine.model.bucket_of,
             lambda p: p.to(formats.of(p)),
             formats,
             train=False,
-            accelerator=engine.accelerator,
-            devices=engine.devices,
+            accelerator=engine.worker_pool.accelerator,
+            devices=engine.worker_pool.devices,
             aside=aside,
-            buffers=engine.host_buffers,
+            buffers=engine.model.buffers,
         )
-        self._all, self._touched, self._decided = engine.bucket_of, touched, decided
+        self._all, self._touched, self._decided = engine.model.bucket_of, touched, decided
         self.decisions: list[bool] = []
         """Truth values of tensors that user code went by."""
 

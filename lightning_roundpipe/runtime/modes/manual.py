@@ -19,8 +19,8 @@ draws from the caller's own generators, as in plain training; layers that draw h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.batch.microbatches import seed_of
 from lightning_roundpipe.runtime.core.call import Call
+from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.prediction import LayerCallPredictor
@@ -39,17 +40,15 @@ from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope
 from lightning_roundpipe.runtime.faults.interrupts import allowed
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, HostGradSums
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.manual_user_code import ManualUserCode
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
 
 
 class ManualStep(Step):
@@ -58,23 +57,26 @@ class ManualStep(Step):
     Args:
         engine: what outlives it.
         seed: of this batch.
-        buffers: of earlier steps, for gradients; updated.
+        updates: see `Step`.
     """
 
-    def __init__(self, engine: Engine, seed: tuple[int, ...], buffers: dict[Hashable, HostGradBuffers]) -> None:
-        super().__init__(engine, seed, [1], None)
-        self.cancel_scope: WatchedCancelScope = WatchedCancelScope(engine.worker_pool)
-        self._buffers = buffers
+    def __init__(self, engine: EngineContext, seed: tuple[int, ...], updates: Updates | None) -> None:
+        self._watched = WatchedCancelScope(engine.worker_pool)
+        super().__init__(engine, seed, [1], None, updates, cancel_scope=self._watched)
         self._trainable: dict[int, tuple[bool, ...]] = {}
-        low = engine.formats.low is not None
-        self._copied = {layer: layer.written() for layer in engine.layers} if low else {}
+        low = engine.model.formats.low is not None
+        self._copied = {layer: layer.written() for layer in engine.model.layers} if low else {}
         """What working copies were made of."""
         self._loose: set[int] = set()
 
     def run(self, function: Callable[[], Any]) -> Any:
         """``function()``, the user's training_step."""
         engine = self.engine
-        engine.plans, engine.randomness.learning, engine.randomness.comparing = False, True, False
+        engine.learned.plans, engine.learned.randomness.learning, engine.learned.randomness.comparing = (
+            False,
+            True,
+            False,
+        )
         slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
         run = ManualRun(self, slots)
         self.runs = [run]
@@ -83,14 +85,14 @@ class ManualStep(Step):
             output = run.train(function)
         except BaseException as error:
             self.cancel_scope.fail(error)
-        engine.worker_pool.rest(self.cancel_scope, given_up=self.cancel_scope.given_up)
+        engine.worker_pool.rest(self.cancel_scope, given_up=self._watched.given_up)
         self.seconds = time.perf_counter() - self.started
         self.cancel_scope.raise_error()
         return output
 
     def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
         """A layer is always on the same worker, so that what is logged is on the same device in each step."""
-        return layers[0].index % len(self.engine.workers)
+        return layers[0].index % len(self.engine.worker_pool.workers)
 
     def called(self, call: TracedCall, trainable: list[bool]) -> None:
         """What was trained of the layer when it was called: optimizers are toggled within the step."""
@@ -103,13 +105,7 @@ class ManualStep(Step):
             trainable = self._trainable[id(call)]
             # Not by its number in the step, which may call a layer in a loop, with a backward after each time.
             nth = sum(layer == call.layer.index for layer, _ in self._sums)
-            place = (call.layer.index, nth, trainable)
-            if place not in self._buffers:
-                engine = self.engine
-                buffers = HostGradBuffers(call.layer, engine.devices[0], engine.reduction, trainable)
-                self._make_room(buffers.layout.nbytes)
-                self._buffers[place] = buffers
-            self._sums[key] = self._buffers[place].begin()
+            self._sums[key] = self.engine.gradients.of(call.layer, nth, trainable, self._make_room).begin()
         known = self._sums[key]
         return known if known.layout.nbytes else None
 
@@ -128,7 +124,7 @@ class ManualStep(Step):
 
     def _make_room(self, nbytes: int) -> None:
         """What was frozen before may be trained now."""
-        for worker in self.engine.workers:
+        for worker in self.engine.worker_pool.workers:
             worker.run(lambda w=worker: w.reserve(0, nbytes), self.cancel_scope)  # type: ignore[misc]
 
     def hand_out(self) -> None:
@@ -136,10 +132,10 @@ class ManualStep(Step):
         sums, self._sums = [self._sums[key] for key in sorted(self._sums)], {}
         # When a worker's thread comes to this, slots are closed, and gradients on their way. What was foreseen and did
         # not come must not be uploaded while user code writes to weights, either.
-        for worker in self.engine.workers:
+        for worker in self.engine.worker_pool.workers:
             worker.run(worker.device.weights_up.synchronize, self.cancel_scope)
         gradients = StepGradients(sums, [], 1.0)
-        self.engine.workers[0].run(gradients.arrive, self.cancel_scope)
+        self.engine.worker_pool.workers[0].run(gradients.arrive, self.cancel_scope)
         loss = gradients.loss(torch.zeros(()), differentiable=True)
         try:
             if loss.requires_grad:
@@ -154,12 +150,12 @@ class ManualRun(MicrobatchTask):
     """The batch, as the one microbatch of its step."""
 
     def __init__(self, step: ManualStep, slots: SlotsOnArrival) -> None:
-        super().__init__(step, 0, None, slots)
+        super().__init__(step.engine, step, 0, None, slots)
         self._manual = step
         self.segments = self._pieces = _Pieces(step)
         self.mode: ManualUserCode = ManualUserCode(self._differentiate, self._touched, step.engine)
         self._predictor = self._guess = LayerCallPredictor(
-            slots, step.sums_of, step.engine.order, ahead=bool(step.engine.options.prefetch)
+            slots, step.sums_of, step.engine.learned.order, ahead=bool(step.engine.options.prefetch)
         )
         self._weights: dict[RecordedCall, list[tuple[int, int]]] = {}
         """What was known of the weights of a call's layer when it was made."""
@@ -193,7 +189,7 @@ class ManualRun(MicrobatchTask):
                 self._bring_up_to_date(layer)  # [4]
             output = super().call(layer, args, kwargs)
             assert self._slot is not None
-            worker, uploaded = self.engine.workers[self._slot.worker], self._slot.uploaded[layer.index]
+            worker, uploaded = self.engine.worker_pool.workers[self._slot.worker], self._slot.uploaded[layer.index]
             worker.run(uploaded.wait, self._cancel_scope)  # [1]
             return output
 
@@ -250,8 +246,8 @@ class ManualRun(MicrobatchTask):
             )
         with allowed(False), torch._C.DisableTorchFunction():
             self._phase = "backward"
-            if (scale := self.engine.formats.scales.manual) != 1.0:
-                seed, self.mode.proxies.factor = seed_of(scale, self.engine.formats.low or loss.dtype)
+            if (scale := self.engine.model.formats.scales.manual) != 1.0:
+                seed, self.mode.proxies.factor = seed_of(scale, self.engine.model.formats.low or loss.dtype)
                 gradient = torch.full_like(loss, seed) if gradient is None else gradient * seed
             with self._noted(), driven_backward.of(loss):
                 torch.autograd.backward(loss, gradient, retain_graph=True)
@@ -298,12 +294,12 @@ class _Pieces(UserCodeSections):
     """The user code of a step that has no other: nobody to take turns with, and the caller's own random state."""
 
     def __init__(self, step: ManualStep) -> None:
-        super().__init__(step, 0, learning=True)
-        self._before = GlobalRandomState(step.engine.devices)
+        super().__init__(step.engine, step.spec, 0, learning=True)
+        self._before = GlobalRandomState(step.engine.worker_pool.devices)
         self._now: GlobalRandomState | None = None
 
     def enter(self, slot: int, spot: SegmentKey | None, device: Device | None, what: str, *, astray: bool) -> None:
-        device = device or self._step.engine.devices[0]
+        device = device or self._engine.worker_pool.devices[0]
         self._around.enter_context(device.activate())
         if self._now is not None:
             self._now.restore()  # layers and the way back have seeds of their own
@@ -312,7 +308,7 @@ class _Pieces(UserCodeSections):
         self._count += 1
 
     def leave(self, spot: SegmentKey | None) -> None:
-        self._now = GlobalRandomState(self._step.engine.devices)
+        self._now = GlobalRandomState(self._engine.worker_pool.devices)
         self.close()
 
     def end(self) -> None:

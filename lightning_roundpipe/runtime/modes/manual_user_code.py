@@ -14,17 +14,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.user_code.mode import DATA, Proxies, UserCodeMode
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
 
 
 class ManualUserCode(UserCodeMode):
@@ -37,15 +35,15 @@ class ManualUserCode(UserCodeMode):
     """
 
     def __init__(
-        self, differentiate: Callable[..., None], touched: Callable[[nn.Parameter], None], engine: Engine
+        self, differentiate: Callable[..., None], touched: Callable[[nn.Parameter], None], engine: EngineContext
     ) -> None:
-        formats = engine.formats
-        seen = engine.bucket_of if formats.low is not None else ()
+        formats = engine.model.formats
+        seen = engine.model.bucket_of if formats.low is not None else ()
         super().__init__(
-            seen, lambda master: master, formats, train=True, accelerator=engine.accelerator, devices=engine.devices,
-            buffers=engine.host_buffers,
+            seen, lambda master: master, formats, train=True, accelerator=engine.worker_pool.accelerator,
+            devices=engine.worker_pool.devices, buffers=engine.model.buffers,
         )  # fmt: skip
-        self._all = engine.bucket_of
+        self._all = engine.model.bucket_of
         self._differentiate = weakref.WeakMethod(differentiate)  # of the run, which holds this
         self._touched = weakref.WeakMethod(touched)
         self._copies: dict[int, tuple[tuple[int, int, bool], Tensor]] = {}

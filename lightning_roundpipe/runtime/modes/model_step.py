@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -18,11 +18,10 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
-from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.logs import gathered, issue
+from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-from lightning_roundpipe.runtime.core.rounds import make_rounds
 from lightning_roundpipe.runtime.core.schedule import PlannedSlots, Slots
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.task_thread import Task
@@ -30,9 +29,8 @@ from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, DirectionStages, ModelCallStages, portions_of
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun, WholeRun
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
+from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.reporting.events import Recorder
 
 
 class ModelStep(Step):
@@ -41,13 +39,19 @@ class ModelStep(Step):
     Args:
         engine: what outlives it.
         seed: of this batch.
-        before: the step before, if it is still on its way.
+        sizes_for: how many of so many samples each microbatch of a call gets.
+        updates, before, overlaps, isolated, recorder: see `Step`.
     """
 
-    def __init__(self, engine: Engine, seed: tuple[int, ...], before: Step | None = None) -> None:
-        super().__init__(engine, seed, [1], None, before)
-        self.cut = True
-        self.module_state = None if engine.in_order else engine.module_state
+    def __init__(
+        self, engine: EngineContext, seed: tuple[int, ...], sizes_for: Callable[[int], list[int]],
+        updates: Updates | None = None, before: Step | None = None, *, overlaps: bool = False, isolated: bool = True,
+        recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            engine, seed, [1], None, updates, before, overlaps=overlaps, cut=True, isolated=isolated, recorder=recorder
+        )
+        self.sizes_for = sizes_for
         self.calls: list[ModelCall[PartRun]] = []
         self._parts: list[PartRun] = []
         self._last: dict[int, PartRun] = {}
@@ -73,19 +77,17 @@ class ModelStep(Step):
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def run_planned(
-        self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]], *, overlaps: bool
-    ) -> None:
-        self.plan, self._trace, self.overlaps = plan, trace, overlaps
+    def run_planned(self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
+        self.plan, self._trace = plan, trace
         self._portions = portions_of(plan, trace)
         self._unclosed = self._running = 1  # of the slots, one that stands for those that are not made yet
-        self.runs = [WholeRun(self, CallSlots(None))]
+        self.runs = [WholeRun(self.engine, self, CallSlots(None))]
         self._join(function, args, together=True)
 
     def run_one_by_one(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
         slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
         self._arriving, self._running = slots, 1
-        self.runs = [WholeRun(self, slots)]
+        self.runs = [WholeRun(self.engine, self, slots)]
         self._join(function, args, together=True)
 
     def ended(self) -> None:
@@ -95,12 +97,6 @@ class ModelStep(Step):
 
     def is_fused(self, call: int) -> bool:
         return False
-
-    def sizes_for(self, samples: int) -> list[int]:
-        """How many samples each microbatch of a call gets."""
-        options = self.engine.options
-        count, size = options.num_microbatches, options.microbatch_size
-        return microbatches.sizes_of(samples, count, size, len(self.engine.workers), self.engine.fewest_samples)
 
     # -- calls of the model, in the whole batch's thread --------------------------------------------------------------
 
@@ -113,8 +109,8 @@ class ModelStep(Step):
     ) -> None:
         """Run the parts of ``call``; ``device`` is where their arguments are."""
         portion, slots = self._slots_for(call, len(parts))
-        if self.module_state is not None:
-            self.module_state.begin()
+        if self.spec.module_state is not None:
+            self.spec.module_state.begin()
         call.runs = [self._part(m, slots, call, portion, device) for m in range(len(parts))]
         self.calls.append(call)
         self._parts += call.runs
@@ -129,13 +125,13 @@ class ModelStep(Step):
                 for run, part, context, b in zip(call.runs, parts, contexts, before, strict=False)
             ]
         )
-        if self.module_state is not None and (last := call.runs[-1].kept) is not None:
-            self.module_state.end(last, call.sizes[-1])
+        if self.spec.module_state is not None and (last := call.runs[-1].kept) is not None:
+            self.spec.module_state.end(last, call.sizes[-1])
 
     def _part(
         self, index: int, slots: Slots, call: ModelCall[PartRun], portion: ModelCallStages | None, device: Device | None
     ) -> PartRun:
-        return PartRun(self, index, self._trace, slots, call, portion, self._last.get(index), device)
+        return PartRun(self.engine, self, index, self._trace, slots, call, portion, self._last.get(index), device)
 
     def back(self, call: ModelCall[PartRun], grads: list[list[Tensor | None]], factor: float) -> None:
         """Run the way back of ``call`` from the gradients of each part's outputs."""
@@ -195,14 +191,14 @@ class ModelStep(Step):
             return None
         assert self.plan is not None and self._trace is not None
         way = DirectionStages(phase, spans)
-        rounds = make_rounds(self, way.stages, self._trace, microbatches, self.plan.round_microbatches)
+        rounds = self._make_rounds(way.stages, self._trace, microbatches, self.plan.round_microbatches)
         slots = [slot for row in rounds for slot in row]
         with self._counting:
             self._unclosed += len(slots)
         self.slots += slots
         self.readiness.expect(slots, uploads=bool(self.engine.options.staleness))
         group = PlannedSlots(rounds, way, self.cancel_scope, self._close)
-        for index, queue in enumerate(self.engine.queues):
+        for index, queue in enumerate(self.engine.worker_pool.queues):
             queue.append((slot for slot in slots if slot.worker == index), self._close)
         return group
 
@@ -211,7 +207,7 @@ class ModelStep(Step):
     def finish(self) -> Any:
         for call in self.calls:  # what the model itself has logged
             sizes = [float(size) for size in call.sizes]
-            issue(self.engine.module, gathered([run.logs for run in call.runs]), call.sizes, sizes)
+            issue(self.engine.model.module, gathered([run.logs for run in call.runs]), call.sizes, sizes)
         return super().finish()
 
     def let_go(self) -> None:

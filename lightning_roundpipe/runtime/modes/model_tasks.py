@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextvars
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from torch.utils._pytree import TreeSpec
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
+from lightning_roundpipe.runtime.core.context import EngineContext
+from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask, TaskStep
 from lightning_roundpipe.runtime.core.schedule import Slots
 from lightning_roundpipe.runtime.core.sync import Waiter
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
@@ -36,16 +37,13 @@ from lightning_roundpipe.runtime.user_code.interception import calling, current
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import StatePlace
 from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
-from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.modes.model_step import ModelStep
 
 
 class PartRun(MicrobatchTask):
     """A microbatch of one call of the model.
 
     Args:
+        engine: what outlives the step.
         step: what it shares with the others.
         index: its number.
         trace: what it is expected to call; None to record it.
@@ -60,10 +58,10 @@ class PartRun(MicrobatchTask):
     """
 
     def __init__(
-        self, step: ModelStep, index: int, trace: Trace | None, slots: Slots, call: ModelCall[PartRun],
-        portion: ModelCallStages | None, before: PartRun | None, device: Device | None,
+        self, engine: EngineContext, step: TaskStep, index: int, trace: Trace | None, slots: Slots,
+        call: ModelCall[PartRun], portion: ModelCallStages | None, before: PartRun | None, device: Device | None,
     ) -> None:  # fmt: skip
-        super().__init__(step, index, trace, slots)
+        super().__init__(engine, step, index, trace, slots)
         self.outputs: tuple[list[Any], TreeSpec]
         self._call, self._portion, self._device = call, portion, device
         self._end = CutArgument(call.name)
@@ -171,25 +169,42 @@ class PartRun(MicrobatchTask):
 
     def bring(self, tensor: Tensor, source: Device | None, target: Device | None) -> Tensor:
         """A tensor of its on ``target``; what is on the host, where others go to a device, stays there."""
-        if self.engine.locate(tensor, source) is None:
+        if self.engine.worker_pool.locate(tensor, source) is None:
             return tensor
         return self.activations.transfer(tensor, source, target)
+
+
+class CallsStep(TaskStep, Protocol):
+    """A step that runs the calls of the model in parts."""
+
+    sizes_for: Callable[[int], list[int]]
+
+    def forward(
+        self, call: ModelCall[PartRun], function: Callable[..., Any], parts: list[tuple[Any, Any]],
+        device: Device | None,
+    ) -> None:  # fmt: skip
+        """Run the parts of ``call``."""
+
+    def expect_backward(self) -> None:
+        """Gradients of all calls so far will come."""
+
+    def back(self, call: ModelCall[PartRun], grads: list[list[Tensor | None]], factor: float) -> None:
+        """Run the way back of ``call``."""
 
 
 class WholeRun(MicrobatchTask):
     """The whole batch on its way through training_step."""
 
-    def __init__(self, step: ModelStep, slots: Slots) -> None:
-        super().__init__(step, -1, Trace(), slots)
+    def __init__(self, engine: EngineContext, step: CallsStep, slots: Slots) -> None:
+        super().__init__(engine, step, -1, Trace(), slots)
         self._model_step = step
         self._calls: list[ModelCall[PartRun]] = []
         self._left = _Left()
-        self.kept, self.segments = None, UserCodeSections(step, -1, learning=False, kind="whole batch's ")
-        engine = step.engine
+        self.kept, self.segments = None, UserCodeSections(engine, step.spec, -1, learning=False, kind="whole batch's ")
         self.mode = UserCodeMode(
-            engine.bucket_of, self.segments.read_master, engine.formats, train=True, accelerator=engine.accelerator,
-            kept=self._left, devices=engine.devices, aside=self.segments.paused,
-            buffers=engine.host_buffers,
+            engine.model.bucket_of, self.segments.read_master, engine.model.formats, train=True,
+            accelerator=engine.worker_pool.accelerator, kept=self._left, devices=engine.worker_pool.devices,
+            aside=self.segments.paused, buffers=engine.model.buffers,
         )  # fmt: skip
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,13 +215,11 @@ class WholeRun(MicrobatchTask):
         """What an intercepted model does when training_step calls it; ``function`` is its forward."""
         with torch._C.DisableTorchFunction():
             engine, step = self.engine, self._model_step
-            call: ModelCall[PartRun] = ModelCall(
-                name, len(self._calls), TorchThreadState.capture(engine.device_types, engine.thread_locals)
-            )
+            call: ModelCall[PartRun] = ModelCall(name, len(self._calls), engine.thread_state())
             self._refuse_call(call)
             self._left.notice_all((args, kwargs))
             call.input_home = self._device
-            parts = call.split(args, kwargs, step.sizes_for, engine.bucket_of, self._locate)
+            parts = call.split(args, kwargs, step.sizes_for, engine.model.bucket_of, self._locate)
             self._leave_user_code()
             self._announce()
             step.forward(call, function, parts, self._device)
@@ -214,8 +227,8 @@ class WholeRun(MicrobatchTask):
             self._slot, self._last = last._slot or self._slot, f"after {call.what}"
             self._device = last.device or self._device
             self._enter_user_code()
-            if step.module_state is not None and len(call.runs) > 1:
-                self._left.look(step.module_state.places.values())
+            if step.spec.module_state is not None and len(call.runs) > 1:
+                self._left.look(step.spec.module_state.places.values())
             self._calls.append(call)
             return call.merge(self._device, self._warn)
 

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +25,13 @@ from torchmetrics import Metric
 
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.batch import microbatches
+from lightning_roundpipe.runtime.batch.cutting import Cutter
 from lightning_roundpipe.runtime.batch.joining import join
 from lightning_roundpipe.runtime.batch.logs import RULES, USUAL, Key, Said, gathered, ruled, shadowed_log
-from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
+from lightning_roundpipe.runtime.batch.loss_weights import Weighing
 from lightning_roundpipe.runtime.batch.losses import are_spread
 from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of
+from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
@@ -38,9 +40,6 @@ from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.profile.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
 
 FEW = 2
 """Samples of a part in a rehearsal; one more in the first, where parts of the batch are not all equal."""
@@ -132,11 +131,12 @@ class PartsCheck:
     """Of one engine and batch.
 
     Args:
-        engine: whose layers run. Nothing is on its way.
+        engine: what outlives steps, which runs layers. Nothing is on its way.
+        interceptors: of layers.
+        cutter: cuts batches.
         function: training_step.
         batch: of the first step, and ``rest``, its other arguments.
         sizes: samples of each part that it would be cut into.
-        weigh: what the user says of how the losses of some parts make up that of the batch.
         seed: of the batch.
         others: by name, further objects that user code may change.
         asked: whether the calls of the model are to be cut, whatever parts of the batch give. Then only those are
@@ -145,17 +145,18 @@ class PartsCheck:
     """
 
     def __init__(
-        self, engine: Engine, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], sizes: list[int],
-        weigh: Callable[[Sequence[Any]], Weights], seed: tuple[int, ...], others: Iterable[tuple[str, Any]] = (),
-        *, asked: bool = False,
+        self, engine: EngineContext, interceptors: Sequence[Interceptor], cutter: Cutter, function: Callable[..., Any],
+        batch: Any, rest: tuple[Any, ...], sizes: list[int], seed: tuple[int, ...],
+        others: Iterable[tuple[str, Any]] = (), *, asked: bool = False,
     ) -> None:  # fmt: skip
         self._asked = asked
-        self._engine, self._function, self._batch, self._rest = engine, function, batch, rest
-        self._sizes, self._weigh, self._seed = sizes, weigh, derive(*seed)
-        self._root: Any = engine.module
+        self._engine, self._interceptors, self._cutter = engine, interceptors, cutter
+        self._function, self._batch, self._rest = function, batch, rest
+        self._sizes, self._seed = sizes, derive(*seed)
+        self._root: Any = engine.model.module
         names = {id(p): name for name, p in self._root.named_parameters()}
         self._written = Written(names)
-        self._inside = {id(m) for layer in engine.layers for m in layer.module.modules()}
+        self._inside = {id(m) for layer in engine.model.layers for m in layer.module.modules()}
         self._modules = dict(self._root.named_modules())
         others = list(others)
         self._left = LeftBehind(self._root, others)
@@ -210,8 +211,8 @@ class PartsCheck:
     def _rehearse(self, start: int, one: int, two: int, models: Sequence[ModelInterceptor]) -> Verdict:
         sizes = [one, two]
         verdict = Verdict(one + two)
-        state = GlobalRandomState(self._engine.devices)
-        draws = SameDraws(self._engine.devices, one + two, self._seed)
+        state = GlobalRandomState(self._engine.worker_pool.devices)
+        draws = SameDraws(self._engine.worker_pool.devices, one + two, self._seed)
         try:
 
             def whole_batch() -> list[Any]:
@@ -255,7 +256,7 @@ class PartsCheck:
 
     def _take(self, start: int, first: int, last: int) -> Any:
         """Samples of the batch, to which training_step may write."""
-        return self._engine.columns.part(self._batch, slice(start + first, start + last), sum(self._sizes), copied=True)
+        return self._cutter.part(self._batch, slice(start + first, start + last), sum(self._sizes))
 
     # -- sides --------------------------------------------------------------------------------------------------------
 
@@ -335,10 +336,9 @@ class PartsCheck:
         if self._lost is not None:
             raise self._lost
         engine, shown = self._engine, _Shown(backwards=backwards)
-        interceptors = [i for i in engine.interceptors if isinstance(i, Interceptor)]
         runs: list[Rehearsal] = []
         losses: list[Tensor | None] = []
-        weighing = Weighing(sizes, self._weigh(batches) if len(batches) > 1 else None)
+        weighing = Weighing(sizes, self._cutter.given_weights_of(batches) if len(batches) > 1 else None)
         current: list[Rehearsal] = []
         before = {id(m): m._update_count for m in self._modules.values() if isinstance(m, Metric)}
         buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []
@@ -349,10 +349,10 @@ class PartsCheck:
             for buffer, value in buffers:
                 buffer.copy_(value)
 
-        own, learned = Attributes(self._layers_modules()), [(x, x.borrows, x.reaches_out) for x in engine.layers]
+        own, learned = Attributes(self._layers_modules()), [(x, x.borrows, x.reaches_out) for x in engine.model.layers]
         try:
             with (
-                intercepted([*interceptors, *models]),
+                intercepted([*self._interceptors, *models]),
                 shadowed_log(self._root, lambda: current[-1].logs, several=len(batches) > 1),
             ):
                 for index, (batch, rows) in enumerate(zip(batches, microbatches.rows_of(sizes), strict=True)):
@@ -366,7 +366,7 @@ class PartsCheck:
                     try:
                         output = run.run(self._function, (batch, *self._rest), {})
                     except Exception as error:
-                        engine.host_buffers.drop()
+                        engine.model.buffers.drop()
                         self._lost = error if run.lost else None
                         raise
                     shown.alike &= draws.alike
@@ -375,7 +375,7 @@ class PartsCheck:
                     if loss is not None:
                         run.weight = weighing.of(run)
                     run.output = detached(output)
-                    engine.host_buffers.settle()
+                    engine.model.buffers.settle()
                     runs.append(run)
                     losses.append(loss)
             joined = join(shown, runs, sizes, weighing, mixes=True)
@@ -437,9 +437,9 @@ class PartsCheck:
         return comparison.found
 
     def _tolerance(self) -> float:
-        formats = self._engine.formats
+        formats = self._engine.model.formats
         low = formats.low
-        for device in self._engine.device_types:
+        for device in self._engine.worker_pool.device_types:
             if torch.is_autocast_enabled(device):
                 low = torch.get_autocast_dtype(device)
         widest = {p.dtype for p in self._root.parameters() if p.is_floating_point()}

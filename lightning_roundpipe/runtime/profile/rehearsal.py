@@ -18,7 +18,7 @@ import functools
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.logs import LogRecorder, gathered, issue
 from lightning_roundpipe.runtime.batch.losses import COUNTED, reduction_of
 from lightning_roundpipe.runtime.core.call import Call, Forward, Ran
+from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.executor import LayerExecutor
 from lightning_roundpipe.runtime.core.outputs import hand_back
 from lightning_roundpipe.runtime.core.prediction import CallOrder
@@ -48,10 +50,6 @@ from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.user_code.interception import Inside, calling, current
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.devices import Device
-    from lightning_roundpipe.runtime.engine import Engine
 
 _WRITTEN_BYTES = 1 << 30
 """Of parameters that user code writes to, from which on no copy is made of them."""
@@ -77,7 +75,7 @@ class Rehearsal(Evaluation):
     """
 
     def __init__(
-        self, engine: Engine, index: int, draws: SameDraws, written: Written, order: CallOrder,
+        self, engine: EngineContext, index: int, draws: SameDraws, written: Written, order: CallOrder,
         backwards: CustomBackwards, outside: OutsideWrites,
         cut: Callable[[int], list[int]] | None = None, renew: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
@@ -93,14 +91,14 @@ class Rehearsal(Evaluation):
 
         self.mode: UserCodeMode = _RehearsalUserCode(engine, about_to_write)
         self._mode = self.mode
-        self.logs = LogRecorder(engine.devices, self.mode.counts.behind)
+        self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts.behind)
         self._order = order
         self._draws, self._cut, self._renew, self._backwards = draws, cut, renew, backwards
         self._outside = outside
-        self._executors = [_Runner(engine, worker, draws, backwards) for worker in engine.workers]
+        self._executors = [_Runner(engine, worker, draws, backwards) for worker in engine.worker_pool.workers]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with TorchThreadState.capture(self._engine.device_types).entered(), self._draws:
+        with TorchThreadState.capture(self._engine.worker_pool.device_types).entered(), self._draws:
             self._outside.begin()
             return super().run(function, args, kwargs)
 
@@ -123,9 +121,9 @@ class Rehearsal(Evaluation):
     def call_model(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._within or self._cut is None:
             return function(*args, **kwargs)
-        call: ModelCall[_Part] = ModelCall(name, 0, TorchThreadState.capture(self._engine.device_types))
+        call: ModelCall[_Part] = ModelCall(name, 0, TorchThreadState.capture(self._engine.worker_pool.device_types))
         with torch._C.DisableTorchFunction():
-            parts = call.split(args, kwargs, self._cut, self._engine.bucket_of, self.locate)
+            parts = call.split(args, kwargs, self._cut, self._engine.model.bucket_of, self.locate)
         whole, recorders = self.logs, []
         for part_args, part_kwargs in parts:
             self._draws.narrow(len(call.runs), call.sizes)
@@ -191,12 +189,17 @@ class _Part:
 class _Runner(LayerExecutor):
     """Layers as they are written, which draw what the rehearsal's samples are given."""
 
-    def __init__(self, engine: Engine, worker: Any, draws: SameDraws, backwards: CustomBackwards) -> None:
+    def __init__(self, engine: EngineContext, worker: Any, draws: SameDraws, backwards: CustomBackwards) -> None:
         super().__init__(
-            worker, lambda: engine.randomness, engine.formats, lambda: False, LayerCompiler(), masters=engine.bucket_of
+            worker,
+            lambda: engine.learned.randomness,
+            engine.model.formats,
+            lambda: False,
+            LayerCompiler(),
+            masters=engine.model.bucket_of,
         )
         self._draws, self._backwards = draws, backwards
-        self._names = {id(p): name for name, p in engine.module.named_parameters()}
+        self._names = {id(p): name for name, p in engine.model.module.named_parameters()}
 
     def _run(self, slot: Slot, call: Call, *args: Any, **kwargs: Any) -> Ran:
         outside, self._draws.hooked = self._draws.hooked, False
@@ -273,12 +276,13 @@ class Written:
 class _RehearsalUserCode(UserCodeMode):
     """As in training; ``about_to_write`` is called before user code gets hold of what it could write to."""
 
-    def __init__(self, engine: Engine, about_to_write: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, engine: EngineContext, about_to_write: Callable[[nn.Parameter], None]) -> None:
+        model = engine.model
         super().__init__(
-            engine.bucket_of, lambda p: engine.bucket_of[id(p)].read(p), engine.formats, train=True,
-            accelerator=engine.accelerator, devices=engine.devices, buffers=engine.host_buffers,
+            model.bucket_of, lambda p: model.bucket_of[id(p)].read(p), model.formats, train=True,
+            accelerator=engine.worker_pool.accelerator, devices=engine.worker_pool.devices, buffers=model.buffers,
         )  # fmt: skip
-        self._all, self._about_to_write = engine.bucket_of, about_to_write
+        self._all, self._about_to_write = model.bucket_of, about_to_write
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

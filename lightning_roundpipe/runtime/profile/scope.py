@@ -9,27 +9,25 @@ microbatch_scope="model" ── the first batch: do the calls, cut, give what th
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.batch.cutting import Cut, cut_batch, given_weights_of, sizes_for
+from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
 from lightning_roundpipe.runtime.batch.logs import OPEN, USUAL, Key
-from lightning_roundpipe.runtime.profile.first_batch import run_in_order
+from lightning_roundpipe.runtime.core.context import EngineContext
+from lightning_roundpipe.runtime.profile.first_batch import Planner
 from lightning_roundpipe.runtime.profile.outside_writes import BETWEEN
 from lightning_roundpipe.runtime.profile.parts_check import (
     PartsCheck,
+    Verdict,
     calls_are_not_the_whole,
     described,
     in_both,
     not_the_whole,
 )
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
-    from lightning_roundpipe.runtime.profile.parts_check import Verdict
-    from lightning_roundpipe.runtime.user_code.interception import ModelInterceptor
+from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor
 
 LOOKS = 3
 """Batches of one kind whose parts are compared with the whole, if one does not tell."""
@@ -39,22 +37,24 @@ class Scope:
     """Of one engine.
 
     Args:
-        engine: whose batches are cut.
-        models: whose calls may be cut.
+        engine: what outlives steps.
+        cutter: cuts the batches.
+        planner: forgets what was learned of batches that were cut in another way.
+        layers, models: which are called; the models' calls may be cut.
+        rehearsal: layers may be called in it as in evaluation; gives, by name, what user code may change that is not
+            the module's.
 
     Attributes:
         cuts_calls: whether calls of the model are cut, and not the batch.
-        log_rules: how logged values of parts are merged, where that is not as a mean; see `logs.RULES`.
     """
 
-    def __init__(self, engine: Engine, models: list[ModelInterceptor]) -> None:
-        self._engine, self._models = engine, models
-        self.cuts_calls = False
-        self.log_rules: dict[Key, str] = {}
-        self.in_order = False
-        """Whether user code computes with state that microbatches share, so that they run one after another."""
-        self.mixes = False
-        """Whether targets that are spread unlike the samples were seen to make no difference."""
+    def __init__(
+        self, engine: EngineContext, cutter: Cutter, planner: Planner, layers: list[Interceptor],
+        models: list[ModelInterceptor], rehearsal: Callable[[], AbstractContextManager[Iterable[tuple[str, Any]]]],
+    ) -> None:  # fmt: skip
+        self._engine, self._cutter, self._planner, self._rehearsal = engine, cutter, planner, rehearsal
+        self._layers, self._models = layers, models
+        self.cuts_calls = engine.options.microbatch_scope == "model"
         self._fitting: dict[Key, list[str]] = {}
         """Of logged values, what all comparisons leave."""
         self._looks: dict[bool, int] = {}
@@ -62,21 +62,23 @@ class Scope:
         self._whole: set[bool] = set()
         """Those that stay whole."""
         self._refusal = ""
-        if engine.options.microbatch_scope == "model":
-            self._cut_calls()
+
+    @property
+    def interceptors(self) -> list[Interceptor | ModelInterceptor]:
+        """Of all whose calls are intercepted in a step."""
+        return [*self._layers, *(self._models if self.cuts_calls else ())]
 
     def cut(self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]) -> Cut:
         """What ``function`` (training_step) is called with; the arguments are those of `Engine.train_batch`."""
-        engine = self._engine
-        cut = cut_batch(engine, batch)
-        if cut.sizes is None and engine.options.microbatch_scope == "model" and not self._looks:
+        cut = self._cutter.cut(batch, calls=self.cuts_calls)
+        if cut.sizes is None and self._engine.options.microbatch_scope == "model" and not self._looks:
             self._look_at_calls(function, batch, rest, seed)
         if self.cuts_calls or cut.sizes is None or len(cut.sizes) == 1:
             return cut
         uneven, first = len(set(cut.sizes)) > 1, not self._looks
         if self._looks.get(uneven, 0) < LOOKS and uneven not in self._whole:
             self._look(PartsCheck, function, batch, rest, seed, cut.sizes, first=first)
-            cut = cut_batch(engine, batch)
+            cut = self._cutter.cut(batch, calls=self.cuts_calls)
         return cut if uneven not in self._whole or cut.sizes is None else Cut([batch], [sum(cut.sizes)])
 
     def refuse(self) -> None:
@@ -88,17 +90,6 @@ class Scope:
         if self._refusal:
             raise RoundPipeError(self._refusal)
 
-    def _cut_calls(self) -> None:
-        self.cuts_calls = True
-        self._engine.interceptors += self._models
-
-    @property
-    def _is_weighed(self) -> bool:
-        """Whether the user says how losses of microbatches make up that of the batch."""
-        return self._engine.options.loss_weight is not None or callable(
-            getattr(self._engine.module, "loss_weight", None)
-        )
-
     def _look(
         self, check: type[PartsCheck], function: Callable[..., Any], batch: Any, rest: tuple[Any, ...],
         seed: tuple[int, ...], sizes: list[int], *, first: bool,
@@ -106,20 +97,19 @@ class Scope:
         """Whether parts give what the whole batch gives [1]; ``first``: no batch has been trained in parts yet."""
         engine, options = self._engine, self._engine.options
         uneven = len(set(sizes)) > 1
-        auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._is_weighed
+        auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._cutter.weighs
         again = uneven in self._looks
-        with engine.rehearsal() as others:  # which lets interrupts through where user code runs
-            weigh = functools.partial(given_weights_of, engine)
-            verdict = check(engine, function, batch, rest, sizes, weigh, seed, others).find_out(
-                self._models if auto and (first or again) else ()
-            )
-        self.mixes |= engine.hints.couples or (verdict.spread and verdict.parts is None and not verdict.why_not)
+        with self._rehearsal() as others:  # which lets interrupts through where user code runs
+            parts = check(engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others)
+            verdict = parts.find_out(self._models if auto and (first or again) else ())
+        learned = engine.learned
+        learned.mixes |= engine.hints.couples or (verdict.spread and verdict.parts is None and not verdict.why_not)
         self._fitting = in_both(self._fitting, verdict.rules)
-        self.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}
-        self._looks[uneven] = self._looks.get(uneven, 0) + 1 if OPEN in self.log_rules.values() else LOOKS
-        if verdict.shared and not self.in_order:
+        learned.log_rules = {key: _chosen(rules) for key, rules in self._fitting.items()}
+        self._looks[uneven] = self._looks.get(uneven, 0) + 1 if OPEN in learned.log_rules.values() else LOOKS
+        if verdict.shared and not learned.shares:
             self._keep_in_order(*next(iter(verdict.shared.items())))
-        if verdict.losses_inside and not self._is_weighed:
+        if verdict.losses_inside and not self._cutter.weighs:
             engine.hints.of_a_loss_inside(verdict.losses_inside[0])
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not)
@@ -136,14 +126,15 @@ class Scope:
         engine = self._engine
         self._looks[False] = LOOKS
         try:
-            sizes = sizes_for(engine, batch)
+            sizes = self._cutter.sizes_for(batch)
         except ValueError as error:
             return engine.hints.of_no_comparison(str(error), of_calls=True)
         if len(sizes) == 1:
             return None
-        weigh = functools.partial(given_weights_of, engine)
-        with engine.rehearsal() as others:
-            check = PartsCheck(engine, function, batch, rest, sizes, weigh, seed, others, asked=True)
+        with self._rehearsal() as others:
+            check = PartsCheck(
+                engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others, asked=True
+            )
             verdict = check.find_out(self._models)
         if verdict.why_not:
             engine.hints.of_no_comparison(verdict.why_not, of_calls=True)
@@ -152,12 +143,11 @@ class Scope:
 
     def _keep_in_order(self, place: str, what: str) -> None:
         """The code of ``place`` changes ``what``, which another microbatch would find."""
-        self.in_order = True
-        if self._engine.plan is not None:
-            self._engine.forget()
+        self._engine.learned.shares = True
+        if self._engine.learned.plan is not None:
+            self._planner.forget()
         code = "code between layers" if place == BETWEEN else f"code inside layer {place!r} (a hook, perhaps)"
-        run_in_order(
-            self._engine,
+        self._planner.run_in_order(
             f"{code} changes {what!r}, which microbatches share and read later in the step",
             "leave plan out, or set num_microbatches=1.",
         )
@@ -165,7 +155,7 @@ class Scope:
     def _part_ways(self, verdict: Verdict, *, auto: bool, uneven: bool, first: bool) -> None:
         """Parts are not the whole."""
         engine, what = self._engine, described(verdict)
-        if engine.options.microbatch_scope == "auto" and self._is_weighed:
+        if engine.options.microbatch_scope == "auto" and self._cutter.weighs:
             engine.hints.of_given_weights(what)
         elif not first and verdict.parts is not None and verdict.parts.what.startswith("metric"):
             engine.hints.of_uneven_metric(what)  # which has seen parts of earlier batches
@@ -181,8 +171,8 @@ class Scope:
             self._refusal = not_the_whole(what, verdict.left, auto=auto)
         else:
             engine.hints.of_the_scope(what)
-            self._cut_calls()  # [3]
-            engine.forget()
+            self.cuts_calls = True  # [3]
+            self._planner.forget()
 
 
 def _chosen(fitting: list[str]) -> str:

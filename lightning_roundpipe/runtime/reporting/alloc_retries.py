@@ -19,6 +19,11 @@ ENOUGH = 2
 """Later steps with retries, after which the user is told: one may have had a longer batch than all before."""
 
 
+def so_far(devices: Sequence[Device]) -> list[int]:
+    """Of each of ``devices``, since the process began."""
+    return [device.allocation_retries() for device in devices]
+
+
 class Retries:
     """Of all workers.
 
@@ -32,18 +37,14 @@ class Retries:
 
     def __init__(self, devices: Sequence[Device], hints: Hints) -> None:
         self._devices, self.hints = devices, hints
-        self._seen = self.so_far()
+        self._seen = so_far(self._devices)
         self.last = [0] * len(devices)
         self._plan: Plan | None = None
         self._steps = self._with = 0
 
-    def so_far(self) -> list[int]:
-        """Of each worker, since the process began."""
-        return [device.allocation_retries() for device in self._devices]
-
     def after_step(self, plan: Plan | None, begun: Sequence[int]) -> None:
         """A step under ``plan`` is over, which began when there were ``begun``."""
-        now = self.so_far()
+        now = so_far(self._devices)
         self.last = [new - old for new, old in zip(now, begun, strict=True)]
         again, self._seen = now != self._seen, now  # steps overlap
         if plan is not self._plan:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import resource
 import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_roundpipe.messages import gib, plural, seconds
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.memory.budget import peak_bytes
 from lightning_roundpipe.runtime.reporting.events import DOWNLOADS, UPLOADS, bubble_percent, span_of
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.core.step import Step
 
 _WIDTH = 80
 
@@ -46,19 +44,21 @@ class Report(dict[str, Any]):
         )
 
 
-def report_of(step: Step) -> Callable[[], Report]:
+def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Report]:
     """A function that makes the report when it is asked for, as most steps' is not.
 
     Args:
         step: one that is over.
+        retries: of allocations in it, by worker.
+        uploaded: bytes of weights, in all steps so far.
     """
-    engine = step.engine
-    recorder, plan, workers, costs = step.recorder, step.plan, len(engine.workers), engine.costs
+    options, costs, devices = step.engine.options, step.engine.learned.costs, step.engine.worker_pool.devices
+    recorder, plan, workers = step.spec.recorder, step.plan, len(devices)
     started, took = step.started, step.seconds
-    peaks, retries = [d.peak_bytes() for d in engine.devices], engine.retries.last
+    peaks = [d.peak_bytes() for d in devices]
     planned = None
     if plan is not None and costs is not None:
-        planned = peak_bytes(plan, costs, engine.options, engine.devices)
+        planned = peak_bytes(plan, costs, options, devices)
     # Only rows are kept: the step itself holds every boundary tensor.
     slots = [
         {
@@ -70,7 +70,7 @@ def report_of(step: Step) -> Callable[[], Report]:
         }
         for s in step.slots
     ]
-    microbatches, total = len(step.sizes), engine.weights_uploaded
+    microbatches = len(step.sizes)
     text = str(plan) if plan is not None else str(Plan.per_call(len(step.traces[0].calls) or 1))
 
     def report() -> Report:
@@ -80,14 +80,14 @@ def report_of(step: Step) -> Callable[[], Report]:
         return Report(
             {
                 "plan": text,
-                "plan_policy": engine.options.plan_policy,
+                "plan_policy": options.plan_policy,
                 "profiled": plan is None,
                 "workers": workers,
                 "microbatches": microbatches,
                 "slots": slots,
                 "bytes_uploaded": recorder.nbytes(UPLOADS, workers),
                 "bytes_downloaded": recorder.nbytes(DOWNLOADS, workers),
-                "weights_bytes_uploaded_total": total,
+                "weights_bytes_uploaded_total": uploaded,
                 "peak_device_bytes": peaks,
                 "planned_device_bytes": planned,
                 "alloc_retries": retries,

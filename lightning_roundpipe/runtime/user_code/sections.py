@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.sync import Priority
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.memory.versions import Versioned
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import user_of
 from lightning_roundpipe.runtime.user_code.module_state import MicrobatchModuleState, SegmentKey
 from lightning_roundpipe.runtime.user_code.rng import derive
-
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.core.step import Step
 
 T = TypeVar("T")
 
@@ -32,6 +30,7 @@ class UserCodeSections:
     """Of one microbatch.
 
     Args:
+        engine: what outlives its step.
         step: that it belongs to.
         index: its number.
         learning: whether this is the first batch.
@@ -42,11 +41,11 @@ class UserCodeSections:
         read: buckets that were read.
     """
 
-    def __init__(self, step: Step, index: int, *, learning: bool, kind: str = "") -> None:
+    def __init__(self, engine: EngineContext, step: StepSpec, index: int, *, learning: bool, kind: str = "") -> None:
         self.kept = MicrobatchModuleState(step.module_state) if step.module_state is not None and not kind else None
         self._kind = kind
         self.read: set[ParamBucket] = set()
-        self._step = step
+        self._engine, self._step = engine, step
         self._index = index
         self._learning = learning
         self._count = 0
@@ -65,22 +64,22 @@ class UserCodeSections:
             what: for errors.
             astray: whether pieces cannot be told by their number.
         """
-        engine, step = self._step.engine, self._step
-        for bucket in engine.read_by_user_code:
+        engine, step = self._engine, self._step
+        for bucket in engine.learned.read_by_user_code:
             bucket.wait(step.version, step.cancel_scope)  # [1]
         self._slot, self._spot, self._returning = slot, spot, spot is None
         self._take_lock()  # [2]
         self._around.callback(self._give_lock)
         if self.kept is not None:
             self.kept.enter(spot, learning=self._learning)
-        device = device or engine.devices[0]
+        device = device or engine.worker_pool.devices[0]
         self._around.enter_context(device.activate())
         seed = derive(*step.seed, self._index, -1 - self._count)
         # Where layers are left out, a piece of the way back may have the number of one of the way there.
         kind = self._kind + ("user code" if spot is not None else "way back")
         key = kind if astray else (kind, self._count)
-        self._draws = engine.randomness.may_draw(key)
-        self._around.enter_context(engine.randomness.segment(key, seed, device, what, backward=spot is None))
+        self._draws = engine.learned.randomness.may_draw(key)
+        self._around.enter_context(engine.learned.randomness.segment(key, seed, device, what, backward=spot is None))
         self._count += 1
 
     def go_on(self, before: UserCodeSections) -> None:
@@ -100,11 +99,12 @@ class UserCodeSections:
     def read_master(self, master: nn.Parameter) -> Tensor:
         """What user code reads, where it reads a master itself: the weights that the step computes with."""
         step = self._step
-        bucket = step.engine.bucket_of[id(master)]
+        bucket = self._engine.model.bucket_of[id(master)]
         if self._too_late_for(bucket):
             raise RoundPipeError(
-                f"code that runs in backward reads parameter {step.engine.name_of(master)!r}, which no earlier batch "
-                "read between layers, while the optimizer may be changing it. Let it read it from the first batch on."
+                f"code that runs in backward reads parameter {self._engine.model.name_of(master)!r}, which no earlier "
+                "batch read between layers, while the optimizer may be changing it. Let it read it from the first "
+                "batch on."
             )
         self.read.add(bucket)
         self.wait_for(bucket, step.version)
@@ -112,13 +112,13 @@ class UserCodeSections:
 
     def _too_late_for(self, bucket: ParamBucket) -> bool:
         """Whether ``bucket`` may be updated before the microbatch has ended, because no code was known to read it."""
-        return self._returning and self._step.overlaps and bucket not in self._step.engine.read_by_user_code
+        return self._returning and self._step.overlaps and bucket not in self._engine.learned.read_by_user_code
 
     def refuse_late(self, master: nn.Parameter) -> None:
         """A layer computes with ``master``, which is not its own, and whose update nobody has waited for."""
-        if not self._step.engine.bucket_of[id(master)].has(self._step.version):
+        if not self._engine.model.bucket_of[id(master)].has(self._step.version):
             raise RoundPipeError(
-                f"a layer computes with parameter {self._step.engine.name_of(master)!r} of another module, which it "
+                f"a layer computes with parameter {self._engine.model.name_of(master)!r} of another module, which it "
                 "did not in the first batch, while the optimizer is changing it. Let it do so from the first batch on."
             )
 
@@ -129,19 +129,19 @@ class UserCodeSections:
             RoundPipeError: if that may have had other values than the step computes with, or if hooks of the user's
                 would be called more than once.
         """
-        step, engine = self._step, self._step.engine
-        bucket = engine.bucket_of[id(master)]
+        step, engine = self._step, self._engine
+        bucket = engine.model.bucket_of[id(master)]
         why = ""
         if bucket.read(master) is not master:
             why = "with staleness=1 or a *-true precision of 16 bits this step computes with a copy of it"
-        elif bucket not in engine.read_by_user_code and (not step.undisturbed or self._too_late_for(bucket)):
+        elif bucket not in engine.learned.read_by_user_code and (not step.undisturbed or self._too_late_for(bucket)):
             why = "it did not in the first batch, so it may have read the parameter while the optimizer changed it"
         elif master._backward_hooks:
             why = "a hook on the parameter would be called with a part of its gradient"
         if why:
             raise RoundPipeError(
-                f"{user_of(master)} uses parameter {engine.name_of(master)!r} itself, by another way than a torch "
-                f"function: {why}. Give it parameter.clone() instead."
+                f"{user_of(master)} uses parameter {engine.model.name_of(master)!r} itself, by another way than a "
+                f"torch function: {why}. Give it parameter.clone() instead."
             )
         self.read.add(bucket)
 
@@ -178,7 +178,7 @@ class UserCodeSections:
             return wait()
         if self.kept is not None:
             self.kept.leave(self._spot, learning=False)
-        lock, self._locked = self._step.user_lock, False
+        lock, self._locked = self._engine.user_lock, False
         lock.pause(self._piece)
         try:
             result = wait()
@@ -199,10 +199,10 @@ class UserCodeSections:
         return self._step.number, self._slot, self._index
 
     def _take_lock(self) -> None:
-        self._step.user_lock.acquire(self._priority, self._step.cancel_scope, self._piece)
+        self._engine.user_lock.acquire(self._priority, self._step.cancel_scope, self._piece)
         self._locked = True
 
     def _give_lock(self) -> None:
         if self._locked:
             self._locked = False
-            self._step.user_lock.release()
+            self._engine.user_lock.release()

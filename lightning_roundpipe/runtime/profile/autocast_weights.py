@@ -8,34 +8,37 @@ So nothing is computed from other numbers than where all weights travel as they 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-if TYPE_CHECKING:
-    from lightning_roundpipe.runtime.engine import Engine
+from lightning_roundpipe.config import Options
+from lightning_roundpipe.runtime.core.learned import Learned
+from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.memory.dtypes import Formats
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 
-def is_watched(engine: Engine) -> bool:
+def is_watched(options: Options, formats: Formats, learned: Learned) -> bool:
     """Whether it is to be found out now what layers do with their weights [1]. Inside compiled ones nothing is seen."""
-    if engine.options.compile_layers is not None:
+    if options.compile_layers is not None:
         return False
-    return engine.formats.mixed and engine.plans and engine.plan is None
+    return formats.mixed and learned.plans and learned.plan is None
 
 
-def send_rounded(engine: Engine) -> bool:
+def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker]) -> bool:
     """Send weights cast from here on, as far as their uses allow [2].
 
     Returns:
         Whether layers have other sizes now, so that workers have given their arenas back.
     """
-    rounding = {layer: formats for layer in engine.layers if (formats := layer.uses.only_cast())}
+    rounding = {layer: formats for layer in layers if (formats := layer.uses.only_cast())}
     for layer, formats in rounding.items():
         layer.round(formats)
     if rounding:
-        for worker in engine.workers:
+        for worker in workers:
             worker.release()
     return bool(rounding)
 
 
-def is_surprised(engine: Engine) -> bool:
+def is_surprised(layers: Iterable[HostLayer]) -> bool:
     """Whether a weight that travels cast has been used otherwise meanwhile [3]."""
-    return any(layer.rounded - layer.uses.only_cast().keys() for layer in engine.layers)
+    return any(layer.rounded - layer.uses.only_cast().keys() for layer in layers)

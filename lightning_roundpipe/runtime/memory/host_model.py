@@ -1,0 +1,50 @@
+"""A module whose parameters are in host memory: its layers, and what of it is updated together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.runtime.memory.dtypes import Formats
+from lightning_roundpipe.runtime.memory.host_layer import host_layers, units_of
+from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
+from lightning_roundpipe.runtime.memory.mapped_files import mapped_weights
+
+
+class HostModel:
+    """The user's LightningModule, as the engine holds it.
+
+    Args:
+        module: with its weights on the CPU.
+        layers: those of its modules that run on workers, by name.
+        device: any device; gives host memory that copies asynchronously.
+        formats: that layers and user code compute in.
+        apart: whether the optimizer writes to masters while they are uploaded.
+
+    Attributes:
+        buffers: the layers' buffers, as calls leave them.
+        bucket_of: by a master's id, what it is updated together with.
+        undisturbed: whether no update is on its way to any master.
+    """
+
+    def __init__(
+        self, module: nn.Module, layers: Mapping[str, nn.Module], device: Device, formats: Formats, *, apart: bool
+    ) -> None:
+        self.module, self.formats = module, formats
+        mapped = mapped_weights(module.parameters(), device, formats)
+        self.layers = host_layers(layers, device, formats, apart=apart, mapped=mapped)
+        self.buffers = self.layers[0].buffers if self.layers else HostBuffers()
+        self.buckets = units_of(self.layers, module.parameters(), formats, apart=apart)
+        self.bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.masters}
+        self.masters = [p for bucket in self.buckets for p in bucket.masters]
+        self.undisturbed = True
+
+    def name_of(self, master: nn.Parameter) -> str:
+        """The qualified name of a parameter, for messages."""
+        return next((name for name, p in self.module.named_parameters() if p is master), "")
+
+    def trainable(self) -> list[bool]:
+        """Which parameters of layers are trained now."""
+        return [p.requires_grad for layer in self.layers for p in layer.masters]
