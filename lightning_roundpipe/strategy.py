@@ -56,7 +56,7 @@ from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.faults.interrupts import held
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.memory.budget import over_capacity
-from lightning_roundpipe.runtime.reporting.report import Report
+from lightning_roundpipe.runtime.report import Report
 from lightning_roundpipe.stepping import Stepping
 
 _CPU = torch.device("cpu")

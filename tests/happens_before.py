@@ -39,8 +39,8 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.devices.cuda_streams import CudaStream
-from lightning_roundpipe.runtime.core.task_thread import TaskThread
 from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
+from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 from lightning_roundpipe.runtime.user_code.mode import Proxies
 
 SYNCHRONIZES = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero")

@@ -32,7 +32,7 @@ from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime import engine
-from lightning_roundpipe.runtime.reporting.report import report_of
+from lightning_roundpipe.runtime.report import report_of
 
 CALLS = 6
 WIDTH, CLASSES = 8, 5

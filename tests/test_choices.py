@@ -19,10 +19,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from lightning_roundpipe.runtime.core import executor
-from lightning_roundpipe.runtime.core.activation_store import HostTensor
 from lightning_roundpipe.runtime.core.executor import LayerExecutor
 from lightning_roundpipe.runtime.layer_calls import recompute_check
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecorder, DiscreteOpReplayer
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 
 CPU = torch.device("cpu")
 _again = threading.local()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.core import worker_pool
-from lightning_roundpipe.runtime.core.task_thread import TaskThread
+from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 # ----------------------------------------------------------------------------------------------------------------- dead
 

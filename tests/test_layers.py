@@ -172,6 +172,11 @@ def test_no_imports_form_a_circle() -> None:
     assert not circle(imports_of_modules())
 
 
+def test_packages_import_in_an_order() -> None:
+    """The folders of ``runtime`` included: what one of them is for can be understood without those above it."""
+    assert not circle(of_packages(imports_of_modules()))
+
+
 @pytest.mark.parametrize(
     ("imports", "modules", "packages"),
     [

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_roundpipe.devices.errors import StreamAborted
+from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
-from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
 
 PLAN = harness.per_call(4, 2)
 BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(5)]

@@ -23,7 +23,6 @@ from lightning_roundpipe.runtime.core.executor import LayerExecutor
 from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.step import Step
-from lightning_roundpipe.runtime.core.sync import UserLock
 from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
 from lightning_roundpipe.runtime.faults.interrupts import allowed, held
 from lightning_roundpipe.runtime.faults.notes import remedied
@@ -41,9 +40,10 @@ from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.profile.autocast_weights import is_surprised, is_watched
 from lightning_roundpipe.runtime.profile.first_batch import Planner, counter_of
 from lightning_roundpipe.runtime.profile.scope import Scope
+from lightning_roundpipe.runtime.report import Report, report_of
 from lightning_roundpipe.runtime.reporting.alloc_retries import Retries
 from lightning_roundpipe.runtime.reporting.hints import Hints
-from lightning_roundpipe.runtime.reporting.report import Report, report_of
+from lightning_roundpipe.runtime.threads.sync import UserLock
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.interception import (
     Interceptor,

@@ -13,11 +13,11 @@ from without import take_out
 
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Device, make_devices
-from lightning_roundpipe.runtime.core.sync import CancelScope
-from lightning_roundpipe.runtime.core.task_thread import TaskThread
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.threads.sync import CancelScope
+from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 
 @pytest.fixture

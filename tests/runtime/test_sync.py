@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from patience import join, start, until
 
-from lightning_roundpipe.runtime.core.sync import Cancelled, CancelScope, UserLock, Waiter
+from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope, UserLock, Waiter
 
 # ------------------------------------------------------------------------------------------------------------- failures
 

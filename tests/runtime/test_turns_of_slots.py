@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.core.schedule import PlannedSlots, Slot
-from lightning_roundpipe.runtime.core.sync import Cancelled, CancelScope
+from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
 
 NO_LAYER: Any = None
 

@@ -30,10 +30,10 @@ from without import take_out, waits
 from lightning_roundpipe.devices import Device, emulated
 from lightning_roundpipe.devices.emulated_link import Delays
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-from lightning_roundpipe.runtime.core.sync import CancelScope
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 CUT = Case(harness.per_call(CALLS, 2), 2, 4, (6, 6))
 """Two rounds, a cut at every call: gradients travel up and down, and boundaries between the workers."""
@@ -170,7 +170,7 @@ WAITS = [
         WIDE,
     ),
     Wait("runtime.core.worker:Worker.open", "slot.wait_for_predecessor(slot.cancel_scope)", "numbers", WIDE),
-    Wait("runtime.core.sync:UserLock.acquire", "cancel_scope.wait(waiter)", "numbers", BUSY, "user code"),
+    Wait("runtime.threads.sync:UserLock.acquire", "cancel_scope.wait(waiter)", "numbers", BUSY, "user code"),
     Wait(
         "runtime.core.microbatch:MicrobatchTask.run",
         "self._cancel_scope.wait(predecessor)  # [1]",
@@ -179,7 +179,7 @@ WAITS = [
         "starting",
     ),
     # The end of a call, of a microbatch, of a step.
-    Wait("runtime.core.sync:CancelScope.wait", "waiter.wait()", "numbers"),
+    Wait("runtime.threads.sync:CancelScope.wait", "waiter.wait()", "numbers"),
     Wait("runtime.core.worker:Worker.run", "cancel_scope.wait(task.waiter)", "numbers"),
     Wait(
         "runtime.core.step:Step._wait_for_end",
@@ -230,10 +230,10 @@ ELSEWHERE = {
     ("runtime.memory.grad_buffers:HostGradSums.wait_for_part", "arrived.wait()"),
     ("runtime.memory.grad_buffers:HostGradSums.wait_for_part", "self.wait()"),
     # Versioned.wait, above; the first one in front of the lock, the second one for what was not read before.
-    ("runtime.user_code.sections:UserCodeSections.enter", "bucket.wait(step.version, step.cancel_scope)  # [1]"),
-    ("runtime.user_code.sections:UserCodeSections.read_master", "self.wait_for(bucket, step.version)"),
+    ("runtime.core.sections:UserCodeSections.enter", "bucket.wait(step.version, step.cancel_scope)  # [1]"),
+    ("runtime.core.sections:UserCodeSections.read_master", "self.wait_for(bucket, step.version)"),
     (
-        "runtime.user_code.sections:UserCodeSections.wait_for",
+        "runtime.core.sections:UserCodeSections.wait_for",
         "self.aside(lambda: what.wait(version, self._step.cancel_scope))",
     ),
     (
@@ -312,7 +312,7 @@ ENDS = {
     ),
     ("runtime.core.worker_pool:WorkerPool._comes", "while not waiter.wait_for(LOOK):"),
     ("runtime.core.worker_pool:WatchedCancelScope.wait", "self._worker_pool.wait(waiter, self)"),
-    ("runtime.core.task_thread:within", "if not task.waiter.wait_for(seconds):"),
+    ("runtime.threads.task_thread:within", "if not task.waiter.wait_for(seconds):"),
 }
 """How threads come to rest, above all when one fails, which tests/test_faults.py looks at. Without them there is no run
 to look at (the main thread goes on while microbatches are running), or, where nothing fails, others wait as well."""

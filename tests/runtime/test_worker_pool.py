@@ -16,9 +16,9 @@ from patience import PATIENCE_S, join, longer_each_try, start, until
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import StreamAborted, make_devices
 from lightning_roundpipe.runtime.core import worker_pool
-from lightning_roundpipe.runtime.core.sync import Cancelled, CancelScope, Waiter
-from lightning_roundpipe.runtime.core.task_thread import Task, TaskThread, within
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope, WorkerPool, stacks
+from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
 
 
 def make(limit: float = 1e4) -> WorkerPool:

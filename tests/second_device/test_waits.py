@@ -21,8 +21,8 @@ from harness import ours, run
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_roundpipe.runtime.core.sync import UserLock
-from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
+from lightning_roundpipe.runtime.core.sections import UserCodeSections
+from lightning_roundpipe.runtime.threads.sync import UserLock
 from lightning_roundpipe.tasks.causal_lm import CausalLM
 from second_device import backend
 from second_device.backend import Wait

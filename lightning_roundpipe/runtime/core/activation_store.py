@@ -24,26 +24,9 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device, Event, Hold
 from lightning_roundpipe.devices.base import stage
 from lightning_roundpipe.planning.crossing import tensor_bytes
-from lightning_roundpipe.runtime.layer_calls.inference_writes import version_of
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.reporting.events import Recorder
-
-
-class HostTensor:
-    """A tensor on the host.
-
-    Attributes:
-        tensor: it.
-        ready: the end of its download, if it has been downloaded.
-        wanted: how many calls on the tape start from it.
-    """
-
-    __slots__ = ("nbytes", "ready", "tensor", "wanted")
-
-    def __init__(self, tensor: Tensor, ready: Event | None) -> None:
-        self.tensor = tensor
-        self.ready = ready
-        self.nbytes = tensor.numel() * tensor.element_size()
-        self.wanted = 0
+from lightning_roundpipe.runtime.user_code.inference_writes import version_of
 
 
 class Room:

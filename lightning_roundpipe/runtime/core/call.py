@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from lightning_roundpipe.model.attributes import StateDiff
-from lightning_roundpipe.runtime.core.activation_store import HostTensor
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
 from lightning_roundpipe.runtime.layer_calls.arguments import CallSpec, FlatValue
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import Choices, DiscreteOpRecorder
+from lightning_roundpipe.runtime.layer_calls.precedent import Manner, Precedent
 from lightning_roundpipe.runtime.layer_calls.recompute_check import Outcome
 from lightning_roundpipe.runtime.layer_calls.side_outputs import Sides
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.layer_buffers import Made
-from lightning_roundpipe.runtime.profile.precedent import Manner, Precedent
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Lender
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 

@@ -9,13 +9,13 @@ from threading import local
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.runtime.core.executor import LayerExecutor
 from lightning_roundpipe.runtime.core.learned import Learned
-from lightning_roundpipe.runtime.core.sync import CancelScope, UserLock
 from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory
 from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.reporting.hints import Hints
+from lightning_roundpipe.runtime.threads.sync import CancelScope, UserLock
 from lightning_roundpipe.runtime.user_code.module_state import ModuleStateIsolation
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 

@@ -1,4 +1,4 @@
-"""Where a layer's graph begins on its worker, and what its gradients end up in; the other end is `tape.boundary`."""
+"""Where a layer's graph begins on its worker, and what its gradients end up in; the other end is `boundary`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.user_code.graph_cuts import ANCHOR
 
 
 class DetachedInputs:
@@ -58,10 +59,6 @@ class DetachedInputs:
             for i, alias in zip(self._positions, flagged, strict=True):
                 aliases[i] = alias
         return aliases
-
-
-ANCHOR = torch.empty((), requires_grad=True)
-"""What makes the aliases require grad. No gradient arrives here."""
 
 
 class _DetachedInputsFunction(torch.autograd.Function):

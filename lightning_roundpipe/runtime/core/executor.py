@@ -15,12 +15,14 @@ from torch import Tensor
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import launch_lock
 from lightning_roundpipe.model.attributes import bits
+from lightning_roundpipe.model.cast_weights import CastWatcher
 from lightning_roundpipe.model.reachable import reachable_values
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
-from lightning_roundpipe.runtime.core.activation_store import ActivationStore, HostTensor
+from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward, Ran
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
+from lightning_roundpipe.runtime.core.graph_leaks import reaches_out
 from lightning_roundpipe.runtime.core.schedule import Slot
 from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
@@ -36,21 +38,20 @@ from lightning_roundpipe.runtime.layer_calls.arguments import (
 from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecorder, DiscreteOpReplayer
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
-from lightning_roundpipe.runtime.layer_calls.process_state import alone
+from lightning_roundpipe.runtime.layer_calls.precedent import attempt
+from lightning_roundpipe.runtime.layer_calls.probes import differs, differs_outside
 from lightning_roundpipe.runtime.layer_calls.recompute_check import Outcome, refuse_difference
 from lightning_roundpipe.runtime.layer_calls.shared_memory import apart_from_lent, overlapping, private
 from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputs, again, refuse_new_gradients
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import parametrizing
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.peak_memory import INPUTS, PeakMemoryMeter
-from lightning_roundpipe.runtime.profile.cast_weights import CastWatcher
-from lightning_roundpipe.runtime.profile.graph_leaks import reaches_out
-from lightning_roundpipe.runtime.profile.precedent import attempt
-from lightning_roundpipe.runtime.profile.probes import differs, differs_outside
 from lightning_roundpipe.runtime.reporting.events import EventSource
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
 from lightning_roundpipe.runtime.user_code.interception import Inside, calling
+from lightning_roundpipe.runtime.user_code.process_state import alone
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 OUTPUTS, GRADIENTS = "outputs of calls", "gradients between calls"

@@ -26,15 +26,15 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.runtime.batch.logs import LogRecorder
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing
 from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of, seed_of
-from lightning_roundpipe.runtime.core.activation_store import ActivationStore, HostTensor
+from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.outputs import check_inputs, hand_back, learn, refuse_hooked_module
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.prefetch import ActivationPrefetcher
 from lightning_roundpipe.runtime.core.schedule import Slot, Slots
-from lightning_roundpipe.runtime.core.sync import Waiter
-from lightning_roundpipe.runtime.core.tape import GraphCut, RecordedCall, driven_backward, witness
+from lightning_roundpipe.runtime.core.sections import UserCodeSections
+from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call, is_cache, refuse_caches
@@ -43,12 +43,14 @@ from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.peak_memory import PeakMemoryMeter
+from lightning_roundpipe.runtime.threads.sync import Waiter
+from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_backward, witness
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
 from lightning_roundpipe.runtime.user_code.rng import derive
-from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
 
 
 class TaskStep(Protocol):

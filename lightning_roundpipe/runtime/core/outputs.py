@@ -15,13 +15,14 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.crossing import Crossing
 from lightning_roundpipe.runtime.core.call import Call, Forward
-from lightning_roundpipe.runtime.core.tape import RecordedCall, boundary
+from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
-from lightning_roundpipe.runtime.layer_calls.inference_writes import touched
 from lightning_roundpipe.runtime.layer_calls.output_collectors import hand_over
+from lightning_roundpipe.runtime.layer_calls.precedent import Precedent
 from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
 from lightning_roundpipe.runtime.layer_calls.side_outputs import Key, put, refuse_new_gradients
-from lightning_roundpipe.runtime.profile.precedent import Precedent
+from lightning_roundpipe.runtime.user_code.graph_cuts import boundary
+from lightning_roundpipe.runtime.user_code.inference_writes import touched
 
 
 def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, *, taped: bool) -> None:

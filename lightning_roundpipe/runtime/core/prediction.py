@@ -8,9 +8,9 @@ from lightning_roundpipe.runtime.core.call import Call
 from lightning_roundpipe.runtime.core.schedule import Slots
 from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.layer_calls.precedent import Precedent
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.profile.precedent import Precedent
 
 
 class NextCallPredictor:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.runtime.core.activation_store import ActivationStore, HostTensor
+from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call
 from lightning_roundpipe.runtime.core.schedule import Slot, Slots
 from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 
 
 class ActivationPrefetcher:

@@ -18,8 +18,8 @@ import torch
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.schedule import Slot
-from lightning_roundpipe.runtime.core.sync import CancelScope
 from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 
 class Ahead:

@@ -22,8 +22,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_roundpipe.runtime.core.sync import CancelScope, Waiter
 from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
 
 if TYPE_CHECKING:
     from lightning_roundpipe.devices import Event

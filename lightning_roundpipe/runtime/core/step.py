@@ -31,8 +31,6 @@ from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.recompute_ahead import Ahead
 from lightning_roundpipe.runtime.core.schedule import PlannedSlots, Slot
-from lightning_roundpipe.runtime.core.sync import CancelScope, Waiter
-from lightning_roundpipe.runtime.core.task_thread import Task
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall, distinct_layers
 from lightning_roundpipe.runtime.faults.notes import add_waiting_note
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
@@ -42,6 +40,8 @@ from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.reporting.alloc_retries import so_far
 from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import Inside, current
 from lightning_roundpipe.runtime.user_code.thread_state import adopt
 

@@ -21,10 +21,10 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.crossing import Crossed, Crossing
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.layer_calls.precedent import Precedent
 from lightning_roundpipe.runtime.layer_calls.side_outputs import Key
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.profile.precedent import Precedent
 
 
 @dataclass

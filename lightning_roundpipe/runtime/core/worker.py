@@ -24,12 +24,12 @@ from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.runtime.core.activation_store import Room
 from lightning_roundpipe.runtime.core.schedule import Slot
-from lightning_roundpipe.runtime.core.sync import CancelScope, Waiter
-from lightning_roundpipe.runtime.core.task_thread import Task, TaskThread
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.layer_buffers import Buffers
 from lightning_roundpipe.runtime.reporting.events import EventSource
+from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread
 
 T = TypeVar("T")
 

@@ -25,13 +25,13 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, intraop_threads
 from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.runtime.core.slot_queues import WorkerQueue
-from lightning_roundpipe.runtime.core.sync import CancelScope, Waiter
-from lightning_roundpipe.runtime.core.task_thread import Task, TaskThread, within
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.faults.interrupts import allowed
 from lightning_roundpipe.runtime.faults.notes import add_remedy
-from lightning_roundpipe.runtime.layer_calls.process_state import one_at_a_time
+from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_given_stand_ins
+from lightning_roundpipe.runtime.user_code.process_state import one_at_a_time
 
 GRACE = 5.0
 """Seconds that threads get to come back after the main thread has given up on them."""

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import NEW_PROCESS, DeviceOutOfMemory, is_sticky, sizeof
-from lightning_roundpipe.runtime.core.schedule import Slot
-from lightning_roundpipe.runtime.core.sync import Cancelled
+from lightning_roundpipe.planning.costs import Phase
+from lightning_roundpipe.runtime.threads.sync import Cancelled
 
 _MARK = "roundpipe: "
+
+
+class Slot(Protocol):
+    """What a slot is called."""
+
+    index: int
+    phase: Phase
+    worker: int
 
 
 class FaultPlace(NamedTuple):

@@ -31,8 +31,8 @@ from lightning_roundpipe.config import Options, RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
-from lightning_roundpipe.runtime.layer_calls.process_state import holding_generators
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.user_code.process_state import holding_generators
 
 _TOGETHER = "force_non_lazy_backward_lowering"
 """The setting of AOTAutograd that [2] is about."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.planning.crossing import tensor_bytes
-from lightning_roundpipe.runtime.core.activation_store import HostTensor
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 
 _ALIGNMENT = 8
 _SMALL = 8

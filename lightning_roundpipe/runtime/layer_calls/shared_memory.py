@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.core.activation_store import HostTensor
 from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue
-from lightning_roundpipe.runtime.layer_calls.inference_writes import writes_of
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
+from lightning_roundpipe.runtime.user_code.inference_writes import writes_of
 
 
 def overlapping(outputs: list[Tensor], given: dict[int, Tensor]) -> tuple[list[int], list[int]]:

@@ -12,8 +12,8 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.layer_calls.process_state import under_forward_mode
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.user_code.process_state import under_forward_mode
 
 _caching = threading.Lock()
 

@@ -25,14 +25,14 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Stream
 from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
+from lightning_roundpipe.model.cast_weights import Uses
+from lightning_roundpipe.model.forward_hooks import Observers
 from lightning_roundpipe.model.reachable import changes
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
-from lightning_roundpipe.runtime.layer_calls.forward_hooks import Observers
 from lightning_roundpipe.runtime.memory.dtypes import Formats, widen
 from lightning_roundpipe.runtime.memory.flat_params import FlatBuffer, ParamSlice, aligned
 from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.profile.cast_weights import Uses
 
 _PORTIONS, _LEAST_PORTION = 16, 2**22
 """How often memory is given back while weights are moved, at most, and the least bytes that are worth it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from lightning_roundpipe.runtime.core.sync import CancelScope, Waiter
+from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
 
 
 class Versioned:

@@ -10,8 +10,7 @@ from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.schedule import Slots
-from lightning_roundpipe.runtime.core.sync import Cancelled, Waiter
-from lightning_roundpipe.runtime.core.task_thread import Task
+from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.core.worker_pool import GRACE
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -21,9 +20,10 @@ from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, Model
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_step import ModelStep
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun
+from lightning_roundpipe.runtime.threads.sync import Cancelled, Waiter
+from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
-from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
 
 Branches = set[tuple[bool, ...]] | frozenset[tuple[bool, ...]]
 """Truth values of tensors, one after another, that code went by."""

@@ -34,8 +34,9 @@ from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.prediction import LayerCallPredictor
 from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.step import Step
-from lightning_roundpipe.runtime.core.tape import RecordedCall, driven_backward
+from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope
 from lightning_roundpipe.runtime.faults.interrupts import allowed
@@ -45,10 +46,10 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.manual_user_code import ManualUserCode
 from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.runtime.user_code.graph_cuts import driven_backward
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
-from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
 
 
 class ManualStep(Step):

@@ -25,8 +25,8 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.samples import batch_size, listed_samples
-from lightning_roundpipe.runtime.core.tape import GraphCut, boundary
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten, is_cache, unflatten
+from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, boundary
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 

@@ -24,13 +24,13 @@ from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.schedule import PlannedSlots, Slots
 from lightning_roundpipe.runtime.core.step import Step
-from lightning_roundpipe.runtime.core.task_thread import Task
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, DirectionStages, ModelCallStages, portions_of
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun, WholeRun
 from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 from lightning_roundpipe.runtime.reporting.events import Recorder
+from lightning_roundpipe.runtime.threads.task_thread import Task
 
 
 class ModelStep(Step):

@@ -26,17 +26,17 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask, TaskStep
 from lightning_roundpipe.runtime.core.schedule import Slots
-from lightning_roundpipe.runtime.core.sync import Waiter
+from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.model_call_stages import ModelCallStages
 from lightning_roundpipe.runtime.modes.model_calls import CutArgument, ModelCall
+from lightning_roundpipe.runtime.threads.sync import Waiter
 from lightning_roundpipe.runtime.user_code.interception import calling, current
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import StatePlace
-from lightning_roundpipe.runtime.user_code.sections import UserCodeSections
 
 
 class PartRun(MicrobatchTask):

@@ -35,8 +35,6 @@ from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
 from lightning_roundpipe.optim.partial_optimizer import Hyperparameters, PartialOptimizer
 from lightning_roundpipe.optim.scaling import unscale
-from lightning_roundpipe.runtime.core.sync import CancelScope
-from lightning_roundpipe.runtime.core.task_thread import TaskThread
 from lightning_roundpipe.runtime.faults.interrupts import held
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.flat_params import ALONE, holders
@@ -45,6 +43,8 @@ from lightning_roundpipe.runtime.memory.loss_scale import Scales
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer.grad_readiness import Dropped
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
+from lightning_roundpipe.runtime.threads.sync import CancelScope
+from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 PIECE = 16_000_000
 """Parameters that are stepped together, if so many are there: one call of the optimizer takes a tenth of a millisecond

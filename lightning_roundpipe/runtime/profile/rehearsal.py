@@ -41,12 +41,12 @@ from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
-from lightning_roundpipe.runtime.layer_calls.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards, GradEnd, code_in, hooked
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
+from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import Inside, calling, current
 from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
@@ -289,7 +289,7 @@ class _RehearsalUserCode(UserCodeMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if func is Tensor.register_hook and not _is_known(args[0]):
-            return func(*args, **(kwargs or {}))  # it may be called several times here; see `tape.hook_gradient`
+            return func(*args, **(kwargs or {}))  # it may be called several times here; see `graph_cuts.hook_gradient`
         if func == DATA or name in ("__set__", "detach", "copy_") or IN_PLACE.fullmatch(name) or "_foreach" in name:
             for value in tree_iter(args[:1]):
                 if isinstance(value, nn.Parameter) and id(value) in self._all and not _is_setting(func):

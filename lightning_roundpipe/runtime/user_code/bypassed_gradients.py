@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from lightning_roundpipe.runtime.core.tape import driven_backward
-from lightning_roundpipe.runtime.layer_calls.inference_writes import IN_PLACE
+from lightning_roundpipe.runtime.user_code.graph_cuts import driven_backward
+from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE
 from lightning_roundpipe.runtime.user_code.interception import current
 from lightning_roundpipe.runtime.user_code.mode import ACCESSORS, DATA, DTYPE, VIEWS, UserCodeMode
 

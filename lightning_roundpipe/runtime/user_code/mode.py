@@ -28,11 +28,16 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, Counts, Sums, reduction_of
-from lightning_roundpipe.runtime.core.tape import hook_gradient, keep_gradient, refuse_layers_between, witness
-from lightning_roundpipe.runtime.layer_calls.inference_writes import IN_PLACE, touched_by
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
+from lightning_roundpipe.runtime.user_code.graph_cuts import (
+    hook_gradient,
+    keep_gradient,
+    refuse_layers_between,
+    witness,
+)
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
+from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
 from lightning_roundpipe.runtime.user_code.known_values import Known, waits
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ import torch
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, generators
-from lightning_roundpipe.runtime.layer_calls.process_state import has_forked
+from lightning_roundpipe.runtime.user_code.process_state import has_forked
 
 _PARKED = 0x5EED
 

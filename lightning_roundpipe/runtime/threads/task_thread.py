@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 from lightning_roundpipe.devices import intraop_threads
-from lightning_roundpipe.runtime.core.sync import Waiter
+from lightning_roundpipe.runtime.threads.sync import Waiter
 
 T = TypeVar("T")
 

@@ -1,0 +1,317 @@
+"""Cuts in the autograd graph: how a layer call is cut out of that of user code, and joined to it again.
+
+One autograd graph must never span two workers: a backward function that waits would block its device's only autograd
+thread, and with it the step. So each call is a node of our own between two sections of user code:
+
+    user code ─► InputGradSink ┆ saved inputs ─► layer (later, on any worker) ─► gradients ┆ Boundary ─► user code
+              ▲                ┆                                                           ┆    │
+              └────────────────┼── input gradients ◄── recompute, backward ◄── entry ◄─────┼────┘
+
+* `Boundary` makes the call's outputs. It hangs on a dummy leaf, so that autograd can walk from the loss to it and no
+  further; its backward never waits, it only adds what arrives to the entry. The outputs are fresh aliases without view
+  history: as plain detached leaves, ``h += layer(h)`` would silently give wrong gradients.
+* `InputGradSink` remembers where the inputs came from without keeping them: calling backward on it pushes the input
+  gradients into the user code in front. Where an input is directly another call's output, the gradient is handed to
+  that entry instead, and no graph is walked.
+* `detached_inputs.DetachedInputs` does on the worker what `Boundary` does in the user code: the layer's inputs are
+  non-leaf aliases, so a layer may write into its input as it may in plain training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.devices import Device
+
+
+class _Driven:
+    """How many backwards the engine itself runs now: a Boundary reached while there is none was reached by user code.
+
+    A count for the process, not a flag for the thread, because on a GPU autograd runs our nodes on threads of its own.
+    User code runs under the user-code lock, and so do these backwards, so the two never overlap.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.root: Any = None
+        """The node that the last of them began with."""
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def of(self, root: Tensor) -> Iterator[None]:
+        """While it is entered, gradients may reach the tape from ``root``."""
+        with self._lock:
+            self.depth += 1
+            self.root = root.grad_fn
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.depth -= 1
+                self.root = None
+
+
+ANCHOR = torch.empty((), requires_grad=True)
+"""What makes aliases require grad. No gradient arrives here."""
+
+driven_backward = _Driven()
+"""Says when gradients may reach the tape. Enter it with the user-code lock held."""
+
+
+@dataclass(eq=False, kw_only=True)
+class GraphCut:
+    """Where two pieces of graph meet that no autograd node connects: gradients arrive here, and are handed on.
+
+    Attributes:
+        targets: per tensor that goes in, the cut whose output it is; the others' gradients go through ``sink``.
+        tensor_flags: per tensor that goes in, whether its gradient is wanted.
+        grads: per tensor that comes out, the gradient so far, in parts that lie on different devices.
+        home: where what comes out, and so its gradients, live; ``input_home``: where what goes in does.
+        hooks: by output, what user code wants to be called with its gradient.
+        arrivals: how often user code has brought gradients.
+        done: whether its gradients have been handed on.
+    """
+
+    home: Device | None = None
+    input_home: Device | None = None
+    grads: list[list[tuple[Tensor, Device | None]]] = field(default_factory=list)
+    tensor_flags: list[bool] = field(default_factory=list)
+    targets: list[tuple[GraphCut, int] | None] = field(default_factory=list)
+    sink: InputGradSink | None = None
+    hooks: dict[int, dict[int, Callable[[Tensor], Tensor | None]]] = field(default_factory=dict)
+    readiness: int = 0
+    done: bool = False
+
+    @property
+    def what(self) -> str:
+        """For errors."""
+        raise NotImplementedError  # each kind of cut has a name of its own
+
+    def connect(self, tensors: list[Tensor]) -> None:
+        """Remember where the gradients of what goes in go."""
+        self.tensor_flags = [t.requires_grad for t in tensors]
+        self.targets = [source_of(t) if t.requires_grad else None for t in tensors]
+        pushed = [t for t, target in zip(tensors, self.targets, strict=True) if t.requires_grad and target is None]
+        self.sink = InputGradSink(pushed) if pushed else None
+
+    def add_grad(self, index: int, grad: Tensor | None, device: Device | None) -> None:
+        """Add to the gradient of output ``index``. Never in place: autograd may share ``grad`` with other nodes.
+
+        Parts are summed from the first to the last, wherever they lie, so that no plan changes a bit.
+        """
+        if grad is None:
+            return
+        if self.done:
+            raise RoundPipeError(
+                f"a gradient reached {self.what} after its backward: a tensor of an earlier batch, or of another "
+                "microbatch, was used again. Detach what is kept from one training_step to the next. (Under "
+                "manual optimization a first backward of several through the same calls needs retain_graph=True.)"
+            )
+        parts = self.grads[index]
+        if len(parts) == 1 and parts[0][1] is device:
+            parts[0] = (parts[0][0] + grad, device)
+        else:
+            parts.append((grad, device))
+
+    def run_hooks(
+        self,
+        transfer: Callable[[Tensor, Device | None, Device | None], Tensor],
+        mode: contextlib.AbstractContextManager[Any],
+    ) -> None:
+        """Call user code's hooks with the whole gradients.
+
+        Args:
+            transfer: that of the microbatch's `ActivationStore`.
+            mode: of user code.
+        """
+        for index, hooks in self.hooks.items():
+            parts = [transfer(grad, device, self.home) for grad, device in self.grads[index]]
+            if not parts:
+                continue
+            total = functools.reduce(torch.add, parts)
+            for hook in list(hooks.values()):
+                with mode:
+                    changed = hook(total)
+                total = total if changed is None else changed
+            self.grads[index] = [(total, self.home)]
+
+    def wants_backward(self) -> bool:
+        return any(self.grads)
+
+
+class _BoundaryFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, entry: GraphCut, outputs: list[Tensor], flags: list[bool]
+    ) -> tuple[Tensor, ...]:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        aliases = tuple(t.data for t in outputs)
+        if not all(flags):
+            ctx.mark_non_differentiable(*(a for a, flag in zip(aliases, flags, strict=True) if not flag))
+        return aliases
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
+        entry: GraphCut = ctx.entry
+        if not driven_backward.depth:
+            _refuse(entry)
+        entry.readiness += 1
+        with torch._C.DisableTorchFunction():
+            for index, grad in enumerate(grads):
+                entry.add_grad(index, grad, entry.home)
+        return None, None, None, None
+
+
+_apply_boundary: Any = super(torch.autograd.Function, _BoundaryFunction).apply
+"""Without what ``Function.apply`` does for transforms of ``torch.func``, under which no layer is called."""
+
+
+def _refuse(entry: GraphCut) -> NoReturn:
+    raise RoundPipeError(
+        f"a backward pass inside training_step reached {entry.what}: gradients across layers (torch.autograd.grad, "
+        "loss.backward(), create_graph) are not supported. (Under manual optimization "
+        "self.manual_backward(loss) and loss.backward() are, and torch.autograd.backward is not.)"
+    )
+
+
+def refuse_layers_between(outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor]) -> None:
+    """Refuse user code that differentiates ``outputs`` by ``inputs`` across a layer: gradients would stop there."""
+    wanted = {t.grad_fn or t for t in ([inputs] if isinstance(inputs, Tensor) else inputs)}
+    nodes: list[Any] = [t.grad_fn for t in ([outputs] if isinstance(outputs, Tensor) else outputs)]
+    seen: set[Any] = set()
+    layers: list[GraphCut] = []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        wanted -= {node, getattr(node, "variable", node)}
+        if (entry := getattr(node, "entry", None)) is not None:
+            layers.append(entry)
+        nodes += [following for following, _ in node.next_functions]
+    if wanted and layers:
+        _refuse(layers[0])
+
+
+def witness(tensor: Tensor) -> Tensor:
+    """Has the version of ``tensor``, whoever writes to its memory, and keeps none of it."""
+    same = tensor.detach()
+    same.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return same
+
+
+def boundary(entry: GraphCut, outputs: list[Tensor], flags: list[bool]) -> list[Tensor]:
+    """The call's outputs as the user code sees them.
+
+    Args:
+        entry: receives the gradients.
+        outputs: what the layer returned, detached or not; not copied.
+        flags: which of them require grad in the real graph.
+    """
+    entry.grads = [[] for _ in outputs]
+    if not any(flags):
+        return [t.data for t in outputs]
+    with torch.enable_grad():
+        return list(_apply_boundary(ANCHOR, entry, outputs, flags))
+
+
+def source_of(tensor: Tensor) -> tuple[GraphCut, int] | None:
+    """The entry and output that ``tensor`` is, if it is exactly that: no user code between, no hook on it."""
+    node = tensor.grad_fn
+    entry = getattr(node, "entry", None)
+    if entry is None or tensor._backward_hooks or tensor.retains_grad:
+        return None
+    return entry, tensor.output_nr
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """What ``tensor.register_hook(hook)`` does in user code.
+
+    A gradient may come in parts, one for each layer that ``tensor`` goes to. A hook must see their sum: on a layer's
+    output it waits for the call's turn; anywhere else a second part is refused.
+    """
+    entry, index = getattr(tensor.grad_fn, "entry", None), tensor.output_nr
+    if entry is not None:
+        hooks = entry.hooks.setdefault(index, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+    calls = 0
+
+    def once(grad: Tensor) -> Tensor | None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise RoundPipeError(
+                "a hook on a tensor between layers would be called with parts of its gradient, because the tensor "
+                "goes to several layers. Put the hook on what a layer returns, or inside a layer."
+            )
+        return hook(grad)
+
+    return tensor.register_hook(once)  # type: ignore[no-untyped-call]
+
+
+def keep_gradient(tensor: Tensor) -> None:
+    """What ``tensor.retain_grad()`` does in user code."""
+    alive = weakref.ref(tensor)
+
+    def keep(grad: Tensor) -> None:
+        if (kept := alive()) is not None:
+            kept.grad = grad.detach().clone()
+
+    if getattr(tensor.grad_fn, "entry", None) is not None:
+        hook_gradient(tensor, keep)
+    else:
+        tensor.retain_grad()
+
+
+class _SinkFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sink: InputGradSink, *inputs: Tensor) -> Tensor:
+        ctx.sink = weakref.ref(sink)  # the sink holds this node: in a circle, all in front would live on until a gc run
+        # On the inputs' device, so that on a GPU autograd runs this node in the stream that the user code ran in.
+        return inputs[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.sink().grads
+
+
+class InputGradSink:
+    """Where input gradients re-enter the user code in front of a call. Keeps no input alive.
+
+    Args:
+        inputs: tensors that require grad (the graph in front is what they hang on).
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.grads: Sequence[Tensor | None] = ()
+        self._homes = [t.device for t in inputs]
+        with torch.enable_grad():
+            self._root: Tensor = _SinkFunction.apply(self, *inputs)  # type: ignore[no-untyped-call]
+
+    def push(self, grads: Sequence[Tensor | None], mode: contextlib.AbstractContextManager[Any]) -> None:
+        """Send ``grads`` (one per input) into the user code. The graph is retained: other calls may reach it too.
+
+        Each goes to where its input lies: a layer takes inputs from the host and from other devices as well. ``mode``
+        is that of user code, some of which runs in backward (checkpoints, functions, hooks).
+        """
+        self.grads = [g if g is None else g.to(home) for g, home in zip(grads, self._homes, strict=True)]
+        try:
+            with driven_backward.of(self._root), mode:
+                torch.autograd.backward(self._root, retain_graph=True)
+        finally:
+            self.grads = ()
