@@ -36,8 +36,7 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import intraop_threads, make_devices
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import host_layers
-from lightning_roundpipe.runtime.memory.param_buckets import units_of
+from lightning_roundpipe.runtime.memory.host_layer import host_layers, units_of
 from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients

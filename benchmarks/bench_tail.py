@@ -32,8 +32,7 @@ from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers
-from lightning_roundpipe.runtime.memory.host_layer import host_layers
-from lightning_roundpipe.runtime.memory.param_buckets import units_of
+from lightning_roundpipe.runtime.memory.host_layer import host_layers, units_of
 from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
