@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
-from lightning_roundpipe.callbacks.host_memory import peak_bytes
+from lightning_roundpipe.callbacks.peak_host_memory import peak_bytes
 from lightning_roundpipe.config import parse_bytes
 from lightning_roundpipe.tasks.fine_tuning import build
 

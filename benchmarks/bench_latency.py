@@ -32,7 +32,7 @@ from timed_cuda import TimedCuda
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.devices import cuda, interpreter, wire
+from lightning_roundpipe.devices import copy_priority, cuda, interpreter
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
 from lightning_roundpipe.planning import Plan
 
@@ -112,7 +112,7 @@ class Watch(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now, before = (time.perf_counter(), self._gpus.starved_s), self._before
-        if batch_idx > 1:  # the way back of a step runs on when the next one begins
+        if batch_idx > 1:  # the backward pass of a step runs on when the next one begins
             self.steps.append((now[0] - before[0], now[1] - before[1]))
         self._before, module.pace = now, 1.0
 
@@ -126,7 +126,7 @@ class ByThread(ChunkedCopyStream):
         self._given: deque[Any] = deque()
 
     def _copy(self, dst: Tensor, src: Tensor) -> None:
-        for to, of in wire.chunks(dst, src, self.chunk_bytes):
+        for to, of in copy_priority.chunks(dst, src, self.chunk_bytes):
             while len(self._given) >= 2:
                 self._given.popleft().wait()
             self._last.move(to, of)

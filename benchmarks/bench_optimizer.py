@@ -36,7 +36,7 @@ from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import intraop_threads, make_devices
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, HostGradSums
-from lightning_roundpipe.runtime.memory.host_layer import host_layers, units_of
+from lightning_roundpipe.runtime.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
@@ -67,8 +67,8 @@ class Engine:
         [self._device] = make_devices("cpu", [torch.device("cpu")], Emulation())
         self.layers = host_layers(modules(**shape), self._device, Formats(), apart=False, mapped=())
         self.masters = [master for layer in self.layers for master in layer.masters]
-        self._units = units_of(self.layers, self.masters)
-        self._updates = async_optimizer.Updates(self._units)
+        self._buckets = make_buckets(self.layers, self.masters)
+        self._updates = async_optimizer.AsyncOptimizer(self._buckets)
         self._buffers = [HostGradBuffers(layer, self._device) for layer in self.layers]
         self._came = lambda: None
         gradients = {key: g for sums in self._sums() for key, g in sums.take(1.0).items()}
@@ -91,7 +91,7 @@ class Engine:
         async_optimizer.PIECE = piece
         for layer in self.layers:
             layer.round(dict.fromkeys(range(len(layer.masters)), torch.bfloat16) if cast else {})
-        readiness = GradReadiness(self._units)
+        readiness = GradReadiness(self._buckets)
         batch = StepGradients(self._sums(), [], 1.0, readiness)
         batch.differentiated(1.0)
         self._updates.offer(batch)
@@ -116,7 +116,7 @@ class Side:
     prepare: Callable[[], None] = lambda: None
 
     def seconds(self) -> float:
-        intraop_threads.disband()  # or two would make each other slow, as in training
+        intraop_threads.release_intraop_threads()  # or two would make each other slow, as in training
         self.prepare()
         time.sleep(IDLE)
         start = time.perf_counter()

@@ -27,7 +27,7 @@ from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.paper_schedules import run_case
 from lightning_roundpipe.planning.pipeline import Rules, Staleness, run_steps
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
-from lightning_roundpipe.planning.simulate import HostTime
+from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.timing import PERIOD_STEPS
 
 CASES = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"

@@ -20,7 +20,7 @@ from rich.table import Table
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import greedy_partition
 from lightning_roundpipe.planning.cases import Case, read_cases
-from lightning_roundpipe.planning.simulate import simulate
+from lightning_roundpipe.planning.simulation import simulate
 
 CASES = Path(__file__).parents[1] / "conf" / "cases" / "paper.json"
 MODELS = ("qwen3-1.7b", "llama3.1-8b")

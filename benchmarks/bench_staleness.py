@@ -38,10 +38,10 @@ from torch import nn
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.cases import Case, read_cases
-from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_steps
+from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, Staleness, run_steps
 from lightning_roundpipe.planning.search import search_partition
 from lightning_roundpipe.planning.timing import PERIOD_STEPS
-from lightning_roundpipe.planning.updates import Updates
+from lightning_roundpipe.planning.updates import UpdateModel
 
 Way = Literal["blocking", "late", "eager", "stale"]
 WAYS: tuple[Way, ...] = ("blocking", "late", "eager", "stale")
@@ -166,8 +166,8 @@ def plan_for(question: Question, way: Way, search_seconds: float) -> Plan:
     return replace(plan, recompute_ahead=False) if way == "late" else plan
 
 
-def run(question: Question, way: Way, plan: Plan, scale: float, steps: int) -> Run:
-    updates = Updates(1 / FORWARD_S, blocking=way == "blocking")
+def run(question: Question, way: Way, plan: Plan, scale: float, steps: int) -> SimulatedRun:
+    updates = UpdateModel(1 / FORWARD_S, blocking=way == "blocking")
     rules = Rules(staleness_of(way), updates=updates)
     return run_steps(plan, question.costs(scale), question.workers, question.microbatches, rules, steps)
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_shape import Shape
+from lightning_roundpipe.commands.plan_shape import ModelShape
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import intraop_threads, make_devices
 from lightning_roundpipe.planning.memory import partition_within
@@ -32,8 +32,8 @@ from lightning_roundpipe.planning.pipeline import run_steps
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers
-from lightning_roundpipe.runtime.memory.host_layer import host_layers, units_of
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.memory.host_layer import host_layers, make_buckets
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 
@@ -48,7 +48,7 @@ def simulate(model: str, hardware: str) -> Table:
     for column in ("host memory, GB/s", "tokens a step", "no tail, ms", "whole", "parts"):
         table.add_column(column, justify="right")
     for bandwidth in (machine.host_memory_bandwidth, machine.host_memory_bandwidth / 4):
-        shape = Shape(model, "none", "bf16-true", replace(machine, host_memory_bandwidth=bandwidth))
+        shape = ModelShape(model, "none", "bf16-true", replace(machine, host_memory_bandwidth=bandwidth))
         rules, workers = shape.rules(0), machine.workers
         assert rules.updates is not None
         for size in (1, 4):
@@ -77,9 +77,9 @@ class Tail:
         [self.device] = make_devices("cpu", [torch.device("cpu")], Emulation(bandwidth=bandwidth))
         module = nn.ParameterList([nn.Parameter(torch.zeros(numbers))])
         [self.layer] = host_layers({"embed": module}, self.device, Formats(), apart=False, mapped=())
-        self._units = units_of([self.layer], self.layer.masters)
+        self._buckets = make_buckets([self.layer], self.layer.masters)
         self.layer.round({0: torch.bfloat16})
-        self._updates = Updates(self._units)
+        self._updates = AsyncOptimizer(self._buckets)
         self._buffers = [HostGradBuffers(self.layer, self.device) for _ in range(2)]  # of the embedding, of the head
         self._arena = torch.ones(self._buffers[0].layout.nbytes, dtype=torch.uint8)
         self._optimizer = torch.optim.AdamW(self.layer.masters)
@@ -90,14 +90,14 @@ class Tail:
         grad_buffers.STREAMED = 2**60 if whole else 2**27
         head, embedding = (buffers.begin() for buffers in self._buffers)
         head.present = [True]
-        readiness = GradReadiness(self._units)
+        readiness = GradReadiness(self._buckets)
         batch = StepGradients([embedding, head], [], 1.0, readiness)
         batch.differentiated(1.0)
         self._updates.offer(batch)
         self._updates.submit(self._optimizer, None)
         on_device = DeviceGradSums(embedding, self._arena)
         on_device.present = [True]
-        intraop_threads.disband()
+        intraop_threads.release_intraop_threads()
         start = time.perf_counter()
         on_device.download(self.device.gradients_down)
         readiness.passed(())

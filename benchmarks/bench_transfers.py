@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.devices import wire
+from lightning_roundpipe.devices import copy_priority
 from lightning_roundpipe.planning.cases import Case, read_cases
 
 CASES = {
@@ -138,7 +138,7 @@ def measure(case: Case, order: str, scale: float, steps: int) -> list[dict[str, 
     callbacks: list[pl.Callback] = [reports, *([] if order == "no link" else [Plug(LINK / SHRINK / scale)])]
     samples = torch.ones((steps + 1) * case.workers, sizes.boundary // 4)
     module = Loaded([(call.forward_s, call.backward_s) for call in costs], sizes)
-    with wire.in_order_of_issue() if order == "in order of issue" else contextlib.nullcontext():
+    with copy_priority.fifo_copies() if order == "in order of issue" else contextlib.nullcontext():
         trainer(strategy, case.workers, callbacks=callbacks).fit(module, batches(samples, case.workers))
     return reports.look()
 
@@ -195,7 +195,7 @@ def main() -> None:
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
-    wire.LONGEST_WAIT_S *= options.scale
+    copy_priority.MAX_WAIT_S *= options.scale
     console = Console(width=120)
     table = Table(title=f"8 workers, 8 microbatches, times stretched {options.scale:g} times, PCIe 4.0 x16 likewise")
     for heading in ("model", "order of copies", "step (s)", "without a link", "stalls", "goal"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_roundpipe.callbacks.host_memory import forget_peak, peak_bytes
+from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
 
 BALLAST = """
 import sys, torch

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 
 ACCUMULATED = "roundpipe_accumulated_gradients"
 
@@ -26,7 +26,9 @@ def is_open(trainer: Trainer) -> bool:
     return bool(batches.processed % trainer.accumulate_grad_batches) and not ended
 
 
-def save(checkpoint: dict[str, Any], module: LightningModule, updates: Updates | None, scale: float = 1.0) -> None:
+def save(
+    checkpoint: dict[str, Any], module: LightningModule, updates: AsyncOptimizer | None, scale: float = 1.0
+) -> None:
     """Put the gradients of an open window into ``checkpoint``, if there is one and it holds optimizer state.
 
     Args:
@@ -43,7 +45,7 @@ def save(checkpoint: dict[str, Any], module: LightningModule, updates: Updates |
 
 
 def restore(
-    gradients: Mapping[str, Tensor], module: LightningModule, updates: Updates | None, scale: float = 1.0
+    gradients: Mapping[str, Tensor], module: LightningModule, updates: AsyncOptimizer | None, scale: float = 1.0
 ) -> None:
     """Go on with ``gradients``, by parameter name, where the run that saved them was. Others stay as they are."""
     if scale != 1.0:

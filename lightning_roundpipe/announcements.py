@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.config import Emulation, Options
-from lightning_roundpipe.devices.core_semaphore import at_once
+from lightning_roundpipe.devices.core_semaphore import concurrent_devices
 from lightning_roundpipe.messages import PREFIX, gib, plural, seconds, warn
 from lightning_roundpipe.planning.pipeline import COMPUTE, run_steps
 from lightning_roundpipe.planning.schedule import Plan
@@ -131,7 +131,7 @@ class Announcements:
         if engine.worker_pool.accelerator is not None:
             return run.makespan_s
         busy = sum(event.end_s - event.start_s for event in run.events if event.kind in COMPUTE)
-        return max(run.makespan_s, busy / at_once())  # the devices share the cores
+        return max(run.makespan_s, busy / concurrent_devices())  # the devices share the cores
 
     # -- loggers ------------------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleBlock:
     """A worker waits for one of `WAITS`."""
 
     worker: int
@@ -121,7 +121,7 @@ class Chart:
     workers: int
     span_ms: float
     blocks: Sequence[Block]
-    waits: Sequence[Idle] = ()
+    waits: Sequence[IdleBlock] = ()
 
     @cached_property
     def rows(self) -> dict[int, int]:

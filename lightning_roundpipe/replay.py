@@ -31,9 +31,9 @@ from lightning.pytorch.strategies import Strategy
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.links import Links
-from lightning_roundpipe.planning.pipeline import Event, Rules, Run, run_steps
+from lightning_roundpipe.planning.pipeline import Rules, SimulatedEvent, SimulatedRun, run_steps
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.simulate import HostTime
+from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.runtime.reporting.events import bubble_percent
 
 _KINDS = {
@@ -126,7 +126,7 @@ def _fastest(costs: Costs, events: Sequence[Mapping[str, Any]]) -> Costs:
     )
 
 
-def _parts(event: Event, run: Run, costs: Costs) -> Iterator[tuple[str, float, float]]:
+def _parts(event: SimulatedEvent, run: SimulatedRun, costs: Costs) -> Iterator[tuple[str, float, float]]:
     """The event under the names of a report; a fused turn's forward and its backward apart."""
     if event.kind != "fused":
         yield _KINDS[event.kind], event.start_s, event.end_s

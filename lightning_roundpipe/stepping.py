@@ -125,20 +125,20 @@ class Stepping:
         looks = looks_at_weights(self._trainer, self._module)
         reason = self._reason(looks)
         if before is not None:
-            if reason is None and not (self.apart or self.begins_anew()):
+            if reason is None and not (self.apart or self.starts_accumulation()):
                 return  # what was accumulated in .grad stays there until it is used
             self._settle_for(looks)
         self._listening = now
         if reason is None:
             if not self.apart:
-                self._engine.step_apart(True)
+                self._engine.enable_async_optimizer(True)
         elif staleness := self._engine.options.staleness:
             raise MisconfigurationException(
                 f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "
                 "Set staleness=0, or change that."
             )
         else:
-            self._engine.step_apart(False)
+            self._engine.enable_async_optimizer(False)
             self._inform(f"roundpipe: training waits for each optimizer step: {reason}.")
 
     def _now(self) -> list[object]:
@@ -203,13 +203,13 @@ class Stepping:
             whether gradients of the batches before it are dropped.
         """
         self.choose()
-        anew = self.begins_anew()
-        if accumulated and not anew:
+        zero_grad = self.starts_accumulation()
+        if accumulated and not zero_grad:
             restore(accumulated, self._module, self._engine.updates, self._engine.formats.scales.last)
         accumulated.clear()
-        return anew
+        return zero_grad
 
-    def begins_anew(self) -> bool:
+    def starts_accumulation(self) -> bool:
         """Before a batch: whether Lightning drops the gradients that were accumulated."""
         batches = self._trainer.accumulate_grad_batches
         self._engine.formats.scales.batches = batches

@@ -53,7 +53,7 @@ from lightning_roundpipe.refusals import (
 )
 from lightning_roundpipe.resuming import holds_place, warn_of_lost_place
 from lightning_roundpipe.runtime.engine import Engine
-from lightning_roundpipe.runtime.faults.interrupts import held
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.memory.budget import over_capacity
 from lightning_roundpipe.runtime.report import Report
@@ -243,7 +243,7 @@ class RoundPipeStrategy(OneProcess):
         refuse_module(module, self.options, fitting=fitting)
         refuse_unscaled(self.options.reduce_dtype, str(self.precision_plugin.precision))
         self.model = self._precision.prepare(module, fitting=fitting)
-        with held(), remedied():
+        with interrupts_deferred(), remedied():
             self._start_engine(module, fitting=fitting)
         assert self._engine is not None
         self._quieten = tell_of_all_workers(
@@ -338,7 +338,7 @@ class RoundPipeStrategy(OneProcess):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    @held()
+    @interrupts_deferred()
     def _stop_engine(self) -> None:
         stepping, self._stepping, self._announcements = self._stepping, None, None
         if stepping is not None:
@@ -364,13 +364,13 @@ class RoundPipeStrategy(OneProcess):
         self._attach()
         module, engine = self._running()
         assert self._stepping is not None and self._announcements is not None
-        anew = self._stepping.begin(self._accumulated)
+        zero_grad = self._stepping.begin(self._accumulated)
         seed = (self._seed, self._stepping.batch_number())
         batch, *rest = (*args, *kwargs.values())
         self._announcements.before(batch)
         with self.precision_plugin.train_step_context():
             if module.automatic_optimization:
-                output = engine.train_batch(module.training_step, batch, tuple(rest), seed, anew=anew)
+                output = engine.train_batch(module.training_step, batch, tuple(rest), seed, zero_grad=zero_grad)
             else:
                 output = engine.train_manually(functools.partial(module.training_step, *args, **kwargs), seed)
         self._stepping.refuse_late_hooks()

@@ -78,7 +78,7 @@ _EVENT_KEYS = ("worker", "kind", "phase", "slot", "layer", "microbatch", "start_
 
 
 @dataclass(frozen=True)
-class Event:
+class TimelineEvent:
     """Something that one worker did; times in seconds from the start of the step."""
 
     worker: int
@@ -171,7 +171,7 @@ def _metadata(what: str, worker: int, track: int, **details: str | int) -> dict[
     return {"name": what, "ph": "M", "pid": worker, "tid": track, "args": details}
 
 
-def _trace_record(event: Event, stage: str, origin_s: float) -> dict[str, Any]:
+def _trace_record(event: TimelineEvent, stage: str, origin_s: float) -> dict[str, Any]:
     """A complete event ("X"), in microseconds from the origin, as the Trace Event Format wants it."""
     return {
         "name": f"{event.kind} {event.layer}".strip(),
@@ -188,7 +188,7 @@ def _trace_record(event: Event, stage: str, origin_s: float) -> dict[str, Any]:
 # -- reading the report ----------------------------------------------------------------------------------------------
 
 
-def read_events(report: Mapping[str, Any]) -> list[Event]:
+def read_events(report: Mapping[str, Any]) -> list[TimelineEvent]:
     """The report's events, checked; ``ValueError`` names the first one that is wrong."""
     workers = int(_value(report, "workers"))
     given = _value(report, "events")
@@ -197,10 +197,10 @@ def read_events(report: Mapping[str, Any]) -> list[Event]:
     return [_read_event(number, event, workers) for number, event in enumerate(given)]
 
 
-def _read_event(number: int, given: Mapping[str, Any], workers: int) -> Event:
+def _read_event(number: int, given: Mapping[str, Any], workers: int) -> TimelineEvent:
     if missing := [key for key in _EVENT_KEYS if key not in given]:
         raise ValueError(f"Event {number} of the report lacks {missing[0]!r}; it needs {', '.join(_EVENT_KEYS)}.")
-    event = Event(**{key: given[key] for key in _EVENT_KEYS})
+    event = TimelineEvent(**{key: given[key] for key in _EVENT_KEYS})
     if event.kind not in _LANES:
         raise ValueError(f"Event {number} of the report is of kind {event.kind!r}; known are {', '.join(_LANES)}.")
     if not 0 <= event.worker < workers:
@@ -237,7 +237,7 @@ def stage_names(report: Mapping[str, Any]) -> dict[int, str]:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _TimelineRows:
     """Where the workers' rows lie: ``pitch`` from one to the next, drawn ``scale`` times as high as usual."""
 
     of: Mapping[int, int]
@@ -253,7 +253,7 @@ class _Rows:
         top, height = _PLACE[lane]
         return self.top(worker) + top + height / 2
 
-    def corners(self, event: Event | _Block, lane: str) -> list[tuple[float, float]]:
+    def corners(self, event: TimelineEvent | _TimelineBlock, lane: str) -> list[tuple[float, float]]:
         """The box from the event's start to its end."""
         top, height = self.top(event.worker) + _PLACE[lane][0], _PLACE[lane][1]
         start, end = event.start_s, event.end_s
@@ -264,7 +264,7 @@ class _Rows:
         return 72 * self.scale * inches
 
 
-def _rows(events: Sequence[Event]) -> _Rows:
+def _rows(events: Sequence[TimelineEvent]) -> _TimelineRows:
     """Rows of the usual height while the picture fits at full resolution; then lower, and in the end too low for text.
 
     Workers that do nothing have no row, and a picture without copies has no lanes for them.
@@ -274,10 +274,10 @@ def _rows(events: Sequence[Event]) -> _Rows:
     pitch = _NAMES + sum(_PLACE[shown[-1]]) + 0.01
     full, largest = MOST_PIXELS / DPI - _FRAME, MOST_INCHES - _FRAME
     height = min(max(min(pitch, full / len(working)), _LOWEST), largest / len(working))
-    return _Rows({worker: row for row, worker in enumerate(working)}, shown, pitch, height / pitch)
+    return _TimelineRows({worker: row for row, worker in enumerate(working)}, shown, pitch, height / pitch)
 
 
-def _set_axes(axes: Axes, rows: _Rows, span_s: tuple[float, float], unit: TimeUnit) -> None:
+def _set_axes(axes: Axes, rows: _TimelineRows, span_s: tuple[float, float], unit: TimeUnit) -> None:
     axes.set_xlim(*span_s if span_s[0] < span_s[1] else (0.0, 1.0))
     axes.set_ylim(len(rows.of) * rows.pitch - _NAMES + 0.03, -_NAMES)
     axes.set_xlabel(f"time in the step ({unit.name})")
@@ -308,7 +308,7 @@ def _title(report: Mapping[str, Any], title: str | None, unit: TimeUnit, rows: i
 
 
 @dataclass(frozen=True)
-class _Block:
+class _TimelineBlock:
     """One microbatch in one direction of one slot, which gets one number and one outline."""
 
     worker: int
@@ -320,13 +320,13 @@ class _Block:
     """Where its number stands: halfway through its computing, never in a pause or in what was recomputed ahead."""
 
 
-def _blocks(events: Sequence[Event]) -> list[_Block]:
-    groups: dict[tuple[int, int, int, bool], list[Event]] = defaultdict(list)
+def _blocks(events: Sequence[TimelineEvent]) -> list[_TimelineBlock]:
+    groups: dict[tuple[int, int, int, bool], list[TimelineEvent]] = defaultdict(list)
     for event in events:
         if event.lane == _COMPUTE:
             groups[event.worker, event.slot, event.microbatch, event.kind == "forward"].append(event)
     return [
-        _Block(
+        _TimelineBlock(
             worker,
             microbatch,
             _LEGEND[members[-1].label],
@@ -337,7 +337,7 @@ def _blocks(events: Sequence[Event]) -> list[_Block]:
     ]
 
 
-def _halfway(events: Sequence[Event]) -> float:
+def _halfway(events: Sequence[TimelineEvent]) -> float:
     left = sum(event.end_s - event.start_s for event in events) / 2
     for event in sorted(events, key=lambda event: event.start_s):
         if left <= event.end_s - event.start_s:
@@ -346,15 +346,15 @@ def _halfway(events: Sequence[Event]) -> float:
     return events[-1].end_s
 
 
-def _extent(events: Sequence[Event]) -> tuple[float, float]:
+def _extent(events: Sequence[TimelineEvent]) -> tuple[float, float]:
     return min(event.start_s for event in events), max(event.end_s for event in events)
 
 
-def _draw_boxes(axes: Axes, events: Sequence[Event], rows: _Rows) -> None:
+def _draw_boxes(axes: Axes, events: Sequence[TimelineEvent], rows: _TimelineRows) -> None:
     """One collection a kind: a step has thousands of events, too many for a patch each."""
     from matplotlib.collections import PolyCollection
 
-    groups: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[TimelineEvent]] = defaultdict(list)
     for event in events:
         groups[event.kind, event.label].append(event)
     for (kind, label), members in groups.items():
@@ -367,7 +367,7 @@ def _draw_boxes(axes: Axes, events: Sequence[Event], rows: _Rows) -> None:
     axes.add_collection(PolyCollection(outlines, facecolors="none", edgecolors="white", linewidths=0.6, zorder=4))
 
 
-def _write_numbers(axes: Axes, events: Sequence[Event], points_per_s: float, rows: _Rows) -> None:
+def _write_numbers(axes: Axes, events: Sequence[TimelineEvent], points_per_s: float, rows: _TimelineRows) -> None:
     """The microbatch's number into each block that is wide enough for it, smaller where room is scarce."""
     from matplotlib.patheffects import withStroke
 
@@ -393,10 +393,10 @@ def _write_numbers(axes: Axes, events: Sequence[Event], points_per_s: float, row
 
 
 def _write_stages(
-    axes: Axes, events: Sequence[Event], names: Mapping[int, str], points_per_s: float, rows: _Rows
+    axes: Axes, events: Sequence[TimelineEvent], names: Mapping[int, str], points_per_s: float, rows: _TimelineRows
 ) -> None:
     """A line above each slot from its first to its last block, and the stage's name where there is room."""
-    slots: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    slots: dict[tuple[int, int], list[TimelineEvent]] = defaultdict(list)
     for event in events:
         if event.lane == _COMPUTE and event.slot in names:
             slots[event.worker, event.slot].append(event)

@@ -193,7 +193,7 @@ class PlantAt(pl.Callback):
         if batch_idx == self.batch:
             self.batch = -1
             if (engine := getattr(trainer.strategy, "_engine", None)) is not None:
-                engine.settle()  # or the batch before, which is on its way back, would come to it first
+                engine.settle()  # or the batch before, whose backward still runs, would come to it first
             PLANTED.plant(*self.planted)
 
 

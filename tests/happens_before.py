@@ -10,7 +10,7 @@ it sees what only a GPU has:
   it must come before what that stream does next. What the host has allocated may be used again by the host.
 * What is new may be old: who touches memory of another stream first must come after what that stream did before.
 
-    compute: allocate ── write ── record() ─► event ─► wait(event) ── copy stream: read ── [1]   and on the way back
+    compute: allocate ── write ── record() ─► event ─► wait(event) ── copy stream: read ── [1]   and in backward
     last reference dropped ── compute has waited for the read, or the host has ── [2]   else: a fault
 
 Copies of weights and gradients go in chunks of some kilobytes, so that tensors of small models have several, too. Host

@@ -146,9 +146,9 @@ class WatchGradients(pl.Callback):
 def overheard(result: Result, module: pl.LightningModule) -> Iterator[None]:
     """Copies what the optimizer takes, on its thread if it has one, without anybody who waits for it."""
     from lightning_roundpipe.precision import RoundPipePrecision
-    from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+    from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 
-    real, real_after = Updates._gather, RoundPipePrecision._after_closure
+    real, real_after = AsyncOptimizer._gather, RoundPipePrecision._after_closure
 
     def gather(self: Any, bucket: Any, step: Any) -> Any:
         taken = real(self, bucket, step)
@@ -164,11 +164,11 @@ def overheard(result: Result, module: pl.LightningModule) -> Iterator[None]:
             result.grads.append(gradients(module))
         real_after(self, *args)
 
-    Updates._gather, RoundPipePrecision._after_closure = gather, after_closure  # type: ignore[method-assign]
+    AsyncOptimizer._gather, RoundPipePrecision._after_closure = gather, after_closure  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Updates._gather, RoundPipePrecision._after_closure = real, real_after  # type: ignore[method-assign]
+        AsyncOptimizer._gather, RoundPipePrecision._after_closure = real, real_after  # type: ignore[method-assign]
 
 
 def ours(**options: Any) -> Any:

@@ -48,9 +48,9 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[Recomputed]:
     made: list[Recomputed] = []
     real = LayerExecutor.recompute_ahead
 
-    def recompute(executor: LayerExecutor, slot: Any, entry: RecordedCall, *args: Any) -> None:
-        real(executor, slot, entry, *args)
-        made.append((slot.version, entry.layer.name, entry.microbatch))
+    def recompute(executor: LayerExecutor, slot: Any, recorded: RecordedCall, *args: Any) -> None:
+        real(executor, slot, recorded, *args)
+        made.append((slot.version, recorded.layer.name, recorded.microbatch))
 
     monkeypatch.setattr(LayerExecutor, "recompute_ahead", recompute)
     return made

@@ -1,7 +1,7 @@
 """Gradients of parameters that code between the layers uses in ways that torch functions do not show.
 
 Each way is trained plainly and with the strategy, with one microbatch and several, on one device and two. ``between``
-stands in front of the layers, where its gradient comes on the way back, and behind them, where it comes from the loss.
+stands in front of the layers, where its gradient comes in backward, and behind them, where it comes from the loss.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from lightning_roundpipe.commands import plan
 from lightning_roundpipe.commands.machines import choose_machine, read_machine
 from lightning_roundpipe.commands.options import parse
 from lightning_roundpipe.commands.plan_model import look_at, shape_of
-from lightning_roundpipe.commands.plan_shape import Shape, Wish
+from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.planning.schedule import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -291,7 +291,7 @@ def test_a_host_with_less_memory_has_smaller_rounds(command: Any, given: tuple[s
 # -- never slower than under the paper's plan --------------------------------------------------------------------------
 
 
-def rates(shape: Shape, wish: Wish) -> tuple[float, float]:
+def rates(shape: ModelShape, wish: Wish) -> tuple[float, float]:
     """Tokens a second that are printed: under our plan, and under the paper's; 0: it does not fit."""
     ours, papers = (look_at(shape, replace(wish, search=search), longest=False) for search in (True, False))
     assert ours.fits == papers.fits

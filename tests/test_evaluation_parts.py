@@ -122,13 +122,13 @@ def batches(sizes: tuple[int, ...] = SIZES, seed: int = 3) -> list[Tensor]:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
-    """Of each call in parts: whether it went astray, and on which workers it ran."""
+    """Of each call in parts: whether it is unsplittable, and on which workers it ran."""
     found: Ran = []
     real = EvaluationStep.run_parts
 
     def run_parts(self: EvaluationStep, *args: Any) -> None:
         real(self, *args)
-        found.append((self.astray, {slot.worker for slot in self.slots}))
+        found.append((self.unsplittable, {slot.worker for slot in self.slots}))
 
     monkeypatch.setattr(EvaluationStep, "run_parts", run_parts)
     yield found
@@ -159,7 +159,7 @@ def test_the_loops(inference_mode: bool, ran: Ran) -> None:
             found.append([*values, trainer.test(used, loaders, verbose=False), trainer.predict(used, loaders)])
     assert_tensors_same(*found)
     assert len(ran) > 4 * 5
-    assert all(not astray and workers == {0, 1} for astray, workers in ran)
+    assert all(not unsplittable and workers == {0, 1} for unsplittable, workers in ran)
 
 
 def test_one_microbatch_or_worker_is_not_cut(ran: Ran) -> None:
@@ -195,13 +195,13 @@ def test_code_between_layers_writes_in_place(inference_mode: bool, ran: Ran) -> 
         for strategy, devices in (("auto", 1), (cut(), 3))
     )
     assert_tensors_same(expected, found)
-    assert [astray for astray, _ in ran] == [False, False]
+    assert [unsplittable for unsplittable, _ in ran] == [False, False]
 
 
 def test_another_order_is_made_whole(ran: Ran) -> None:
     module, data = made("turns"), [torch.randn(8, 6).abs(), torch.rand(8, 6), torch.rand(8, 6), -torch.rand(8, 6)]
     assert_tensors_same(predicted(module, "auto", 1, data), predicted(module, cut(), data=data))
-    assert [astray for astray, _ in ran] == [False, False, True]
+    assert [unsplittable for unsplittable, _ in ran] == [False, False, True]
 
 
 def test_an_error_in_a_part_is_the_models_own(ran: Ran) -> None:
@@ -213,7 +213,7 @@ def test_an_error_in_a_part_is_the_models_own(ran: Ran) -> None:
     with quiet(), pytest.raises(KeyError, match="nan") as caught:
         trainer.predict(broken, loader(data))
     assert any("evaluation" in note for note in caught.value.__notes__)
-    assert [astray for astray, _ in ran] == [False, False, True]
+    assert [unsplittable for unsplittable, _ in ran] == [False, False, True]
     with quiet():
         found = trainer.predict(broken, loader(data[:3]))
     assert len(found) == 3
@@ -267,7 +267,7 @@ def test_a_branch_that_only_rare_batches_take(how: str, ran: Ran) -> None:
     module, data = _Rare(how), batches((8,) * 6)
     data[3][1, 2] = 100.0  # the third call in parts
     assert_tensors_same(predicted(module, "auto", 1, data), predicted(module, cut(), data=data))
-    assert [astray for astray, _ in ran] == [False, False, True, False, False]
+    assert [unsplittable for unsplittable, _ in ran] == [False, False, True, False, False]
 
 
 def test_parts_are_compared_again_and_said_once(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:

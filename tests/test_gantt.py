@@ -16,7 +16,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from lightning_roundpipe import gantt
-from lightning_roundpipe.gantt import Block, Chart, Idle, draw_charts, write_charts_trace
+from lightning_roundpipe.gantt import Block, Chart, IdleBlock, draw_charts, write_charts_trace
 from lightning_roundpipe.pictures import MOST_PIXELS
 
 
@@ -174,7 +174,7 @@ def test_trace(tmp_path: Path) -> None:
 
 
 def test_why_workers_wait(tmp_path: Path, figures: list[Figure]) -> None:
-    waits = [Idle(0, "waits for weights", 2, 4), Idle(0, "waits for the optimizer", 4, 5)]
+    waits = [IdleBlock(0, "waits for weights", 2, 4), IdleBlock(0, "waits for the optimizer", 4, 5)]
     file = tmp_path / "trace.json"
     draw_charts([replace(chart(), waits=waits)], tmp_path / "picture.png")
     written = set(texts(figures[0]))

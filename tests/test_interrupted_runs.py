@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_roundpipe import train
 from lightning_roundpipe.callbacks import Checkpoints
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.tasks import CausalLM
 
 QUICK = ["experiment=random_tokens", "prompt=null", "strategy.num_microbatches=2"]
@@ -197,10 +197,10 @@ def test_a_torn_step_is_not_saved(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The optimizer fails after some layers: the last good checkpoint stays, and the strategy writes no other."""
-    apply, calls = Updates._apply, [0]
+    apply, calls = AsyncOptimizer._apply, [0]
     refused = []
 
-    def torn(self: Updates, step: Any, gathered: Any) -> None:
+    def torn(self: AsyncOptimizer, step: Any, gathered: Any) -> None:
         calls[0] += 1
         if step.number == 4 and calls[0] > 1:
             raise RuntimeError("out of something")
@@ -213,7 +213,7 @@ def test_a_torn_step_is_not_saved(
                 trainer.save_checkpoint("mine.ckpt")
             refused.append(trainer.strategy.whole)
 
-    monkeypatch.setattr(Updates, "_apply", torn)
+    monkeypatch.setattr(AsyncOptimizer, "_apply", torn)
     monkeypatch.setattr("lightning_roundpipe.runtime.optimizer.async_optimizer.PIECE", 1)  # a layer at a time
     monkeypatch.setattr("lightning_roundpipe.callbacks.plan_table.PlanTable.on_exception", Saves.on_exception)
     with pytest.raises(SystemExit):

@@ -85,7 +85,7 @@ def imported_units(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str
 
 
 def breaches(unit: str, tree: ast.AST, package: list[str]) -> list[str]:
-    """What is wrong with the imports of ``tree``, a module that belongs to ``bucket``."""
+    """What is wrong with the imports of ``tree``, a module that belongs to ``unit``."""
     found = []
     for line, target in imported_units(tree, package):
         upwards = layer_of(target) > layer_of(unit)

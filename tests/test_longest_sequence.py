@@ -13,7 +13,7 @@ from harness import loader, ours, quiet, trainer_of
 from peft import LoraConfig
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, Shape, find_longest
+from lightning_roundpipe.commands.plan_model import MEMORY_SHARE, ModelShape, find_longest
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.model.loading import from_config
 from lightning_roundpipe.planning import Costs, Plan
@@ -32,11 +32,11 @@ def settings(kind: str) -> dict[str, Any]:
     return TINY | {"model_type": kind} | ({"head_dim": 16} if kind == "qwen3" else {})
 
 
-def shape_of(kind: str, lora: bool, folder: Path) -> Shape:
+def shape_of(kind: str, lora: bool, folder: Path) -> ModelShape:
     config, adapters = folder / "config.json", folder / "lora.yaml"
     config.write_text(json.dumps(settings(kind)))
     adapters.write_text("r: 4\ntarget_modules: all-linear\ntask_type: CAUSAL_LM\n")
-    return Shape(str(config), str(adapters) if lora else "none", "32-true", read_machine("cpu"))
+    return ModelShape(str(config), str(adapters) if lora else "none", "32-true", read_machine("cpu"))
 
 
 def train(kind: str, lora: bool, length: int, workers: int, **options: Any) -> dict[str, Any]:

@@ -315,14 +315,14 @@ def test_resuming_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_the_next_layer_is_uploaded_while_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second batch on. On one worker, whose thread enqueues everything, the order is the same each time."""
     steps: list[list[tuple[str, str]]] = []
-    real = ManualStep.let_go
+    real = ManualStep.release
 
-    def let_go(self: Any) -> None:
+    def release(self: Any) -> None:
         items = [(kind, where) for kind, *_, where in self.spec.recorder._items if where.phase == "forward"]
         steps.append([(kind, where.layer) for kind, where in items])
         real(self)
 
-    monkeypatch.setattr(ManualStep, "let_go", let_go)
+    monkeypatch.setattr(ManualStep, "release", release)
     run(ours(), Manual(_shared_trunk), samples(2))
     (first, second), count = steps, len(steps[0]) // 2
     names = [layer for kind, layer in first if kind == "forward"]

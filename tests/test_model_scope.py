@@ -176,7 +176,7 @@ def test_with_what_trainers_do(options: dict[str, Any]) -> None:
     assert_same(run("auto", module, batches(), **plain), trained(module, **options))
 
 
-def test_the_way_back_goes_on_behind_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_goes_on_behind_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one step late, a step computes with the weights before the last update, as with one microbatch."""
     module = made(TwoTowers)
     overlapped = []

@@ -26,7 +26,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer
 from lightning_roundpipe.optim import PartialOptimizer
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer import async_optimizer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 
 LAYERS = ["Linear", "ResidualBlock"]
 BATCHES = zoo.make_batches("mlp", 6)
@@ -255,14 +255,14 @@ def test_adamw_is_laid_out_once_a_step_and_then_stepped_by_its_kernel(
     happened: list[Any] = []
     lay_out, by_torch = PartialOptimizer._lay_out, PartialOptimizer._run
 
-    def laid_out(shadow: PartialOptimizer, *args: Any) -> Any:
-        rows = lay_out(shadow, *args)
+    def laid_out(partial: PartialOptimizer, *args: Any) -> Any:
+        rows = lay_out(partial, *args)
         happened.append(len(rows))
         return rows
 
-    def stepped(shadow: PartialOptimizer, *args: Any) -> None:
+    def stepped(partial: PartialOptimizer, *args: Any) -> None:
         happened.append("torch")
-        by_torch(shadow, *args)
+        by_torch(partial, *args)
 
     monkeypatch.setattr(PartialOptimizer, "_lay_out", laid_out)
     monkeypatch.setattr(PartialOptimizer, "_run", stepped)
@@ -315,17 +315,17 @@ class late_updates:
         self.seconds = seconds
 
     def __enter__(self) -> None:
-        self.real, self.piece = Updates._apply, async_optimizer.PIECE
+        self.real, self.piece = AsyncOptimizer._apply, async_optimizer.PIECE
         async_optimizer.PIECE = 0
 
-        def apply(updates: Updates, *args: Any) -> None:
+        def apply(updates: AsyncOptimizer, *args: Any) -> None:
             time.sleep(self.seconds)
             self.real(updates, *args)
 
-        Updates._apply = apply  # type: ignore[method-assign]
+        AsyncOptimizer._apply = apply  # type: ignore[method-assign]
 
     def __exit__(self, *_: Any) -> None:
-        Updates._apply = self.real  # type: ignore[method-assign]
+        AsyncOptimizer._apply = self.real  # type: ignore[method-assign]
         async_optimizer.PIECE = self.piece
 
 
@@ -420,14 +420,14 @@ def test_what_is_trained_may_change(looks_away: bool, monkeypatch: pytest.Monkey
 
 def test_an_update_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is raised, with what it means, and leaves no thread."""
-    real, calls = Updates._apply, itertools.count()
+    real, calls = AsyncOptimizer._apply, itertools.count()
 
-    def apply(updates: Updates, *args: Any) -> None:
+    def apply(updates: AsyncOptimizer, *args: Any) -> None:
         if next(calls) == 12:
             raise ZeroDivisionError("planted")
         real(updates, *args)
 
-    monkeypatch.setattr(Updates, "_apply", apply)
+    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
     monkeypatch.setattr(async_optimizer, "PIECE", 0)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
         run(ours(num_microbatches=2, layers=LAYERS), Trained(OPTIMIZERS["adamw"]), many(6), devices=2)
@@ -437,22 +437,22 @@ def test_an_update_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_update_that_fails_just_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the step is made, after the last look at errors: nobody would publish what the step waits for."""
-    real_begin, real_apply, failing = Updates.begin, Updates._apply, threading.Event()
+    real_begin, real_apply, failing = AsyncOptimizer.begin, AsyncOptimizer._apply, threading.Event()
 
-    def apply(updates: Updates, step: Any, *args: Any) -> None:
+    def apply(updates: AsyncOptimizer, step: Any, *args: Any) -> None:
         if step.number == 3:
             failing.wait(60)
             raise ZeroDivisionError("planted")
         real_apply(updates, step, *args)
 
-    def begin(updates: Updates, **given: Any) -> None:
+    def begin(updates: AsyncOptimizer, **given: Any) -> None:
         real_begin(updates, **given)
         if updates.submitted == 3:
             failing.set()
             patience.until(lambda: updates._error is not None)
 
-    monkeypatch.setattr(Updates, "_apply", apply)
-    monkeypatch.setattr(Updates, "begin", begin)
+    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
+    monkeypatch.setattr(AsyncOptimizer, "begin", begin)
     strategy = ours(num_microbatches=2, layers=LAYERS, watchdog_timeout=20)
     with pytest.raises(ZeroDivisionError, match="planted"):
         run(strategy, Trained(OPTIMIZERS["adamw"]), many(6), devices=2)

@@ -27,7 +27,7 @@ from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer import async_optimizer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 
 PLAN = harness.per_call(4, 2)
 BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(5)]
@@ -86,7 +86,7 @@ def which(batch: Tensor, batch_idx: int) -> Tensor:
 
 
 class Gated(pl.LightningModule):
-    """Four layers, the first of which is held up on its way back."""
+    """Four layers, the first of which is held up in backward."""
 
     def __init__(self, gate: Gate, opens: Callable[[Gated, int], None] = lambda module, batch: None) -> None:
         super().__init__()
@@ -136,16 +136,16 @@ def test_training_step_returns_before_its_backward_is_over() -> None:
 
 def test_layers_are_stepped_while_earlier_ones_still_run_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, stepped = Gate(2), []
-    real = Updates._apply
+    real = AsyncOptimizer._apply
 
-    def apply(updates: Updates, step: Any, gathered: dict[ParamBucket, Any]) -> None:
+    def apply(updates: AsyncOptimizer, step: Any, gathered: dict[ParamBucket, Any]) -> None:
         real(updates, step, gathered)
         if step.number == 3 and not gate.opened.is_set():
             stepped.extend(bucket.index for bucket in gathered)
             if {2, 3, 4} <= set(stepped):  # in any order: an optimizer that is late finds several at once
                 gate.opened.set()
 
-    monkeypatch.setattr(Updates, "_apply", apply)
+    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
     monkeypatch.setattr(async_optimizer, "PIECE", 0)
     fit(Gated(gate))
     assert not gate.in_vain, stepped
@@ -208,7 +208,7 @@ def test_a_step_beside_another_counts_from_the_end_of_that_one() -> None:
 
 
 class Reading(Gated):
-    """Code between layers reads a weight, on its way back too; and a hook there asks for the lock."""
+    """Code between layers reads a weight, in backward too; and a hook there asks for the lock."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate)
@@ -249,14 +249,14 @@ def _forgetting(real: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("fetching", [False, True])
-def test_what_fails_on_the_way_back_is_raised_at_the_next_step(
+def test_what_fails_in_backward_is_raised_at_the_next_step(
     staleness: int, fetching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the optimizer waits for the next layer to come, or for its gradients that are coming down then."""
     begun: list[int] = []
-    stepped, real = threading.Event(), Updates._apply
+    stepped, real = threading.Event(), AsyncOptimizer._apply
 
-    def apply(updates: Updates, step: Any, gathered: dict[ParamBucket, Any]) -> None:
+    def apply(updates: AsyncOptimizer, step: Any, gathered: dict[ParamBucket, Any]) -> None:
         real(updates, step, gathered)
         if step.number == 3 and not fetching:
             stepped.set()
@@ -267,16 +267,16 @@ def test_what_fails_on_the_way_back_is_raised_at_the_next_step(
                 assert stepped.wait(PATIENCE_S), "no layer behind it is stepped"
                 raise ZeroDivisionError("planted")
 
-    def gather(updates: Updates, bucket: ParamBucket, step: Any) -> Any:
+    def gather(updates: AsyncOptimizer, bucket: ParamBucket, step: Any) -> Any:
         if fetching and updates._applying and step.number == 3:
             stepped.set()
-            until(lambda: any(cancel_scope.failed for cancel_scope in updates._controls))
+            until(lambda: any(cancel_scope.failed for cancel_scope in updates._cancel_scopes))
             raise StreamAborted("a device was aborted because another thread failed.")
         return real_gather(updates, bucket, step)
 
-    real_gather = Updates._gather
-    monkeypatch.setattr(Updates, "_gather", gather)
-    monkeypatch.setattr(Updates, "_apply", apply)
+    real_gather = AsyncOptimizer._gather
+    monkeypatch.setattr(AsyncOptimizer, "_gather", gather)
+    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
     monkeypatch.setattr(async_optimizer, "PIECE", 0)
     with pytest.raises(ZeroDivisionError, match="planted") as error:
         fit(Gated(Failing(2), lambda module, batch: begun.append(batch)), staleness=staleness)
@@ -342,7 +342,7 @@ class Watched:
         self.broken: list[str] = []
         self.seen = 0
         self._lock = threading.Lock()
-        upload, apply = Worker.upload, Updates._apply
+        upload, apply = Worker.upload, AsyncOptimizer._apply
 
         def uploading(worker: Worker, slot: Any, layer: HostLayer, *args: Any) -> None:
             masters = layer.bucket.version
@@ -356,7 +356,7 @@ class Watched:
             if not torch.equal(before, self.content(layer)):
                 self.note(f"[1] layer {layer.index} changed while it was uploaded")
 
-        def applying(updates: Updates, step: Any, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
+        def applying(updates: AsyncOptimizer, step: Any, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
             held = {(bucket, key): gradient for bucket, mine in gathered.items() for key, gradient in mine.items()}
             before = {key: gradient.clone() for key, gradient in held.items()}
             time.sleep(0.002)
@@ -371,7 +371,7 @@ class Watched:
             apply(updates, step, gathered)
 
         patch.setattr(Worker, "upload", uploading)
-        patch.setattr(Updates, "_apply", applying)
+        patch.setattr(AsyncOptimizer, "_apply", applying)
 
     @staticmethod
     def content(layer: HostLayer) -> Tensor:
@@ -414,7 +414,7 @@ def test_layers_that_draw_do_not_go_on_alone(draws: bool) -> None:
         roundpipe_looks_away = True
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            on_its_way.append(trainer.strategy._engine._on_its_way is not None)
+            on_its_way.append(trainer.strategy._engine._step_in_flight is not None)
             torch.rand(3)
 
     module = Gated(Gate(-1))

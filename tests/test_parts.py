@@ -22,14 +22,14 @@ from without import take_out
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event, make_devices
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
-from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.slots import Slot
 from lightning_roundpipe.runtime.core.worker import Worker, _merged
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer, _left, host_layers, units_of
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer, _left, host_layers, make_buckets
 from lightning_roundpipe.runtime.optimizer import async_optimizer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 
@@ -186,10 +186,10 @@ class Submitted:
         module = nn.ParameterList([nn.Parameter(torch.zeros(16, 16))])
         [self.layer] = host_layers({"layer": module}, self.device, Formats(), apart=False, mapped=())
         [self.master] = self.layer.masters
-        self.buckets = units_of([self.layer], [self.master])
+        self.buckets = make_buckets([self.layer], [self.master])
         if cast:
             self.layer.round({0: torch.bfloat16})
-        self.updates = Updates(self.buckets)
+        self.updates = AsyncOptimizer(self.buckets)
         self._buffers = HostGradBuffers(self.layer, self.device)
         self._optimizer = torch.optim.AdamW([self.master], lr=1.0)
         self._submit([])

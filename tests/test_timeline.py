@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from lightning_roundpipe.pictures import MOST_PIXELS
 from lightning_roundpipe.planning import Plan
-from lightning_roundpipe.timeline import Event, draw_timeline, read_events, stage_names, write_trace
+from lightning_roundpipe.timeline import TimelineEvent, draw_timeline, read_events, stage_names, write_trace
 
 PLAN = "forward 0-9 10-19; fused 20-29; backward 16-19 12-15 8-11 4-7 0-3; round 4"
 FORWARD_S, BACKWARD_S = 0.010, 0.020
@@ -276,7 +276,7 @@ def test_events_of_a_call_are_read_with_what_they_are_called() -> None:
     assert labels["forward", "forward"] == "forward"
     assert labels["forward", "fused"] == "fused forward"
     assert labels["upload_gradients", "backward"] == "gradient copy"
-    assert Event(0, "forward", "profile", 0, "a", 0, 0.0, 1.0).label == "forward"
+    assert TimelineEvent(0, "forward", "profile", 0, "a", 0, 0.0, 1.0).label == "forward"
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def _(net: Any, h: Tensor) -> Tensor:
     return in_turn(net, h) * net.blocks[0].flag
 
 
-class Loose(Block):
+class Unregistered(Block):
     """Holds a tensor that is neither a parameter nor a buffer."""
 
     def __init__(self) -> None:
@@ -111,11 +111,11 @@ def fills(self: Any, x: Tensor) -> Tensor:
     return Block.forward(self, x) + self.table
 
 
-trap("a layer fills a tensor that is not a buffer", block=Loose, forward=fills)(in_turn)
+trap("a layer fills a tensor that is not a buffer", block=Unregistered, forward=fills)(in_turn)
 trap(
     "a layer averages in a tensor that is not a buffer",
     "writes in place to its attribute 'table'.*register_buffer",
-    block=Loose,
+    block=Unregistered,
     forward=averages,
 )(in_turn)
 

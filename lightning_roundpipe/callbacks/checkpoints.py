@@ -133,7 +133,7 @@ class Checkpoints(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._remember(trainer)
+        self._snapshot_loops(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._stop_if_asked(trainer)
 
@@ -168,7 +168,7 @@ class Checkpoints(ModelCheckpoint):
                 self._save(trainer)
             raise Interrupted(self.interrupted_by)
 
-    def _remember(self, trainer: Trainer) -> None:
+    def _snapshot_loops(self, trainer: Trainer) -> None:
         self._loops = copy.deepcopy(trainer.fit_loop.state_dict())
         self._batch, self._step = _batches(trainer), trainer.global_step
 
@@ -182,7 +182,7 @@ class Checkpoints(ModelCheckpoint):
         whole: bool | None = getattr(trainer.strategy, "whole", None)
         total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
         if whole is not False and _batches(trainer) == self._batch + 1:  # it was another callback that failed behind it
-            self._remember(trainer)
+            self._snapshot_loops(trainer)
         elif _batches(trainer) != self._batch or trainer.global_step != self._step:
             return False
         running = total.ready > total.processed

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_roundpipe.callbacks.host_memory import forget_peak, peak_bytes
+from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
 
 
 class Measurements(Callback):

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.plan_costs import Answer, Question, answer, run_answer
-from lightning_roundpipe.gantt import Block, Chart, Idle, draw_charts, write_charts_trace
+from lightning_roundpipe.gantt import Block, Chart, IdleBlock, draw_charts, write_charts_trace
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.pipeline import COMPUTE, Event, Run, run_steps
+from lightning_roundpipe.planning.pipeline import COMPUTE, SimulatedEvent, SimulatedRun, run_steps
 from lightning_roundpipe.planning.search import paper_plan
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ def _title(name: str, how: str) -> str:
     return f"{' '.join(name.split())[:_LONGEST_NAME]}, {how}"
 
 
-def _chart(run: Run, costs: Costs, microbatches: int, steps: int, title: str, step_s: float, facts: str = "") -> Chart:
+def _chart(
+    run: SimulatedRun, costs: Costs, microbatches: int, steps: int, title: str, step_s: float, facts: str = ""
+) -> Chart:
     """The first ``steps`` of the run. ``step_s``: how long a step takes, or each of many where several are drawn."""
     blocks = [
         Block(
@@ -88,7 +90,7 @@ def _chart(run: Run, costs: Costs, microbatches: int, steps: int, title: str, st
     of = "a step" if steps == 1 else f"each of many steps, of which {steps} are shown"
     span_ms = 1e3 * max(run.ends_s[:steps])
     waits = [
-        Idle(wait.worker, why, 1e3 * start_s, 1e3 * end_s)
+        IdleBlock(wait.worker, why, 1e3 * start_s, 1e3 * end_s)
         for wait in run.waits
         for why, start_s, end_s in (
             ("waits for the optimizer", wait.input_s, wait.update_s),
@@ -99,7 +101,7 @@ def _chart(run: Run, costs: Costs, microbatches: int, steps: int, title: str, st
     return Chart(title, 1e3 * step_s, f" {of}{facts}; {cut}", "plans", run.workers, span_ms, blocks, waits)
 
 
-def _parts(event: Event, run: Run, costs: Costs) -> tuple[tuple[str, float], ...]:
+def _parts(event: SimulatedEvent, run: SimulatedRun, costs: Costs) -> tuple[tuple[str, float], ...]:
     if event.kind != "fused":
         return ((str(event.kind), 1e3 * (event.end_s - event.start_s)),)
     head = costs.calls[-1]

@@ -16,10 +16,10 @@ from lightning_roundpipe.planning.cost_files import SIZES, costs_of, read_cost_f
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import device_bytes, smallest_within
-from lightning_roundpipe.planning.pipeline import Rules, Run, Staleness, run_steps
+from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, Staleness, run_steps
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, paper_plan, search_partition
-from lightning_roundpipe.planning.simulate import HostTime
+from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.timing import PERIOD_STEPS, Timing
 
 _FROM_FILE = {"workers": None, "microbatches": None, "staleness": 0, "min_round": None, "max_fused": None}
@@ -183,7 +183,7 @@ def _timing(question: Question) -> Timing:
     return Timing(pace, question.workers, question.microbatches, question.staleness, 0, 0)
 
 
-def run_answer(question: Question, plan: Plan, steps: int) -> Run:
+def run_answer(question: Question, plan: Plan, steps: int) -> SimulatedRun:
     """Steps by the rules that the question implies."""
     rules = Rules(question.staleness, host=HostTime(hop_s=question.hop_s))
     return run_steps(plan, question.costs, question.workers, question.microbatches, rules, steps)

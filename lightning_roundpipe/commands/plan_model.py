@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from lightning_roundpipe.commands.machines import choose_machine
-from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, Shape, Wish
+from lightning_roundpipe.commands.plan_shape import USUAL_LENGTH, ModelShape, Wish
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
@@ -22,7 +22,7 @@ from lightning_roundpipe.planning.memory import (
     smallest_within,
     stage_rows,
 )
-from lightning_roundpipe.planning.pipeline import Rules, Run, run_steps
+from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, run_steps
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import paper_plan, search_partition
@@ -72,7 +72,7 @@ class Outlook:
     limits: Limits
     rules: Rules
     plan: Plan
-    run: Run | None
+    run: SimulatedRun | None
     longest: Longest | None
     refined: Refined
     assumed: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ class Outlook:
         assert self.run is not None
         return self.period_of(self.run)
 
-    def period_of(self, run: Run) -> float:
+    def period_of(self, run: SimulatedRun) -> float:
         """Seconds of each of many steps, under this plan or another one."""
         return run.period_s(_STEPS)
 
@@ -159,10 +159,10 @@ def look(wish: Wish) -> Outlook:
     return look_at(shape_of(wish, machine.hardware), wish, machine.assumed)
 
 
-def shape_of(wish: Wish, machine: Hardware) -> Shape:
+def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
     """The model that the wish is about."""
     memory = memory_of(wish, machine)
-    return Shape(
+    return ModelShape(
         wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
         wish.reduce_dtype,
     )  # fmt: skip
@@ -173,7 +173,7 @@ def memory_of(wish: Wish, machine: Hardware) -> int | None:
     return wish.memory or (None if machine.memory is None else int(MEMORY_SHARE * machine.memory))
 
 
-def look_at(shape: Shape, wish: Wish, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
+def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, longest: bool = True) -> Outlook:
     """`look`, where the model has been built. ``longest``: also for the longest sequence, which takes some seconds."""
     machine = shape.hardware
     memory = memory_of(wish, machine)
@@ -200,7 +200,7 @@ def look_at(shape: Shape, wish: Wish, assumed: tuple[str, ...] = (), *, longest:
 class _Try:
     """Microbatches of one size."""
 
-    shape: Shape
+    shape: ModelShape
     wish: Wish
     workers: int
     microbatches: int
@@ -239,7 +239,7 @@ class _Try:
         fits_device = limit is None or device_bytes(plan, self.costs, self.workers) <= limit
         return fits_device and host <= self.shape.hardware.host_memory
 
-    def run(self, plan: Plan) -> Run:
+    def run(self, plan: Plan) -> SimulatedRun:
         """The steps that tokens a second are counted in."""
         return run_steps(plan, self.costs, self.workers, self.microbatches, self.rules, 2 * _STEPS)
 
@@ -301,7 +301,7 @@ def _fastest(tries: list[_Try]) -> tuple[_Try, Plan]:
     return best, plan
 
 
-def _host_round(costs: Costs, shape: Shape, microbatches: int) -> int:
+def _host_round(costs: Costs, shape: ModelShape, microbatches: int) -> int:
     """How many microbatches a round the host has memory for boundary tensors of; 0: it has too little for the rest."""
     others = total(host_items(Plan.per_call(len(costs), 1), costs, shape.parameters))
     each = sum(call.boundary_bytes for call in costs.calls[:-1] if call.needs_backward)
@@ -310,7 +310,7 @@ def _host_round(costs: Costs, shape: Shape, microbatches: int) -> int:
 
 
 def find_longest(
-    shape: Shape, workers: int, microbatches: int, memory: int | None, min_round: int | None = None
+    shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None = None
 ) -> Longest:
     """For microbatches of one sequence each, cut at every layer, in rounds as small as they have to be."""
 
@@ -334,7 +334,7 @@ def find_longest(
 
 
 def _why_not(
-    costs: Costs, shape: Shape, workers: int, microbatches: int, memory: int | None, min_round: int | None
+    costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
 ) -> str | None:
     """What is too large, in words; None: it fits."""
     lowest = min_round or workers

@@ -20,8 +20,8 @@ from lightning_roundpipe.planning.memory import ARENAS, Parameters
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
-from lightning_roundpipe.planning.simulate import HostTime
-from lightning_roundpipe.planning.updates import Updates
+from lightning_roundpipe.planning.simulation import HostTime
+from lightning_roundpipe.planning.updates import UpdateModel
 
 USUAL_LENGTH = 2048
 """Tokens, or as many as a model has positions for."""
@@ -61,7 +61,7 @@ class Wish:
     reduce_dtype: str | None = None
 
 
-class Shape:
+class ModelShape:
     """A model without data, on a machine.
 
     Args:
@@ -116,7 +116,7 @@ class Shape:
         if self._reduced_bytes is not None:  # read where they have landed, and written as the sum
             traffic += self._reduced_bytes + GRADIENT_BYTES
         rate = machine.host_memory_bandwidth * machine.memory_efficiency * 4 / traffic  # bytes of fp32 gradients
-        updates = Updates(rate, piece_bytes=PART_BYTES)
+        updates = UpdateModel(rate, piece_bytes=PART_BYTES)
         return Rules(staleness=staleness, host=HostTime(hop_s=machine.hop_s), links=machine.links(), updates=updates)
 
 

@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any
 
 from lightning_roundpipe.commands.plan_model import Outlook, find_longest, look_at, memory_of, shape_of
-from lightning_roundpipe.commands.plan_shape import Shape, Wish
+from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
 from lightning_roundpipe.planning.profile import Precision
 
 SECONDS = 15.0
@@ -74,7 +74,7 @@ def find_remedies(outlook: Outlook, seconds: float = SECONDS) -> Remedies:
 class _Tries:
     def __init__(self, outlook: Outlook, deadline: float) -> None:
         self._outlook, self._wish, self._deadline = outlook, outlook.wish, deadline
-        self._shapes: dict[tuple[str, str, int], Shape] = {}
+        self._shapes: dict[tuple[str, str, int], ModelShape] = {}
         self._found: list[Remedy] = []
         self._hopeless: list[str] = []
         self._untried: list[str] = []
@@ -170,7 +170,7 @@ class _Tries:
             return None
         return {"sequence_length": longest.tokens, "microbatch_size": 1}
 
-    def _shape(self, wish: Wish) -> Shape:
+    def _shape(self, wish: Wish) -> ModelShape:
         key = wish.lora, wish.precision, wish.staleness
         if key not in self._shapes:
             self._shapes[key] = shape_of(wish, self._outlook.hardware)

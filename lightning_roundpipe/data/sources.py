@@ -145,7 +145,7 @@ def _value(text: str) -> Any:
 
 def _list(path: Path) -> Iterator[tuple[int, Any]]:
     """The items of a JSON list, read in pieces."""
-    text = _Pieces(path)
+    text = _JsonText(path)
     number = 0
     try:
         text.skip("[")
@@ -161,7 +161,7 @@ def _list(path: Path) -> Iterator[tuple[int, Any]]:
         yield max(number, 1), wrong
 
 
-class _Pieces:
+class _JsonText:
     """JSON text of a file, of which as much is in memory as one value needs."""
 
     def __init__(self, path: Path) -> None:

@@ -103,7 +103,7 @@ def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folde
         )
     root = path if path.is_dir() else path.parent
     left = [str(file.relative_to(root)) for file in others]
-    sources = [_Source(file, str(file.relative_to(root)) if file != root else file.name) for file in found]
+    sources = [_SourceFile(file, str(file.relative_to(root)) if file != root else file.name) for file in found]
     store = folder / _key(sources, [str(path.absolute()), *left], fields, encoder)
     if not (store / "facts.json").is_file():
         _check(setting, sources, fields)
@@ -119,7 +119,7 @@ def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folde
 
 
 @dataclass(frozen=True)
-class _Source:
+class _SourceFile:
     """A file or a folder of ``datasets``, its name for people, and what its records are counted in."""
 
     path: Path
@@ -130,7 +130,7 @@ class _Source:
         return unit_of(self.path)
 
 
-def _key(sources: Sequence[_Source], names: Sequence[str], fields: Fields, encoder: Encoder) -> str:
+def _key(sources: Sequence[_SourceFile], names: Sequence[str], fields: Fields, encoder: Encoder) -> str:
     """Another one for everything that a store depends on."""
     files = [file.absolute() for source in sources for file in files_of(source.path)]
     stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
@@ -154,7 +154,7 @@ class _Complaints:
         self._first: dict[str, str] = {}
         self._count: Counter[str] = Counter()
 
-    def add(self, source: _Source, number: int, reason: str) -> None:
+    def add(self, source: _SourceFile, number: int, reason: str) -> None:
         if reason not in self._first and len(self._first) >= _NAMED:
             reason = ""
         self._first.setdefault(reason, f"{source.name} {source.unit} {number}")
@@ -175,7 +175,7 @@ class _Complaints:
         )
 
 
-def _check(setting: str, sources: Sequence[_Source], fields: Fields) -> None:
+def _check(setting: str, sources: Sequence[_SourceFile], fields: Fields) -> None:
     """Reads everything, which is fast beside tokenising it, so that what is no record is known soon and all at once."""
     complaints, count = _Complaints(setting), 0
     for source in sources:
@@ -186,7 +186,9 @@ def _check(setting: str, sources: Sequence[_Source], fields: Fields) -> None:
     complaints.end(count)
 
 
-def _write(folder: Path, setting: str, sources: Sequence[_Source], fields: Fields, encoder: Encoder) -> dict[str, Any]:
+def _write(
+    folder: Path, setting: str, sources: Sequence[_SourceFile], fields: Fields, encoder: Encoder
+) -> dict[str, Any]:
     """Writes the tokens and what is known of each record; returns the facts of all together."""
     complaints, count = _Complaints(setting), 0
     with (folder / "tokens").open("wb") as out:

@@ -28,7 +28,7 @@ POISON = 0xFF
 """The byte of a freed buffer: four, or two, of it are a NaN in fp32, bf16 and fp16."""
 
 
-class Hold(AbstractContextManager["Hold"]):
+class TrackedTensors(AbstractContextManager["TrackedTensors"]):
     """Tensors that count as resident on a device until ``release()``, leaving the ``with`` block, or its own death."""
 
     def release(self) -> None:
@@ -117,9 +117,9 @@ class Stream(ABC):
 class Device(ABC):
     """One worker's device: five streams, memory, and the random generator that layers on it draw from.
 
-    ``compute`` is for layers; the four copy streams never hold each other up, except for the wire: both ``_up``
+    ``compute`` is for layers; the four copy streams never hold each other up, except for the link: both ``_up``
     streams share the direction towards the device, both ``_down`` streams the other. There activations go first, and
-    wait at most `wire.LONGEST_WAIT_S` for a chunk of something else.
+    wait at most `copy_priority.MAX_WAIT_S` for a chunk of something else.
     """
 
     index: int
@@ -189,15 +189,15 @@ class Device(ABC):
         Args:
             t: what it is like.
             filled_on: the stream that writes it.
-            lent: whether it is given to `let_go` at the end. Its memory is ``filled_on``'s then, which need not wait
-                for what ``compute`` is doing; else it is ``compute``'s, and the tensor may die at any time.
+            lent: whether it is given to `free_after_compute` at the end. Its memory is ``filled_on``'s then, which need
+                not wait for what ``compute`` is doing; else it is ``compute``'s, and the tensor may die at any time.
 
         Raises:
-            DeviceOutOfMemory: it does not fit. (Emulated devices count it once it is held.)
+            DeviceOutOfMemory: it does not fit. (Emulated devices count it once it is tracked.)
         """
 
     @abstractmethod
-    def let_go(self, tensors: Iterable[Tensor]) -> None:
+    def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
         """Keep tensors that were lent until ``compute`` has done what is on it now: their memory's stream would use it
         again without waiting for that."""
 
@@ -211,8 +211,8 @@ class Device(ABC):
         """What is enqueued inside bears this name, made of these words, for a profiler."""
 
     @abstractmethod
-    def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:
-        """Count the tensors' storages as resident, each storage once however many tensors or holds share it.
+    def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
+        """Count the tensors' storages as resident, each storage once however many tensors or handles share it.
 
         The storages are kept alive until then (not the tensors, so no graph is). On CUDA, which counts by itself,
         this does nothing.
@@ -222,7 +222,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def follow(self, tensors: Iterable[Tensor], purpose: str) -> None:
+    def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
         """Count the tensors' storages as resident for as long as they live. What lies in an arena is counted there.
 
         Raises:
@@ -283,7 +283,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def permit(self) -> AbstractContextManager[None]:
+    def acquire_core(self) -> AbstractContextManager[None]:
         """Held while a layer computes; never while waiting, which an emulated device checks. Not reentrant.
 
         Emulated devices share the machine's cores, and four forwards at once take longer than one after another. Layers

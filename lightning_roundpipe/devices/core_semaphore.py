@@ -36,19 +36,19 @@ _semaphores_lock = threading.Lock()
 _mine = threading.local()
 
 
-def at_once() -> int:
+def concurrent_devices() -> int:
     """How many emulated devices compute at once."""
-    return max(1, intraop_threads.cores() // intraop_threads.team_size())
+    return max(1, intraop_threads.cores() // intraop_threads.threads_per_device())
 
 
 def semaphore() -> Semaphore:
     """The one for the present size of teams: devices made under the same size share it."""
-    permits = at_once()
+    permits = concurrent_devices()
     with _semaphores_lock:
         return _semaphores.setdefault(permits, Semaphore(permits))
 
 
-class Holding:
+class HeldCore:
     """A context in which the calling thread holds a permit of ``permits``, and is known to."""
 
     __slots__ = ("_permits",)

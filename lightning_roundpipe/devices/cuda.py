@@ -18,9 +18,9 @@ from torch import Tensor
 from lightning_roundpipe.devices import cuda_libraries, interpreter, intraop_threads, pinned
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
-from lightning_roundpipe.devices.base import Device, Hold, Stream
+from lightning_roundpipe.devices.base import Device, Stream, TrackedTensors
 from lightning_roundpipe.devices.cuda_chunks import ChunkedCopyStream
-from lightning_roundpipe.devices.cuda_streams import Clock, CudaStream, begin_on
+from lightning_roundpipe.devices.cuda_streams import CudaStream, EventClock, begin_on
 from lightning_roundpipe.devices.errors import DeviceOutOfMemory, out_of_memory
 from lightning_roundpipe.devices.generators import GeneratorLock
 from lightning_roundpipe.devices.host_memory import worth_copying
@@ -69,7 +69,7 @@ class CudaDevice(Device):
         """What other GPUs compute in."""
         self._multiplying = 0
         """Threads that multiply matrices between layers."""
-        self._clock = Clock(torch_device)
+        self._clock = EventClock(torch_device)
         self.compute: CudaStream = self._stream("compute")
         self.weights_up = self._chunked("weights_up", turn)
         self.activations_up = self._stream("activations_up", turn)
@@ -125,7 +125,7 @@ class CudaDevice(Device):
             filled_on.wait(owner.record())
         return new
 
-    def let_go(self, tensors: Iterable[Tensor]) -> None:
+    def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
         self.compute.keep(*tensors)
 
     def drop_finished(self) -> None:
@@ -152,10 +152,10 @@ class CudaDevice(Device):
             resident = self.resident_by_purpose()
             raise out_of_memory(name, nbytes, purpose, resident, self.capacity(), emulated=False) from error
 
-    def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:
-        return Hold()
+    def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
+        return TrackedTensors()
 
-    def follow(self, tensors: Iterable[Tensor], purpose: str) -> None:
+    def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
         pass  # CUDA counts by itself
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
@@ -212,7 +212,7 @@ class CudaDevice(Device):
     # -- computing
 
     @contextmanager
-    def permit(self) -> Iterator[None]:
+    def acquire_core(self) -> Iterator[None]:
         self._switch.check()
         yield
 
@@ -225,7 +225,7 @@ class CudaDevice(Device):
     def host_thread_settings(self) -> AbstractContextManager[None]:
         # A core for each GPU, whose threads must launch without delay. GPUs that no worker uses count, too: the number
         # of threads of an operation decides how sums are rounded, and numbers are the same for any number of workers.
-        return intraop_threads.leaving(max(1, torch.cuda.device_count()))
+        return intraop_threads.reserve_cores(max(1, torch.cuda.device_count()))
 
     @contextmanager
     def activate(self) -> Iterator[None]:

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Event, check_copy, check_fill
+from lightning_roundpipe.devices.copy_priority import MAX_WAIT_S, MIN_CHUNK_BYTES, chunks
 from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream, GpuEvent
 from lightning_roundpipe.devices.queued import QueuedStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
-from lightning_roundpipe.devices.wire import LEAST_BYTES, LONGEST_WAIT_S, chunks
 
 IN_FRONT = 2
 """Chunks that activations wait for at most."""
@@ -99,7 +99,7 @@ class ChunkedCopyStream(QueuedStream):
     @property
     def chunk_bytes(self) -> float:
         """How large a chunk is."""
-        return max(LEAST_BYTES, self.bytes_per_second * LONGEST_WAIT_S / IN_FRONT)
+        return max(MIN_CHUNK_BYTES, self.bytes_per_second * MAX_WAIT_S / IN_FRONT)
 
     def record(self, *, timed: bool = False) -> Event:
         with self._order:

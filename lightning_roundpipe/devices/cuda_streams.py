@@ -66,7 +66,7 @@ def begin_on(torch_device: torch.device) -> None:
             torch.cuda.set_device(torch_device)
 
 
-class Clock:
+class EventClock:
     """Puts a GPU's events on the host's ``time.perf_counter``."""
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -105,7 +105,7 @@ class GpuEvent(Event):
 class CudaEvent(GpuEvent):
     """A recorded CUDA event."""
 
-    def __init__(self, event: torch.cuda.Event, clock: Clock | None, switch: AbortSwitch) -> None:
+    def __init__(self, event: torch.cuda.Event, clock: EventClock | None, switch: AbortSwitch) -> None:
         self.event, self._clock, self._switch = event, clock, switch
 
     def on_gpu(self, switch: AbortSwitch) -> CudaEvent:
@@ -152,7 +152,7 @@ class CudaStream(Stream):
         name: str,
         torch_device: torch.device,
         role: str,
-        clock: Clock,
+        clock: EventClock,
         switch: AbortSwitch,
     ) -> None:
         self.name, self._torch_device = name, torch_device

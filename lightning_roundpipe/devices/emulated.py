@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.config import Emulation
-from lightning_roundpipe.devices import core_semaphore, generators, intraop_threads, wire
+from lightning_roundpipe.devices import copy_priority, core_semaphore, generators, intraop_threads
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.alike import empty_alike
-from lightning_roundpipe.devices.base import POISON, Device, Hold, Stream
+from lightning_roundpipe.devices.base import POISON, Device, Stream, TrackedTensors
 from lightning_roundpipe.devices.emulated_link import Delays, Link
 from lightning_roundpipe.devices.emulated_streams import InlineStream, ThreadStream
 from lightning_roundpipe.devices.heap import share_heap
-from lightning_roundpipe.devices.ledger import CountedHold, Ledger
+from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
 from lightning_roundpipe.devices.saved import saved_for_backward
 
 ALIGNMENT = 256
@@ -46,15 +46,15 @@ class EmulatedDevice(Device):
         self._arenas: dict[int, tuple[Tensor, str]] = {}
         self._arena_keys: set[int] = set()
         """Keys of their storages in the ledger."""
-        self._permits = core_semaphore.semaphore()
-        self._permit_delays = self._delays("permit")
+        self._core_semaphore = core_semaphore.semaphore()
+        self._core_delays = self._delays("acquire_core")
         bandwidth = None if emulation.bandwidth is None else float(emulation.bandwidth)
         self._up = Link(bandwidth, emulation.latency, self._switch)
         self._down = Link(bandwidth, emulation.latency, self._switch)
         self._user_code_delays = self._delays("user code")
         name = f"roundpipe-dev{index}-compute"
         self.compute = InlineStream(name, self._switch, emulation.poison, self._delays("compute"))
-        if wire.goes_in_order_of_issue():
+        if copy_priority.is_fifo():
             self.weights_up = self.activations_up = self._copy_stream("up", self._up, first=True)
             self.gradients_down = self.activations_down = self._copy_stream("down", self._down, first=True)
             return
@@ -118,7 +118,7 @@ class EmulatedDevice(Device):
         with torch.inference_mode(False):
             return self._poison(empty_alike(t, self.torch_device))
 
-    def let_go(self, tensors: Iterable[Tensor]) -> None:
+    def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
         pass  # `compute` has done what was asked of it
 
     def drop_finished(self) -> None:
@@ -127,15 +127,15 @@ class EmulatedDevice(Device):
     def named(self, *name: object) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def hold(self, tensors: Iterable[Tensor], purpose: str) -> Hold:
-        return CountedHold(self._ledger, tensors, purpose)
+    def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
+        return LedgerTrackedTensors(self._ledger, tensors, purpose)
 
-    def follow(self, tensors: Iterable[Tensor], purpose: str) -> None:
+    def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._arena_keys:
-                    self._ledger.follow(storage, purpose)
+                    self._ledger.track_until_freed(storage, purpose)
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
         return saved_for_backward(self._ledger)
@@ -169,20 +169,20 @@ class EmulatedDevice(Device):
 
     # -- computing
 
-    def permit(self) -> AbstractContextManager[None]:
-        if self._permit_delays is not None:
-            self._switch.sleep(self._permit_delays.next())
+    def acquire_core(self) -> AbstractContextManager[None]:
+        if self._core_delays is not None:
+            self._switch.sleep(self._core_delays.next())
         self._switch.check()
-        return core_semaphore.Holding(self._permits)
+        return core_semaphore.HeldCore(self._core_semaphore)
 
     def process_settings(self) -> AbstractContextManager[None]:
-        return intraop_threads.limited()
+        return intraop_threads.limit_num_threads()
 
     def step_settings(self) -> AbstractContextManager[None]:
         return nullcontext()  # they compute in the threads that would switch
 
     def host_thread_settings(self) -> AbstractContextManager[None]:
-        return nullcontext()  # `process_settings` have limited it
+        return nullcontext()  # `process_settings` have limited them
 
     @contextmanager
     def activate(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The wire of an emulated device: how long a transfer takes, what else delays it, and the moving of the bytes."""
+"""The link of an emulated device: how long a transfer takes, what else delays it, and the moving of the bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import wire
+from lightning_roundpipe.devices import copy_priority
 from lightning_roundpipe.devices.abort import AbortSwitch
 
 MAX_DELAY = 0.002
@@ -33,13 +33,13 @@ class Delays:
 
 
 class Link:
-    """One direction of a device's wire, which two streams share, one copy at a time.
+    """One direction of a device's link, which two streams share, one copy at a time.
 
-    Who goes next is decided when the wire gets free: of those that wait, the first one that goes first, else the first
+    Who goes next is decided when the link gets free: of those that wait, the first one that goes first, else the first
     one. (Python's locks have no order: the stream that has just let go would take it again at once, and chunks of
     weights would starve the activations.)
 
-    Threads wake up late, and on a busy machine very late. So the wire keeps its own time: a copy begins when the one
+    Threads wake up late, and on a busy machine very late. So the link keeps its own time: a copy begins when the one
     before it has arrived, whenever its thread came to know, and is that much sooner done.
     """
 
@@ -59,10 +59,10 @@ class Link:
     @property
     def chunk_bytes(self) -> float | None:
         """How large the pieces are of what gives way to others; None: as large as they come."""
-        return None if self._bandwidth is None else self._bandwidth * wire.LONGEST_WAIT_S
+        return None if self._bandwidth is None else self._bandwidth * copy_priority.MAX_WAIT_S
 
     def arise(self) -> float:
-        """What a copy takes before it asks for the wire. Returns when it asks."""
+        """What a copy takes before it asks for the link. Returns when it asks."""
         self._switch.sleep(self._latency)
         return time.perf_counter()
 
@@ -76,7 +76,7 @@ class Link:
             first: whether it goes before those that do not go first.
 
         Returns:
-            When they arrived, by the wire's own time.
+            When they arrived, by the link's own time.
         """
         if self._bandwidth is None:
             move()
@@ -100,7 +100,7 @@ class Link:
             heapq.heappush(self._waiting, (not first, self._tickets, turn))
         with self._switch.wakes(turn):
             turn.wait()
-        self._switch.check()  # if it was thrown, nobody uses the wire until it is cleared
+        self._switch.check()  # if it was thrown, nobody uses the link until it is cleared
 
     def _give(self) -> None:
         with self._lock:

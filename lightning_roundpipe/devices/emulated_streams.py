@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import POISON, Event, Stream, check_copy, check_fill
+from lightning_roundpipe.devices.copy_priority import chunks
 from lightning_roundpipe.devices.emulated_link import Delays, Link, move
 from lightning_roundpipe.devices.queued import QueuedStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
-from lightning_roundpipe.devices.wire import chunks
 
 SMALL_BYTES = 256 << 10
 """The largest copy that a thread does itself rather than wake the stream's: some 30 µs, as waking takes."""

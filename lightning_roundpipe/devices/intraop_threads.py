@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-AT_ONCE = 4
+CONCURRENT_DEVICES = 4
 """Emulated devices that compute at once, if there are so many cores."""
 _before: list[int] = []
 """For each who limits teams now, how large they were before."""
@@ -63,18 +63,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def team_size() -> int:
+def threads_per_device() -> int:
     """Intra-op threads of an emulated device: a share of the cores, or fewer if the process is told to use fewer."""
-    return min(torch.get_num_threads(), max(1, cores() // AT_ONCE))
+    return min(torch.get_num_threads(), max(1, cores() // CONCURRENT_DEVICES))
 
 
 @contextmanager
-def limited() -> Iterator[None]:
-    """Within, threads that `enlist` compute as emulated devices do, and so does the calling one. For the main thread.
+def limit_num_threads() -> Iterator[None]:
+    """Within, threads that `apply_num_threads` compute as emulated devices do, and so does the calling one. For the
+    main thread.
 
     Several may be within at the same time; the last one out restores the number that the first one found.
     """
-    size = team_size()
+    size = threads_per_device()
     _before.append(torch.get_num_threads())
     torch.set_num_threads(size)
     try:
@@ -86,27 +87,27 @@ def limited() -> Iterator[None]:
 
 
 @contextmanager
-def leaving(others: int) -> Iterator[None]:
+def reserve_cores(others: int) -> Iterator[None]:
     """Within, the calling thread's team has all cores but ``others``, and one at least. Never more than torch was told.
 
     Other threads keep their size, for which ``torch.set_num_threads`` would not do: it sets that of new threads, too.
     Where torch's OpenMP is not found, which is known on Linux, nothing changes.
     """
     before = torch.get_num_threads()
-    _resize(min(before, max(1, cores() - others)))
+    _set_num_threads(min(before, max(1, cores() - others)))
     try:
         yield
     finally:
-        _resize(before)
+        _set_num_threads(before)
 
 
-def _resize(size: int) -> None:
+def _set_num_threads(size: int) -> None:
     torch_cpu = _torch_cpu()
     if torch_cpu is not None and hasattr(torch_cpu, "omp_set_num_threads"):
         torch_cpu.omp_set_num_threads(size)
 
 
-def enlist() -> None:
+def apply_num_threads() -> None:
     """At the start of a thread: its team is as large as torch was told last.
 
     Without this, a thread takes OpenMP's own default until torch first asks how large the team is, which comes after
@@ -115,6 +116,6 @@ def enlist() -> None:
     torch.get_num_threads()
 
 
-def disband() -> None:
+def release_intraop_threads() -> None:
     """Before the calling thread waits: end its team. Its next operation starts a new one, in less than 0.1 ms."""
     _pause()(_SOFT)

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.base import Hold
+from lightning_roundpipe.devices.base import TrackedTensors
 from lightning_roundpipe.devices.errors import out_of_memory
 
 LONGEST_JOURNAL = 4096
@@ -44,7 +44,7 @@ class Ledger:
         self._journal: deque[tuple[int, int, str]] = deque()
         """(key, bytes, purpose) of what began; bytes are -1 where it ended."""
         self._entries: dict[int, tuple[int, list[str]]] = {}
-        self._followed: dict[tuple[int, str], weakref.ref[torch.UntypedStorage]] = {}
+        self._tracked: dict[tuple[int, str], weakref.ref[torch.UntypedStorage]] = {}
         self._total = 0
         self._peak = 0
 
@@ -75,27 +75,27 @@ class Ledger:
         if self._total > self._peak:
             self._peak = self._total
 
-    def follow(self, storage: torch.UntypedStorage, purpose: str) -> None:
+    def track_until_freed(self, storage: torch.UntypedStorage, purpose: str) -> None:
         """Count ``storage`` until it dies, once for a purpose.
 
         Raises:
             DeviceOutOfMemory: it was not resident, and does not fit.
         """
         place = storage._cdata, purpose
-        if place in self._followed:
+        if place in self._tracked:
             return
         # torch keeps the Python object for as long as there is the storage.
         reference = weakref.ref(storage, partial(self._died, place))
-        if self._followed.setdefault(place, reference) is not reference:
+        if self._tracked.setdefault(place, reference) is not reference:
             return
         try:
             self.add(place[0], storage.nbytes(), purpose)
         except BaseException:
-            del self._followed[place]
+            del self._tracked[place]
             raise
 
     def _died(self, place: tuple[int, str], reference: weakref.ref[torch.UntypedStorage]) -> None:
-        self._followed.pop(place, None)
+        self._tracked.pop(place, None)
         self.end(*place)
 
     def end(self, key: int, purpose: str) -> None:
@@ -145,7 +145,7 @@ class Ledger:
         return dict(sums)
 
 
-class CountedHold(Hold):
+class LedgerTrackedTensors(TrackedTensors):
     """Storages that a ledger counts until this is released or dies."""
 
     def __init__(self, ledger: Ledger, tensors: Iterable[Tensor], purpose: str) -> None:

@@ -82,7 +82,7 @@ class QueuedStream(Stream):
                 self._thread.start()
 
     def _serve(self) -> None:
-        intraop_threads.enlist()
+        intraop_threads.apply_num_threads()
         with torch.inference_mode():
             while (work := self._work.get()) is not None:
                 work()

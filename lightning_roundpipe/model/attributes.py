@@ -130,17 +130,17 @@ class ModuleState:
         self.modules = list(layer.modules())
         self.base = [{k: frozen(v) for k, v in own_attributes(m).items()} for m in self.modules]
         self._diff: StateDiff | None = None
-        self._remember()
+        self._snapshot()
         self._compare()
 
     def current(self) -> StateDiff | None:
         """The difference from the state at which replicas were made, or None. The same object until it changes."""
         if self._moved():
-            self._remember()
+            self._snapshot()
             self._compare()
         return self._diff
 
-    def _remember(self) -> None:
+    def _snapshot(self) -> None:
         self._seen = [v for m in self.modules for v in m.__dict__.values()]
         self._patched = self._forward()
         found = [v for m in self.modules for k, v in own_attributes(m).items() if isinstance(v, Container)]

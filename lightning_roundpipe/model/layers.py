@@ -38,7 +38,7 @@ def find_layers(
         ValueError: if a requested name matches no module, or nothing has parameters though a layer is needed.
     """
     forced = find_requested(root, requested or ())
-    search = _Search(root, forced)
+    search = _LayerSearch(root, forced)
     for name, child in root.named_children():
         search.visit(name, child)
     if needed and not search.found and _is_scripted(root):
@@ -54,7 +54,7 @@ def find_layers(
     return search.found
 
 
-class _Search:
+class _LayerSearch:
     def __init__(self, root: nn.Module, forced: set[nn.Module]) -> None:
         self.forced = forced
         self.no_split = _no_split_names(root.modules())

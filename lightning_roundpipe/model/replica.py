@@ -27,9 +27,9 @@ from lightning_roundpipe.model.attributes import (
     same,
     same_objects,
 )
-from lightning_roundpipe.model.loose import LooseTensors
 from lightning_roundpipe.model.rebind import Rebinder
 from lightning_roundpipe.model.rounded import RoundedWeight
+from lightning_roundpipe.model.unregistered_tensors import UnregisteredTensors
 
 
 def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -80,9 +80,9 @@ class Replica:
         self.module = self.modules[0]
         self._base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in self.modules]
         self._base_contents = [{k: frozen(base[k]) for k in _held(base)} for base in self._base]
-        self.loose = LooseTensors(self._base, self.originals)
+        self.unregistered_tensors = UnregisteredTensors(self._base, self.originals)
         self._applied: StateDiff | None = None
-        self._held: Attributes | None = None
+        self._held: AttributeSnapshot | None = None
         """What the modules hold now; None: to be found out."""
         self._flat: list[Any] = []
         """The same, one after another."""
@@ -116,7 +116,7 @@ class Replica:
         for index, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
             if isinstance(parameter, RoundedWeight):
                 assert whole is not None
-                parameter.hold(view, functools.partial(whole, index))
+                parameter.set_values(view, functools.partial(whole, index))
             else:
                 parameter.data = view
         self.train(requires_grad)
@@ -127,7 +127,7 @@ class Replica:
         for parameter in self.parameters:
             parameter.grad = None
             if isinstance(parameter, RoundedWeight):
-                parameter.let_go()
+                parameter.release()
             else:
                 parameter.data = _nothing(parameter, self.device)
 
@@ -157,16 +157,16 @@ class Replica:
             self.modules[index].__dict__[key] = self.localized(value)
             self._held = None
 
-    def attributes(self) -> Attributes:
+    def attributes(self) -> AttributeSnapshot:
         """What every module holds, for :meth:`written` after the call; the same until a call changes it."""
         if self._held is None:
             held = [(i, k, m.__dict__[k]) for i, m in enumerate(self.modules) for k in _held(m.__dict__)]
             contents = {(i, k): (container, frozen(container)) for i, k, container in held}
-            self._held = Attributes([dict(m.__dict__) for m in self.modules], contents)
+            self._held = AttributeSnapshot([dict(m.__dict__) for m in self.modules], contents)
             self._flat = [v for values in self._held.values for v in values.values()]
         return self._held
 
-    def written(self, before: Attributes) -> list[tuple[int, str, Any]]:
+    def written(self, before: AttributeSnapshot) -> list[tuple[int, str, Any]]:
         """Attributes that the layer's code set during a call, or containers that it changed.
 
         Returns:
@@ -202,7 +202,7 @@ class Replica:
 
 
 @dataclass
-class Attributes:
+class AttributeSnapshot:
     """What the modules of a copy held: ``values`` by module and name; the lists and dicts among them, with contents."""
 
     values: list[dict[str, Any]]

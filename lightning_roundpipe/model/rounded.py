@@ -65,7 +65,7 @@ class RoundedWeight(Tensor):
         )
         return made
 
-    def hold(self, low: Tensor, whole: Callable[[], Tensor], of: RoundedWeight | None = None) -> None:
+    def set_values(self, low: Tensor, whole: Callable[[], Tensor], of: RoundedWeight | None = None) -> None:
         """Get other values.
 
         Args:
@@ -75,10 +75,10 @@ class RoundedWeight(Tensor):
         """
         self._low, self._get_whole, self._whole, self._of = low, whole, None, of
 
-    def let_go(self) -> None:
-        """Have no values, until there are others to hold."""
+    def release(self) -> None:
+        """Have no values until `set_values` is called."""
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.hold(nothing, lambda: nothing)
+        self.set_values(nothing, lambda: nothing)
 
     def whole(self) -> Tensor:
         """The values before they were rounded. From now on all is computed from these, for they may be written to."""
@@ -131,7 +131,7 @@ def _view(weight: RoundedWeight, function: Callable[[Tensor], Any]) -> Any:
     views: list[RoundedWeight] = []
     for index, low in enumerate(found if several else [found]):
         views.append(RoundedWeight(low.shape, low.stride(), weight.dtype, low.device, False))
-        views[-1].hold(low, functools.partial(_part, weight, function, index if several else None), weight)
+        views[-1].set_values(low, functools.partial(_part, weight, function, index if several else None), weight)
     return type(found)(views) if several else views[0]
 
 

@@ -111,7 +111,7 @@ class PartialOptimizer:
         assert self._laid_out is not None
         direct.step_part(type(self._optimizer), hyperparameters.groups, self._laid_out[1][key], gradient, start, end)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold no master's memory until the next step."""
         self._aliases.clear()
 

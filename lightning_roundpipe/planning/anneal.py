@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from lightning_roundpipe.planning.batch import Pace
-from lightning_roundpipe.planning.shapes import Shape
+from lightning_roundpipe.planning.shapes import PlanShape
 
 _HOT, _COLD = 3e-3, 3e-5
 """How much slower, as a part of its time, a plan may become by a move that is still likely: at first, and at last."""
@@ -22,7 +22,7 @@ EVALUATION_S, SLOT_S = 8e-6, 0.9e-6
 """Estimated seconds of a move, and of each slot that its simulation has."""
 
 
-class Clock:
+class PlanTimer:
     """Times single plans: one step from idle workers."""
 
     def __init__(self, pace: Pace, workers: int) -> None:
@@ -77,14 +77,14 @@ class Clock:
 
 
 def anneal(
-    clock: Clock,
-    shape: Shape,
+    clock: PlanTimer,
+    shape: PlanShape,
     sizes: list[int],
     microbatches: int,
-    keeps: Callable[[Shape, list[int]], bool],
+    keeps: Callable[[PlanShape, list[int]], bool],
     random: Random,
     spend: Callable[[float], float],
-) -> tuple[Shape, list[int], float]:
+) -> tuple[PlanShape, list[int], float]:
     """The best plan that was met on the way from one, and its time.
 
     Args:
@@ -112,13 +112,13 @@ def anneal(
         slower = there_s - here_s
         if slower > 0 and random.random() >= math.exp(-slower / (hot * (_COLD / _HOT) ** done)):
             continue
-        if not keeps(Shape(ahead, len(there) - ahead - 1, shape.round_microbatches), there):
+        if not keeps(PlanShape(ahead, len(there) - ahead - 1, shape.round_microbatches), there):
             continue
         here, forward, here_s = there, ahead, there_s
         if here_s < best_s:
             best, best_s = (forward, here), here_s
     forward, here = best
-    return Shape(forward, len(here) - forward - 1, shape.round_microbatches), here, best_s
+    return PlanShape(forward, len(here) - forward - 1, shape.round_microbatches), here, best_s
 
 
 # Each changes the sizes in place and returns the number of forward stages, or None if chance found nothing to move.

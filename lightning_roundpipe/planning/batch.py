@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.simulate import HostTime
+from lightning_roundpipe.planning.simulation import HostTime
 
 Floats = NDArray[np.float64]
 Sizes = NDArray[np.int64]

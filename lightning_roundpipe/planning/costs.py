@@ -124,7 +124,7 @@ class StageBytes:
         self._calls: list[bool] = []
         """Whether each call's graph is kept."""
         self._before: int | None = None
-        """Inputs of the call before, which follows this one on the way back."""
+        """Inputs of the call before, which follows this one in backward."""
         self.weights = 0
         self.gradients = 0
         self.downloads = 0

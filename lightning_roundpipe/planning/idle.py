@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from lightning_roundpipe.planning.pipeline import COMPUTE, Event, Run
+from lightning_roundpipe.planning.pipeline import COMPUTE, SimulatedEvent, SimulatedRun
 
 _FORWARD = ("forward",)
 
 
 @dataclass(frozen=True)
-class Idle:
+class IdleShares:
     """Percent of makespan x workers; ``bubble_pct`` is the sum of all."""
 
     fill_pct: float
@@ -40,10 +40,10 @@ class Idle:
         return float(sum(getattr(self, item.name) for item in fields(self)))
 
 
-def find_idle(run: Run) -> Idle:
+def find_idle(run: SimulatedRun) -> IdleShares:
     """The figures of a whole run, from the first turn to the end of the last step."""
     span = run.makespan_s
-    seconds = {item.name.removesuffix("_pct"): 0.0 for item in fields(Idle)}
+    seconds = {item.name.removesuffix("_pct"): 0.0 for item in fields(IdleShares)}
     for worker in range(run.workers):
         events = [event for event in run.events if event.worker == worker]
         turns = sorted((e for e in events if e.kind in COMPUTE), key=lambda event: event.start_s)
@@ -57,10 +57,10 @@ def find_idle(run: Run) -> Idle:
             seconds["host"] += host
             seconds[kind] += end - begin - transfer - optimizer - host
     whole = run.workers * span
-    return Idle(**{f"{name}_pct": 100 * value / whole if whole else 0.0 for name, value in seconds.items()})
+    return IdleShares(**{f"{name}_pct": 100 * value / whole if whole else 0.0 for name, value in seconds.items()})
 
 
-def _gaps(turns: Sequence[Event], span: float) -> list[tuple[float, float, str]]:
+def _gaps(turns: Sequence[SimulatedEvent], span: float) -> list[tuple[float, float, str]]:
     """The pauses of one worker, with what they would be if nothing but inputs were waited for."""
     if not turns:
         return [(0.0, span, "fill")]

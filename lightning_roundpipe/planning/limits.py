@@ -19,7 +19,7 @@ from lightning_roundpipe.planning.batch import Sizes, stage_ends
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
 from lightning_roundpipe.planning.memory import ARENAS, device_bytes
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.shapes import Shape
+from lightning_roundpipe.planning.shapes import PlanShape
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class MemoryTable:
         self._returning = np.array(list(accumulate(costs, _returning, initial=0)))
         self._needs = {phase: _needs(costs, phase, ahead) for phase in get_args(Phase)}
 
-    def fits(self, shape: Shape, sizes: Sizes) -> NDArray[np.bool_]:
+    def fits(self, shape: PlanShape, sizes: Sizes) -> NDArray[np.bool_]:
         """Which of the plans (rows of ``sizes``, see `batch`) fit, by the same sum as `memory.device_bytes`."""
         forward = shape.forward
         starts, ends = stage_ends(forward, sizes)

@@ -71,11 +71,11 @@ class Work:
     live: int = 0
     peak: int = 0
 
-    def hold(self, nbytes: int) -> None:
+    def allocate(self, nbytes: int) -> None:
         self.live += nbytes
         self.peak = max(self.peak, self.live)
 
-    def drop(self, nbytes: int) -> None:
+    def free(self, nbytes: int) -> None:
         self.live -= nbytes
 
 
@@ -167,8 +167,8 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
             if storage not in self._known:
                 self._known.add(storage)
                 work, nbytes = self._scopes[-1], storage.nbytes()
-                work.hold(nbytes)
-                weakref.finalize(storage, work.drop, nbytes)
+                work.allocate(nbytes)
+                weakref.finalize(storage, work.free, nbytes)
 
 
 def attention(

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from lightning_roundpipe.planning.batch import Sizes
-from lightning_roundpipe.planning.shapes import Shape
+from lightning_roundpipe.planning.shapes import PlanShape
 
 
 def neighbours(forward: int, sizes: Sizes) -> Sizes:
@@ -50,7 +50,7 @@ def _pairs(stages: int) -> tuple[Sizes, Sizes]:
     return source[source != target], target[source != target]
 
 
-def recuts(shape: Shape, sizes: Sizes) -> Iterator[tuple[Shape, Sizes]]:
+def recuts(shape: PlanShape, sizes: Sizes) -> Iterator[tuple[PlanShape, Sizes]]:
     """All plans with one stage fewer in a pass, whose calls another stage of the pass takes; and with one more."""
     ahead, behind = slice(0, shape.forward), slice(shape.forward + 1, len(sizes))
     for is_forward, part in ((True, ahead), (False, behind)):
@@ -58,7 +58,7 @@ def recuts(shape: Shape, sizes: Sizes) -> Iterator[tuple[Shape, Sizes]]:
         for change, rows in ((-1, _fewer(stages)), (1, _more(stages))):
             if len(rows):
                 forward, backward = (change, 0) if is_forward else (0, change)
-                near = Shape(shape.forward + forward, shape.backward + backward, shape.round_microbatches)
+                near = PlanShape(shape.forward + forward, shape.backward + backward, shape.round_microbatches)
                 ends = (np.repeat(end[None], len(rows), axis=0) for end in (before, after))
                 yield near, np.concatenate([next(ends), rows, next(ends)], axis=1)
 
@@ -80,7 +80,7 @@ def _more(stages: Sizes) -> Sizes:
     return np.concatenate([np.insert(rows, at, calls, axis=1) for at in range(len(stages) + 1)])
 
 
-def kicked(shape: Shape, sizes: Sizes, random: np.random.Generator) -> tuple[Shape, Sizes]:
+def kicked(shape: PlanShape, sizes: Sizes, random: np.random.Generator) -> tuple[PlanShape, Sizes]:
     """A plan some moves away: perhaps a stage more or fewer in a pass, as chance has it, and a few calls moved."""
     choices = [(shape, sizes[None]), *recuts(shape, sizes)]
     shape, rows = choices[int(random.integers(len(choices)))]

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.pipeline import COMPUTE, Event, Run
+from lightning_roundpipe.planning.pipeline import COMPUTE, SimulatedEvent, SimulatedRun
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Occupancy:
         return max(self.held, default=0)
 
 
-def find_occupancy(run: Run, costs: Costs) -> tuple[list[Occupancy], Occupancy]:
+def find_occupancy(run: SimulatedRun, costs: Costs) -> tuple[list[Occupancy], Occupancy]:
     """Of each worker, and of the host's inputs for recomputation."""
     stages = run.plan.stages()
     needs = [costs.stage_bytes(stage.first, stage.last, stage.phase) for stage in stages]
-    slots: dict[int, list[Event]] = defaultdict(list)
+    slots: dict[int, list[SimulatedEvent]] = defaultdict(list)
     for event in run.events:
         if event.worker >= 0:
             slots[event.slot].append(event)
@@ -61,7 +61,7 @@ def find_occupancy(run: Run, costs: Costs) -> tuple[list[Occupancy], Occupancy]:
     return [_summed(change) for change in changes], _summed(on_host)
 
 
-def _stays(turns: Iterable[Event]) -> list[tuple[float, float]]:
+def _stays(turns: Iterable[SimulatedEvent]) -> list[tuple[float, float]]:
     """From and until when each microbatch is in the stage; a recomputation belongs to its backward."""
     stays: dict[int, tuple[float, float]] = {}
     for turn in turns:

@@ -1,7 +1,8 @@
 """The five schedules of the paper's table, run against a clock: RoundPipe as the paper models it, and its rivals.
 
 The rules are those of the paper's simulator (arXiv 2604.27085), so that its figures come out to the last digit; our
-engine has stricter ones (`planning.simulate`). An operation is one stage for one microbatch in one direction. It starts
+engine has stricter ones (`planning.simulation`). An operation is one stage for one microbatch in one direction. It
+starts
 
     max(its worker is free, each dependency's end, plus a hop if that ran on another worker)                        [1]
 
@@ -91,7 +92,7 @@ def run_case(case: Case) -> PaperRun:
             f"workers={case.workers:,} and {stages * case.microbatches:,} operations (stages x microbatches, both "
             f"ways) are too many to simulate: at most {MOST_OPERATIONS:,} together."
         )
-    ticks = _Ticks.of(case)
+    ticks = _TickTimes.of(case)
     parts = _parts_of_roundpipe(case, ticks) if case.schedule == "roundpipe" else _parts_of_a_baseline(case, ticks)
     if case.schedule == "roundpipe":
         operations = tuple(_run_roundpipe(case, parts, ticks.hop))
@@ -102,7 +103,7 @@ def run_case(case: Case) -> PaperRun:
 
 
 @dataclass(frozen=True)
-class _Ticks:
+class _TickTimes:
     """A case's times in ticks."""
 
     per_ms: int
@@ -113,7 +114,7 @@ class _Ticks:
     hop: int
 
     @classmethod
-    def of(cls, case: Case) -> _Ticks:
+    def of(cls, case: Case) -> _TickTimes:
         """Times are taken as they are written: 7.429 is 7429/1000, not the nearest binary fraction."""
         written = (case.forward_ms, case.backward_ms, case.head_forward_ms, case.head_backward_ms, case.hop_ms)
         times = [Fraction(Decimal(repr(time))) for time in written]
@@ -124,7 +125,7 @@ class _Ticks:
 _Parts = dict[tuple[Direction, int], list[tuple[Part, int]]]
 
 
-def _parts_of_a_baseline(case: Case, ticks: _Ticks) -> _Parts:
+def _parts_of_a_baseline(case: Case, ticks: _TickTimes) -> _Parts:
     parts: _Parts = {}
     last = len(case.forward_stages) - 1
     for stage, layers in enumerate(case.forward_stages):
@@ -136,7 +137,7 @@ def _parts_of_a_baseline(case: Case, ticks: _Ticks) -> _Parts:
     return parts
 
 
-def _parts_of_roundpipe(case: Case, ticks: _Ticks) -> _Parts:
+def _parts_of_roundpipe(case: Case, ticks: _TickTimes) -> _Parts:
     parts: _Parts = {("F", s): [("forward", n * ticks.forward)] for s, n in enumerate(case.forward_stages)}
     for stage, layers in enumerate(case.backward_stages):
         ahead: Part = "recompute" if stage else "forward"

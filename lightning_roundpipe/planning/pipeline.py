@@ -29,8 +29,8 @@ from typing import Literal, NamedTuple
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.simulate import HostTime, calls_made
-from lightning_roundpipe.planning.updates import Updates, Updating
+from lightning_roundpipe.planning.simulation import HostTime, calls_made
+from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 Staleness = Literal[0, 1]
 Kind = Literal[
@@ -48,7 +48,7 @@ Kind = Literal[
 COMPUTE: tuple[Kind, ...] = ("forward", "fused", "recompute", "backward")
 
 
-class Event(NamedTuple):
+class SimulatedEvent(NamedTuple):
     """Something that takes time. ``worker`` is -1 on the host, ``microbatch`` where it is about the whole slot."""
 
     kind: Kind
@@ -91,11 +91,11 @@ class Rules:
     recompute_ahead: bool | None = None
     host: HostTime = field(default_factory=HostTime)
     links: Links | None = None
-    updates: Updates | None = None
+    updates: UpdateModel | None = None
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """What happened.
 
     Attributes:
@@ -109,7 +109,7 @@ class Run:
 
     plan: Plan
     workers: int
-    events: tuple[Event, ...]
+    events: tuple[SimulatedEvent, ...]
     waits: tuple[Wait, ...]
     losses_s: tuple[float, ...]
     ends_s: tuple[float, ...]
@@ -131,7 +131,7 @@ class Run:
 
 def run_steps(
     plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules | None = None, steps: int = 1
-) -> Run:
+) -> SimulatedRun:
     """``steps`` steps of ``microbatches`` (M) under ``plan`` on ``workers`` (N) that are idle when they begin.
 
     Raises:
@@ -144,12 +144,12 @@ def run_steps(
     pipeline = _Pipeline(plan, costs, workers, microbatches, rules or Rules())
     for _ in range(steps):
         pipeline.step()
-    return Run(
+    return SimulatedRun(
         plan, workers, tuple(pipeline.events), tuple(pipeline.waits), tuple(pipeline.losses), tuple(pipeline.ends)
     )
 
 
-class _Stage:
+class _SimulatedStage:
     """What never changes about a stage."""
 
     def __init__(self, stage: Stage, costs: Costs, rules: Rules) -> None:
@@ -192,7 +192,7 @@ class _Pipeline:
         self._costs, self._workers, self._microbatches, self._rules = costs, workers, microbatches, rules
         self._round = plan.round_microbatches
         self._ahead = plan.recompute_ahead if rules.recompute_ahead is None else rules.recompute_ahead
-        self._stages = [_Stage(stage, costs, rules) for stage in plan.stages()]
+        self._stages = [_SimulatedStage(stage, costs, rules) for stage in plan.stages()]
         self._forward_of = plan.stage_of_forward
         self._last_backward = {  # per layer, the last stage that adds to its gradients
             call.layer: stage.position for stage in self._stages for call in stage.trained
@@ -207,7 +207,7 @@ class _Pipeline:
         self._updating = Updating(rules.updates, costs, links)
         self._published: list[dict[str, _Updated]] = []
         self._slot = 0
-        self.events: list[Event] = []
+        self.events: list[SimulatedEvent] = []
         self.waits: list[Wait] = []
         self.losses: list[float] = []
         self.ends: list[float] = []
@@ -229,7 +229,7 @@ class _Pipeline:
         self._published.append({layer: (self._arrived[layer], end) for layer, end in published.items()})
         step = len(self.ends) - 1
         self.events.extend(
-            Event("update", -1, step, self._slot - 1, self._last_backward[layer], -1, start, end)
+            SimulatedEvent("update", -1, step, self._slot - 1, self._last_backward[layer], -1, start, end)
             for layer, start, end in updates
             if end > start
         )
@@ -238,7 +238,7 @@ class _Pipeline:
         for begin in range(0, self._microbatches, self._round):
             yield range(begin, min(begin + self._round, self._microbatches))
 
-    def _run_slot(self, stage: _Stage, members: range, closed: float) -> float:
+    def _run_slot(self, stage: _SimulatedStage, members: range, closed: float) -> float:
         worker = self._slot % self._workers  # [1]
         self._free[worker] = max(self._free[worker], closed)  # [2]
         updated = self._updated(stage)
@@ -251,7 +251,7 @@ class _Pipeline:
         self._slot += 1
         return end
 
-    def _updated(self, stage: _Stage) -> _Updated:
+    def _updated(self, stage: _SimulatedStage) -> _Updated:
         """When the stage can begin, for the weights that it has to see. [6]"""
         age = 1 + self._rules.staleness
         if len(self._published) < age:
@@ -261,7 +261,7 @@ class _Pipeline:
         arrived = max((at - lead for at, _, lead in times), default=0.0)
         return arrived, max((at - lead for _, at, lead in times), default=0.0)
 
-    def _load(self, stage: _Stage, worker: int, updated: float, again: bool) -> float:
+    def _load(self, stage: _SimulatedStage, worker: int, updated: float, again: bool) -> float:
         """When the stage's weights, and the sums of earlier rounds, are on the worker. [7]"""
         if self._up is None:
             return updated
@@ -271,7 +271,7 @@ class _Pipeline:
         self._note("upload_weights", worker, stage, -1, start, end)
         return end
 
-    def _unload(self, stage: _Stage, worker: int, end: float, last: bool) -> None:
+    def _unload(self, stage: _SimulatedStage, worker: int, end: float, last: bool) -> None:
         """Gives the arenas back; gradients go to the host, and to the optimizer after the last round. [7]"""
         arenas = self._arena[worker]
         arenas[:] = [arenas[1], end]
@@ -286,7 +286,7 @@ class _Pipeline:
                 self._arrived[call.layer] = max(self._arrived.get(call.layer, 0.0), arrived)
 
     def _take_turn(
-        self, stage: _Stage, worker: int, microbatch: int, updated: tuple[float, float], loaded: float
+        self, stage: _SimulatedStage, worker: int, microbatch: int, updated: tuple[float, float], loaded: float
     ) -> None:
         free = self._free[worker]
         hosted = stage.host_s
@@ -320,7 +320,7 @@ class _Pipeline:
         if stage.phase == "forward":
             self._saved[microbatch, stage.position] = left, worker
 
-    def _inputs(self, stage: _Stage, worker: int, microbatch: int) -> tuple[float, float]:
+    def _inputs(self, stage: _SimulatedStage, worker: int, microbatch: int) -> tuple[float, float]:
         """When a backward turn has what it recomputes from, and when its gradient."""
         given = self._given(stage, worker, microbatch)
         if not stage.first or not stage.trained:
@@ -328,7 +328,7 @@ class _Pipeline:
         left, where = self._saved[microbatch, self._forward_of[stage.first - 1]]
         return left + self._hop(where, worker), given
 
-    def _given(self, stage: _Stage, worker: int, microbatch: int) -> float:
+    def _given(self, stage: _SimulatedStage, worker: int, microbatch: int) -> float:
         """When what the stage before gave out is on this worker. [3] [9] [10]"""
         if not stage.position:
             left, where = max(self._begin, self._left.get(microbatch, (0.0, worker))[0]), worker
@@ -340,7 +340,7 @@ class _Pipeline:
             left = end
         return left + self._hop(where, worker)
 
-    def _give_out(self, stage: _Stage, worker: int, microbatch: int, end: float) -> float:
+    def _give_out(self, stage: _SimulatedStage, worker: int, microbatch: int, end: float) -> float:
         if self._down is None:
             return end
         start, there = self._down[worker].copy_before(end, stage.bytes_out)
@@ -355,6 +355,8 @@ class _Pipeline:
             given = max(free, given, updated[0])
             self.waits.append(Wait(worker, free, given, max(given, updated[1]), begin))
 
-    def _note(self, kind: Kind, worker: int, stage: _Stage, microbatch: int, start: float, end: float) -> None:
+    def _note(self, kind: Kind, worker: int, stage: _SimulatedStage, microbatch: int, start: float, end: float) -> None:
         if end > start:
-            self.events.append(Event(kind, worker, len(self.ends), self._slot, stage.position, microbatch, start, end))
+            self.events.append(
+                SimulatedEvent(kind, worker, len(self.ends), self._slot, stage.position, microbatch, start, end)
+            )

@@ -27,7 +27,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_roundpipe.planning.anneal import Clock, anneal
+from lightning_roundpipe.planning.anneal import PlanTimer, anneal
 from lightning_roundpipe.planning.batch import Pace, Sizes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
@@ -35,8 +35,8 @@ from lightning_roundpipe.planning.memory import ahead_within, partition_within
 from lightning_roundpipe.planning.moves import kicked, neighbours, recuts
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.seeds import seeds
-from lightning_roundpipe.planning.shapes import Shape, plan_of, sizes_of
-from lightning_roundpipe.planning.simulate import HostTime
+from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
+from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.planning.timing import Timing
 
@@ -61,7 +61,7 @@ _NEAR = 512
 class _Found:
     score: float
     order: int
-    shape: Shape = field(compare=False)
+    shape: PlanShape = field(compare=False)
     sizes: Sizes = field(compare=False)
 
 
@@ -109,7 +109,7 @@ def search_partition(
     pace = Pace.of(costs, host or HostTime(), recompute_ahead)
     timing = Timing(pace, workers, microbatches, staleness, search_seconds if by_clock else math.inf, work)
     best = paper_plan(costs, workers, microbatches, limits) if recompute_ahead else baseline
-    found = _Search(timing, costs, limits, work).run(baseline)
+    found = _PlanSearch(timing, costs, limits, work).run(baseline)
     plans = [replace(plan, recompute_ahead=recompute_ahead and bool(plan.backward)) for plan in found]
     if judge is not None:
         return min([best, *plans[:judged]], key=judge)
@@ -150,7 +150,7 @@ def paper_plan(costs: Costs, workers: int, microbatches: int, limits: Limits, st
     return ahead_within(plan, costs, workers, limits.memory)
 
 
-class _Search:
+class _PlanSearch:
     def __init__(self, timing: Timing, costs: Costs, limits: Limits, work: float) -> None:
         self._timing, self._limits = timing, limits
         self._table = (
@@ -205,7 +205,7 @@ class _Search:
         starts = [start for start in (whole, *ends[:1]) if start is not None]
         if len(starts) > 1 and starts[0] is starts[1]:
             starts.pop()
-        clock = Clock(timing.pace, timing.workers)
+        clock = PlanTimer(timing.pace, timing.workers)
         for left, start in zip(range(len(starts), 0, -1), starts, strict=True):
             goal = timing.work_left * (1 - 1 / (left + 1))
             shape, sizes, score = anneal(
@@ -224,10 +224,10 @@ class _Search:
 
         return spend
 
-    def _keeps(self, shape: Shape, sizes: list[int]) -> bool:
+    def _keeps(self, shape: PlanShape, sizes: list[int]) -> bool:
         return bool(len(self._allowed(shape, np.array([sizes]))))
 
-    def _around(self, start: _Found) -> Iterable[tuple[Shape, Sizes]]:
+    def _around(self, start: _Found) -> Iterable[tuple[PlanShape, Sizes]]:
         """Plans of other shapes: when asked for the first time all that are near, later some at random."""
         if start.order in self._recut:
             shape, sizes = kicked(start.shape, start.sizes, self._random)
@@ -260,19 +260,19 @@ class _Search:
                 best, waited = self._found(scores[row], start.shape, here), 0
         return best
 
-    def _allowed(self, shape: Shape, sizes: Sizes) -> Sizes:
+    def _allowed(self, shape: PlanShape, sizes: Sizes) -> Sizes:
         """Those of the plans that keep to the limits."""
         sizes = sizes[sizes[:, shape.forward] <= self._limits.max_fused + 1]
         return sizes if self._table is None else sizes[self._table.fits(shape, sizes)]
 
-    def _best(self, shape: Shape, sizes: Sizes, most: int) -> list[_Found]:
+    def _best(self, shape: PlanShape, sizes: Sizes, most: int) -> list[_Found]:
         sizes = self._allowed(shape, sizes)
         if not len(sizes):
             return []
         scores = self._timing.times(shape, sizes)
         return [self._found(scores[row], shape, sizes[row]) for row in np.argsort(scores, kind="stable")[:most]]
 
-    def _found(self, score: float, shape: Shape, sizes: Sizes) -> _Found:
+    def _found(self, score: float, shape: PlanShape, sizes: Sizes) -> _Found:
         self._count += 1
         return _Found(float(score), self._count, shape, sizes)
 
@@ -283,8 +283,8 @@ class _Search:
 def _distinct(found: list[_Found]) -> list[_Found]:
     """Best first, without the same plan twice, and at most two of a shape: starts nearby only come to the same end."""
     kept: list[_Found] = []
-    seen: set[tuple[Shape, bytes]] = set()
-    shapes: dict[Shape, int] = {}
+    seen: set[tuple[PlanShape, bytes]] = set()
+    shapes: dict[PlanShape, int] = {}
     for one in sorted(found):
         key = one.shape, one.sizes.tobytes()
         if key in seen or shapes.get(one.shape, 0) >= 2:

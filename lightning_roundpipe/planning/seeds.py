@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_roundpipe.planning.batch import Floats, Pace, Sizes
 from lightning_roundpipe.planning.limits import Limits
-from lightning_roundpipe.planning.shapes import Shape
+from lightning_roundpipe.planning.shapes import PlanShape
 
 _RAMPS = (1.0, 0.6, 0.3)
 """Length of the shortest stage of a pass, as a part of the longest one's."""
@@ -49,7 +49,7 @@ def round_choices(microbatches: int, limits: Limits) -> list[int]:
     return sorted({r for r in parts | smallest if lowest <= r}, reverse=True)
 
 
-def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterator[tuple[Shape, Sizes]]:
+def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterator[tuple[PlanShape, Sizes]]:
     """Each shape with its first plans. ``ramps``: also passes whose stages grow (forward) and shrink (backward).
 
     Shapes of few stages come first, or with ramps some of every kind first: there is not always time for all.
@@ -59,7 +59,7 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
     rounds = round_choices(microbatches, limits)
     if most == calls:
         for members in rounds:
-            yield Shape(0, 0, members), np.array([[calls]])
+            yield PlanShape(0, 0, members), np.array([[calls]])
     if calls == 1:
         return
     both = pace.recompute + pace.backward
@@ -91,7 +91,7 @@ def seeds(pace: Pace, microbatches: int, limits: Limits, ramps: bool) -> Iterato
                 for behind in dealt("backward", calls - held, backward, grow)
             ]
             if rows:
-                yield Shape(forward, backward, members), np.array(rows)
+                yield PlanShape(forward, backward, members), np.array(rows)
 
 
 def _weights(stages: int) -> list[Floats]:

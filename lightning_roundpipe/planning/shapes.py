@@ -12,7 +12,7 @@ from lightning_roundpipe.planning.span import Span
 
 
 @dataclass(frozen=True, order=True)
-class Shape:
+class PlanShape:
     """Plans with equally many forward stages, backward stages, and microbatches a round."""
 
     forward: int
@@ -27,7 +27,7 @@ class Shape:
         ]
 
 
-def plan_of(shape: Shape, sizes: Sequence[int]) -> Plan:
+def plan_of(shape: PlanShape, sizes: Sequence[int]) -> Plan:
     """The plan that a row of ``Sizes`` means."""
     ends = np.cumsum(sizes[: shape.forward + 1])
     forward = tuple(
@@ -43,7 +43,7 @@ def plan_of(shape: Shape, sizes: Sequence[int]) -> Plan:
     return Plan(forward, fused, tuple(backward), shape.round_microbatches)
 
 
-def sizes_of(plan: Plan) -> tuple[Shape, list[int]]:
+def sizes_of(plan: Plan) -> tuple[PlanShape, list[int]]:
     """The inverse of `plan_of`."""
-    shape = Shape(len(plan.forward), len(plan.backward), plan.round_microbatches)
+    shape = PlanShape(len(plan.forward), len(plan.backward), plan.round_microbatches)
     return shape, [len(span) for span in (*plan.forward, plan.fused, *plan.backward)]

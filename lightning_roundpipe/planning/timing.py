@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_roundpipe.planning.batch import Floats, Pace, Sizes, stage_times, step_ends
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.planning.shapes import Shape, sizes_of
+from lightning_roundpipe.planning.shapes import PlanShape, sizes_of
 
 PERIOD_STEPS = 16
 """The period is the mean over so many steps, after as many that fill the pipeline."""
@@ -48,7 +48,7 @@ class Timing:
         """Whether the search has to end."""
         return self.work_left <= 0 or time.monotonic() > self._deadline
 
-    def least_s(self, shape: Shape, sizes: Sizes) -> Floats:
+    def least_s(self, shape: PlanShape, sizes: Sizes) -> Floats:
         """What the plans take at least: their work, shared by all workers."""
         turns = stage_times(self.pace, shape.forward, sizes)
         return np.asarray(turns.length.sum(axis=0) * (self.microbatches / self.workers))
@@ -66,7 +66,7 @@ class Timing:
         ends = step_ends(turns, self.pace.hop_s, self.workers, rounds, steps)[:, 0]
         return (ends[PERIOD_STEPS:] - ends[:-PERIOD_STEPS]) / PERIOD_STEPS if self.staleness else ends
 
-    def times(self, shape: Shape, sizes: Sizes) -> Floats:
+    def times(self, shape: PlanShape, sizes: Sizes) -> Floats:
         """Seconds that each plan is judged by while searching; infinitely many when time is up."""
         rounds = shape.rounds(self.microbatches)
         slots = sizes.shape[1] * len(rounds)

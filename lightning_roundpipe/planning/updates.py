@@ -11,7 +11,7 @@ from lightning_roundpipe.planning.links import Links
 
 
 @dataclass(frozen=True)
-class Updates:
+class UpdateModel:
     """How the optimizer works.
 
     Args:
@@ -43,7 +43,7 @@ class Updating:
         links: by which gradients arrive and weights leave; None: at once.
     """
 
-    def __init__(self, updates: Updates | None, costs: Costs, links: Links | None = None) -> None:
+    def __init__(self, updates: UpdateModel | None, costs: Costs, links: Links | None = None) -> None:
         self._updates = updates
         self._links = links
         self._free = 0.0

@@ -24,7 +24,7 @@ from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
-from lightning_roundpipe.runtime.faults.interrupts import allowed, held
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.layer_calls.compiling import forwards_of
 from lightning_roundpipe.runtime.memory.budget import layers_that_fit
@@ -35,7 +35,7 @@ from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_parts import Parting
 from lightning_roundpipe.runtime.modes.manual import ManualStep
 from lightning_roundpipe.runtime.modes.model_step import ModelStep
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.profile.autocast_weights import is_surprised, is_watched
 from lightning_roundpipe.runtime.profile.first_batch import Planner, counter_of
@@ -78,17 +78,17 @@ class Engine:
         forwards = forwards_of(options)
         formats = formats or Formats()
         self.options, self.formats = options, formats
-        with allowed():  # copies all weights, and there is no thread yet
+        with interrupts_allowed():  # copies all weights, and there is no thread yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
         self.model, self.learned = model, (learned := Learned(model))
         self._accumulators = Accumulators()
-        self.updates: Updates | None = None
+        self.updates: AsyncOptimizer | None = None
         """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
         thread_locals = thread_locals_of(module)
         self.weights_uploaded = 0
-        self._on_its_way: Step | None = None
-        """The last batch's step, if its outputs have been given out and its way back has not been waited for."""
+        self._step_in_flight: Step | None = None
+        """The last batch's step, if its outputs have been given out and its backward has not been waited for."""
         self._around = contextlib.ExitStack()
         self._switched_off: list[str] | None = None
         self._given: StepGradients | None = None
@@ -145,7 +145,7 @@ class Engine:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    @held()
+    @interrupts_deferred()
     @remedied()
     def train_batch(
         self,
@@ -154,7 +154,7 @@ class Engine:
         rest: tuple[Any, ...],
         seed: tuple[int, ...],
         *,
-        anew: bool = True,
+        zero_grad: bool = True,
     ) -> Any:
         """Run ``function`` (training_step) on the microbatches of ``batch``, and their backward.
 
@@ -163,19 +163,19 @@ class Engine:
             batch: what the dataloader gave.
             rest: the other arguments of training_step, given to every microbatch.
             seed: numbers that identify the batch; all random states of the step derive from them.
-            anew: whether gradients of earlier batches that no optimizer step has used are to be dropped.
+            zero_grad: whether gradients of earlier batches that no optimizer step has used are to be dropped.
 
         Returns:
             The merged output; the backward of its loss gives the masters their gradients, or has `async_optimizer` take
             them.
         """
-        self._prepare(anew=anew)
+        self._prepare(zero_grad=zero_grad)
         self._look_at(batch)
         learned, wants_plan = self.learned, self.options.plan_text is not None
         cut = self._scope.cut(function, batch, rest, seed)
         learned.plans = learned.plan is None and not learned.in_order and (cut.several or wants_plan)
         overlaps = self._may_overlap
-        if not overlaps or (self._on_its_way is not None and self._on_its_way.cancel_scope.failed):
+        if not overlaps or (self._step_in_flight is not None and self._step_in_flight.cancel_scope.failed):
             self._drain()
         step = self._step_of(cut, seed, overlaps=overlaps)
         args = [(part, *rest) for part in cut.parts]
@@ -189,7 +189,7 @@ class Engine:
                         self._run(step, function, args)
                     finally:
                         random_state.restore()
-                before, self._on_its_way = self._on_its_way, step
+                before, self._step_in_flight = self._step_in_flight, step
                 if before is not None:
                     self._end(before)
                 try:
@@ -218,7 +218,7 @@ class Engine:
 
     def _step_of(self, cut: Cut, seed: tuple[int, ...], *, overlaps: bool) -> Step:
         """The step that runs ``cut``."""
-        context, updates, before = self.context, self.updates, self._on_its_way
+        context, updates, before = self.context, self.updates, self._step_in_flight
         if cut.sizes is None:
             return ModelStep(context, seed, self.cutter.sizes_of, updates, before, overlaps=overlaps)
         return Step(context, seed, cut.sizes, cut.weights, updates, before, overlaps=overlaps)
@@ -238,15 +238,15 @@ class Engine:
             raise
         finally:
             self._looked_at = True
-        self._adopt(newest=False)
+        self._sync_weights(newest=False)
         for device in self.worker_pool.devices:
             device.reset_peak()
 
-    @held()
+    @interrupts_deferred()
     @remedied()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
         """``function()``, a training_step that differentiates and steps by itself."""
-        self._prepare(anew=False)
+        self._prepare(zero_grad=False)
         step, switched_off = ManualStep(self.context, seed, self.updates), self._set_up_step()
         try:
             with self._failing(step), intercepted(self._scope.interceptors, step.cancel_scope.fail):
@@ -259,23 +259,23 @@ class Engine:
         self.hints.after_step(self.model.layers, switched_off, 1)
         return output
 
-    def _prepare(self, *, anew: bool) -> None:
+    def _prepare(self, *, zero_grad: bool) -> None:
         """Before a batch: what became of the last one's gradients is known now."""
         given, self._given = self._given, None
         unused = given is not None and given.scale is None  # nobody asked for them
         if self.updates is not None:
             if unused:
                 self._drain()
-            if given is not None and self._on_its_way is None:
+            if given is not None and self._step_in_flight is None:
                 given.arrive()  # should this step fail, the devices stop, and the update would be cut short
-            self.updates.begin(anew=anew)
+            self.updates.begin(zero_grad=zero_grad)
         elif given is not None and unused:
-            given.let_go()
+            given.release()
         self._begin()
 
     @property
     def _may_overlap(self) -> bool:
-        """Whether a step's way back may go on while the main thread does other things, such as to begin the next one.
+        """Whether a step's backward may go on while the main thread does other things, such as to begin the next one.
 
         Not if it draws random numbers, for generators are the main thread's then; if user code keeps things on modules,
         which are what training_step finds next; if it logs, which ends with training_step; or if a layer goes by
@@ -286,8 +286,8 @@ class Engine:
             self.updates is not None
             and self.learned.plan is not None
             and not self.learned.module_state.places
-            and not self.learned.randomness.on_the_way_back
-            and not self.learned.logs_on_the_way_back
+            and not self.learned.randomness.draws_in_backward
+            and not self.learned.logs_in_backward
             and not self.formats.default_matters
             and not self._refills
             and not self._moves
@@ -323,7 +323,7 @@ class Engine:
             self._looked_at = True  # versions are not what was submitted
             self._gradients.drop()  # half a step is in them, or will never arrive
             self.model.buffers.drop()
-            before, self._on_its_way = self._on_its_way, None
+            before, self._step_in_flight = self._step_in_flight, None
             for broken in (before, step):
                 if broken is not None:
                     self._end(broken, failed=True)
@@ -333,13 +333,13 @@ class Engine:
 
     def _drain(self) -> None:
         """Wait for a step that is on its way, and raise what has gone wrong with it."""
-        step = self._on_its_way
+        step = self._step_in_flight
         try:
             if step is not None:
                 with self._failing(step):
                     if step.spec.overlaps:
                         step.drain()
-                    self._on_its_way = None
+                    self._step_in_flight = None
                 self._end(step)
         finally:
             self._switched_off = None
@@ -354,7 +354,7 @@ class Engine:
             self.weights_uploaded += sum(step.spec.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
             self._retries.after_step(step.plan, step.retries)
             self._report = report_of(step, self._retries.last, self.weights_uploaded)
-        step.let_go()
+        step.release()
 
     def _set_up_step(self) -> list[str]:
         """What holds until nothing is on its way. Returns what `without_caches` does."""
@@ -363,16 +363,18 @@ class Engine:
             self._around.enter_context(self.worker_pool.devices[0].step_settings())
         return self._switched_off
 
-    @held()
-    def step_apart(self, apart: bool) -> None:
+    @interrupts_deferred()
+    def enable_async_optimizer(self, enabled: bool) -> None:
         """From now on `async_optimizer` applies gradients when it is told to; or, if not, they are handed to
         ``.grad``.
         """
-        if apart != (self.updates is not None):
+        if enabled != (self.updates is not None):
             self._drain()
             before, scales = self.updates, self.formats.scales
             around = self.worker_pool.devices[0].host_thread_settings
-            self.updates = Updates(self.model.buckets, self.options.staleness, scales, around) if apart else None
+            self.updates = (
+                AsyncOptimizer(self.model.buckets, self.options.staleness, scales, around) if enabled else None
+            )
             if before is not None:
                 before.retire()
                 gradients = before.accumulated()  # of an accumulation window that goes on
@@ -380,7 +382,7 @@ class Engine:
                     if (gradient := gradients.get(id(master))) is not None:
                         master.grad = gradient.to(master)
 
-    @held()
+    @interrupts_deferred()
     @remedied()
     def settle(self) -> None:
         """Before anybody looks at weights or at the optimizer's state, or writes to them: nothing is on its way."""
@@ -393,7 +395,7 @@ class Engine:
         if self.updates is not None:
             self.updates.settle()
 
-    @held()
+    @interrupts_deferred()
     @remedied()
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
@@ -401,7 +403,7 @@ class Engine:
         self._drain()
         if self.updates is not None:
             self.updates.settle()
-        self._adopt(newest=True)
+        self._sync_weights(newest=True)
         evaluation = Evaluation(self.context, self._parting)
         try:
             with intercepted(self._evaluating), self.worker_pool.devices[0].step_settings():
@@ -430,14 +432,14 @@ class Engine:
             self._trainable = now
             self.settle()
             self._planner.forget()
-            with allowed():  # as in `reserve_gradients`
+            with interrupts_allowed():  # as in `reserve_gradients`
                 self._gradients.reserve_again()
-        self._adopt(newest=False)
+        self._sync_weights(newest=False)
         self._accumulators.watch(self.model.masters)
         for device in self.worker_pool.devices:
             device.reset_peak()
 
-    def _adopt(self, *, newest: bool) -> None:
+    def _sync_weights(self, *, newest: bool) -> None:
         """What user code has done to weights since the last batch is what travels.
 
         Args:
@@ -446,9 +448,9 @@ class Engine:
         updates = self.updates
         if updates is not None and self._looked_at:
             updates.settle()
-            updates.let_go_of_masters()  # whose memory user code may hold: it must be alone with it, or with nothing
+            updates.release_masters()  # whose memory user code may hold: it must be alone with it, or with nothing
         for layer in self.model.layers:
-            layer.adopt()
+            layer.reattach()
         self.model.undisturbed = updates is None or self._looked_at or not updates.begun
         if updates is None:
             self.formats.scales.fix(0)
@@ -459,12 +461,12 @@ class Engine:
             updates.publish_all()
         self._looked_at = False
         for layer in self.model.layers:
-            layer.remember()
+            layer.snapshot()
 
-    @held()
+    @interrupts_deferred()
     def reserve_gradients(self) -> None:
         """Before the first batch, which is measured: host memory for the gradients of a call of each layer."""
-        with allowed():  # it may be half of what training takes, and nothing runs yet
+        with interrupts_allowed():  # it may be half of what training takes, and nothing runs yet
             self._gradients.reserve()
 
     # -- afterwards ---------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_roundpipe.callbacks import Measurements
 from lightning_roundpipe.data import TextFiles
-from lightning_roundpipe.tasks.results import Completion, Outcome, show_job, show_outcome, summarise
+from lightning_roundpipe.tasks.results import Completion, EvaluationResult, show_job, show_outcome, summarise
 
 _FILLED_IN = {"data.tokenizer", "data.vocab_size"}
 """Settings that are left open because the model says them."""
@@ -215,9 +215,9 @@ def _make_trainer(cfg: DictConfig, measurements: Measurements) -> Trainer:
     return trainer
 
 
-def _outcome(job: Job) -> Outcome:
+def _outcome(job: Job) -> EvaluationResult:
     loss = job.measurements.val_losses.get(job.trainer.global_step)
-    return Outcome(loss, _complete(job) if job.prompt is not None else None)
+    return EvaluationResult(loss, _complete(job) if job.prompt is not None else None)
 
 
 def _complete(job: Job) -> Completion:

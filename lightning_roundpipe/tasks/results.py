@@ -29,7 +29,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EvaluationResult:
     """What the model can do at one moment: its validation loss, and its completion of the prompt."""
 
     val_loss: float | None
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def summarise(
-    trainer: Trainer, measurements: Measurements, before: Outcome, after: Outcome, wall_s: float
+    trainer: Trainer, measurements: Measurements, before: EvaluationResult, after: EvaluationResult, wall_s: float
 ) -> dict[str, Any]:
     """The run in numbers. What only a strategy with a report knows is ``None`` under another.
 

@@ -17,14 +17,14 @@ MakeAll = Callable[..., list[Device]]
 
 
 def most_at_once(devices: list[Device], work: Callable[[float], object], times: float) -> int:
-    """How many of one thread per device were seen inside ``permit`` at the same time."""
+    """How many of one thread per device were seen inside ``acquire_core`` at the same time."""
     inside, most, lock = 0, 0, threading.Lock()
     together = threading.Barrier(len(devices))
 
     def run(device: Device) -> None:
         nonlocal inside, most
         together.wait()
-        with device.permit():
+        with device.acquire_core():
             with lock:
                 inside += 1
                 most = max(most, inside)
@@ -51,9 +51,9 @@ def test_layers_share_the_cores_of_all_devices(
 def test_pretended_work_takes_its_time_and_the_permit_is_back_afterwards(make_all: MakeAll) -> None:
     (device,) = make_all(1)
     started = time.monotonic()
-    with device.permit():
+    with device.acquire_core():
         emulated_work(0.05)
-        with pytest.raises(AssertionError, match="not reentrant"), device.permit():
+        with pytest.raises(AssertionError, match="not reentrant"), device.acquire_core():
             pass
     emulated_work(0.05)  # outside of a layer too
     assert time.monotonic() - started >= 0.1
@@ -64,9 +64,9 @@ def test_waiting_with_a_permit_is_refused(make_all: MakeAll) -> None:
     (device,) = make_all(1)
     event = device.weights_up.record()
     event.wait()
-    with device.permit(), pytest.raises(AssertionError, match="must not wait"):
+    with device.acquire_core(), pytest.raises(AssertionError, match="must not wait"):
         event.wait()  # even though it would not block today
-    with device.permit(), pytest.raises(AssertionError, match="not reentrant"), device.permit():
+    with device.acquire_core(), pytest.raises(AssertionError, match="not reentrant"), device.acquire_core():
         pass
     event.wait()
 
@@ -74,9 +74,9 @@ def test_waiting_with_a_permit_is_refused(make_all: MakeAll) -> None:
 def test_a_permit_comes_back_after_an_error(make_all: MakeAll) -> None:
     (device,) = make_all(1)
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError), device.permit():
+        with pytest.raises(ZeroDivisionError), device.acquire_core():
             raise ZeroDivisionError
-    with device.permit():
+    with device.acquire_core():
         pass
 
 

@@ -64,7 +64,7 @@ def test_what_was_lent_lives_until_compute_is_done(device: CudaDevice) -> None:
     assert not fake_of(device.activations_up).waited
     storage = lent.untyped_storage()._weak_ref()
     fake_of(device.compute).busy = True
-    device.let_go([lent])
+    device.free_after_compute([lent])
     del lent
     try:
         device.compute.copy(torch.zeros(1), torch.zeros(1))
@@ -120,9 +120,9 @@ def test_waiting_passes_the_event_on(device: CudaDevice) -> None:
     event = device.activations_down.record()
     device.activations_up.wait(event)
     assert [e.stream for e in fake_of(device.activations_up).waited] == [fake_of(device.activations_down)]
-    with device.activate(), device.compute.running(), device.permit(), device.saved_for_backward():
+    with device.activate(), device.compute.running(), device.acquire_core(), device.saved_for_backward():
         pass
-    with device.hold([torch.zeros(1)], "input"):
+    with device.track([torch.zeros(1)], "input"):
         pass
 
 
@@ -192,7 +192,7 @@ def test_abort_reset_and_close(device: CudaDevice) -> None:
     for call in (event.wait, device.compute.record, device.weights_up.synchronize):
         with pytest.raises(StreamAborted, match="aborted"):
             call()
-    with pytest.raises(StreamAborted), device.permit():
+    with pytest.raises(StreamAborted), device.acquire_core():
         pass
     lanes = [lane.stream for stream in (device.weights_up, device.gradients_down) for lane in stream.lanes]
     for lane in lanes:

@@ -20,14 +20,14 @@ from fake_cuda import FakeEvent, FakeStream
 from patience import PATIENCE_S, join, start, until
 
 from lightning_roundpipe.devices import StreamAborted
+from lightning_roundpipe.devices.copy_priority import MAX_WAIT_S, MIN_CHUNK_BYTES
 from lightning_roundpipe.devices.cuda import CudaDevice
 from lightning_roundpipe.devices.cuda_chunks import FIRST_GUESS, ChunkedCopyStream, QueuedEvent
 from lightning_roundpipe.devices.cuda_streams import CudaEvent, CudaStream
-from lightning_roundpipe.devices.wire import LEAST_BYTES, LONGEST_WAIT_S
 
-RATE = 2 * LEAST_BYTES / LONGEST_WAIT_S
+RATE = 2 * MIN_CHUNK_BYTES / MAX_WAIT_S
 """Bytes a second of the link: a chunk is as small as they get."""
-CHUNK_S = LONGEST_WAIT_S / 2
+CHUNK_S = MAX_WAIT_S / 2
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def longest_wait(device: CudaDevice, direction: str, choose: Choose, patch: pyte
         slow, fast = {"up": (device.weights_up, device.activations_up)}.get(
             direction, (device.gradients_down, device.activations_down)
         )
-        large, small = torch.ones(20 * LEAST_BYTES, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)
+        large, small = torch.ones(20 * MIN_CHUNK_BYTES, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)
         for _ in range(2):
             slow.copy(torch.zeros_like(large), large)
             slow.record(timed=True)
@@ -177,19 +177,19 @@ def test_activations_wait_no_longer_than_they_may(
     direction: str, choose: Choose, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though all chunks of both layers are with the driver before the first activations come."""
-    assert 0 < longest_wait(device, direction, choose, monkeypatch) <= LONGEST_WAIT_S * 1.001
+    assert 0 < longest_wait(device, direction, choose, monkeypatch) <= MAX_WAIT_S * 1.001
 
 
 def test_chunks_of_one_stream_would_hold_them_up(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the engine keeps to a stream that has more to do. So the test above can fail."""
     stream = device.weights_up
     stream._other = stream._last
-    assert longest_wait(device, "up", first_come, monkeypatch) <= LONGEST_WAIT_S
-    assert longest_wait(device, "up", the_same_again, monkeypatch) > 10 * LONGEST_WAIT_S
+    assert longest_wait(device, "up", first_come, monkeypatch) <= MAX_WAIT_S
+    assert longest_wait(device, "up", the_same_again, monkeypatch) > 10 * MAX_WAIT_S
 
 
 def test_no_thread_of_the_process_takes_part(device: CudaDevice) -> None:
-    src = torch.randint(256, (5 * LEAST_BYTES + 7,)).to(torch.uint8)
+    src = torch.randint(256, (5 * MIN_CHUNK_BYTES + 7,)).to(torch.uint8)
     there, back = torch.zeros_like(src), torch.zeros_like(src)
     before = threading.active_count()
     device.weights_up.copy(there, src)
@@ -207,7 +207,7 @@ def test_what_is_copied_lives_until_its_last_chunk_is_there(device: CudaDevice) 
     stream = device.weights_up
     for lane in stream.lanes:
         fake_of(lane).busy = True
-    src = torch.ones(5 * LEAST_BYTES, dtype=torch.uint8)
+    src = torch.ones(5 * MIN_CHUNK_BYTES, dtype=torch.uint8)
     storage = src.untyped_storage()._weak_ref()
     stream.copy(torch.zeros_like(src), src)
     del src
@@ -236,7 +236,7 @@ def test_two_threads_chunks_do_not_mix(device: CudaDevice, monkeypatch: pytest.M
 
     def copies(value: int) -> None:
         for _ in range(10):
-            src = torch.full((7 * LEAST_BYTES,), value, dtype=torch.uint8)
+            src = torch.full((7 * MIN_CHUNK_BYTES,), value, dtype=torch.uint8)
             device.weights_up.copy(torch.zeros_like(src), src)
 
     join(start(lambda: copies(1), lambda: copies(2)))
@@ -247,7 +247,7 @@ def test_two_threads_chunks_do_not_mix(device: CudaDevice, monkeypatch: pytest.M
 
 class TestRates:
     def test_chunks_grow_with_the_rate_that_was_seen(self, device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-        stream, src = device.weights_up, torch.ones(4 * LEAST_BYTES, dtype=torch.uint8)
+        stream, src = device.weights_up, torch.ones(4 * MIN_CHUNK_BYTES, dtype=torch.uint8)
         assert ChunkedCopyStream("new", stream.lanes, device._switch).bytes_per_second == FIRST_GUESS
         seconds = iter([src.numel() / (8 * RATE), 1.0, 0.0])
         monkeypatch.setattr(FakeEvent, "elapsed_time", lambda *_: next(seconds) * 1e3)
@@ -256,10 +256,10 @@ class TestRates:
             stream.copy(torch.zeros_like(src), src)
             seen.append(stream.bytes_per_second / RATE)
         assert seen == [1, pytest.approx(8), pytest.approx(8), pytest.approx(8)], "others only slow a link down"
-        assert stream.chunk_bytes == pytest.approx(8 * LEAST_BYTES)
+        assert stream.chunk_bytes == pytest.approx(8 * MIN_CHUNK_BYTES)
 
     def test_nobody_waits_to_see_it(self, device: CudaDevice) -> None:
-        stream, src = device.weights_up, torch.ones(4 * LEAST_BYTES, dtype=torch.uint8)
+        stream, src = device.weights_up, torch.ones(4 * MIN_CHUNK_BYTES, dtype=torch.uint8)
         for lane in stream.lanes:
             fake_of(lane).busy = True
         for _ in range(3):
@@ -281,7 +281,7 @@ class TestFailures:
                 device.abort()
 
         monkeypatch.setattr(CudaStream, "move", move)
-        src = torch.ones(9 * LEAST_BYTES, dtype=torch.uint8)
+        src = torch.ones(9 * MIN_CHUNK_BYTES, dtype=torch.uint8)
         storage = src.untyped_storage()._weak_ref()
         try:
             with pytest.raises(StreamAborted):
@@ -294,7 +294,7 @@ class TestFailures:
         finally:
             torch.UntypedStorage._free_weak_ref(storage)
         monkeypatch.setattr(CudaStream, "move", real)
-        again = torch.ones(9 * LEAST_BYTES, dtype=torch.uint8)
+        again = torch.ones(9 * MIN_CHUNK_BYTES, dtype=torch.uint8)
         there = torch.zeros_like(again)
         stream.copy(there, again)
         stream.synchronize()
@@ -307,7 +307,7 @@ class TestFailures:
         issued = Issued()
         with monkeypatch.context() as patch:
             issued.follow(patch)
-            src = torch.ones(9 * LEAST_BYTES, dtype=torch.uint8)
+            src = torch.ones(9 * MIN_CHUNK_BYTES, dtype=torch.uint8)
             device.weights_up.copy(torch.zeros_like(src), src)
             device.abort()
             with pytest.raises(StreamAborted):
@@ -323,7 +323,7 @@ class TestPageable:
     @pytest.fixture(autouse=True)
     def pageable(self, monkeypatch: pytest.MonkeyPatch, device: CudaDevice) -> None:
         """``pinned`` is where it is not."""
-        self.pinned = torch.ones(3 * LEAST_BYTES, dtype=torch.uint8)
+        self.pinned = torch.ones(3 * MIN_CHUNK_BYTES, dtype=torch.uint8)
         self.gate = threading.Event()
         self.movers: list[str] = []
         real = CudaStream.move
@@ -340,7 +340,7 @@ class TestPageable:
 
     def test_a_thread_is_held_up_and_not_the_caller(self, device: CudaDevice) -> None:
         stream, name = device.weights_up, device.weights_up.name
-        there, src = torch.zeros(3 * LEAST_BYTES, dtype=torch.uint8), torch.full_like(self.pinned, 2)
+        there, src = torch.zeros(3 * MIN_CHUNK_BYTES, dtype=torch.uint8), torch.full_like(self.pinned, 2)
         stream.copy(there, self.pinned)
         assert set(self.movers) == {"MainThread"}
         stream.copy(there, src)

@@ -54,7 +54,7 @@ def test_free_takes_only_its_own_arenas_and_only_once(make_all: Callable[..., li
 def test_out_of_memory_says_what_is_there_and_what_helps(make: MakeDevice) -> None:
     device = make(memory="8KiB")
     arena = device.allocate(4096, "weights of the slot")
-    hold = device.hold([torch.zeros(256)], "boundary")
+    tracked = device.track([torch.zeros(256)], "boundary")
     with pytest.raises(DeviceOutOfMemory) as caught:
         device.allocate(4096, "weights of the next slot")
     message = str(caught.value)
@@ -69,7 +69,7 @@ def test_out_of_memory_says_what_is_there_and_what_helps(make: MakeDevice) -> No
         assert part in message
     assert isinstance(caught.value, torch.OutOfMemoryError)
     assert device.resident_by_purpose() == {"weights of the slot": 4096, "boundary": 1024}
-    hold.release()
+    tracked.release()
     device.allocate(4096, "weights of the next slot")
     device.free(arena)
 
@@ -79,9 +79,9 @@ def test_a_storage_counts_once_and_until_its_last_reason_is_gone(make: MakeDevic
     x = torch.zeros(100)
     arena = device.allocate(400, "weights")
     parameter = arena.view(torch.float32)[:50].requires_grad_()
-    first = device.hold([x, x[:10], x.t(), parameter, parameter.data], "boundary")
+    first = device.track([x, x[:10], x.t(), parameter, parameter.data], "boundary")
     assert device.resident_bytes() == 800
-    second = device.hold([x.view(10, 10)], "input")
+    second = device.track([x.view(10, 10)], "input")
     assert device.resident_bytes() == 800
     first.release()
     first.release()
@@ -92,9 +92,9 @@ def test_a_storage_counts_once_and_until_its_last_reason_is_gone(make: MakeDevic
 
 def test_a_hold_keeps_storages_alive_and_ends_with_itself(make: MakeDevice) -> None:
     device = make()
-    with device.hold([torch.zeros(100)], "input"):
+    with device.track([torch.zeros(100)], "input"):
         assert device.resident_bytes() == 400
-        other = device.hold([torch.zeros(100)], "input")  # would reuse the memory of the first, were that gone
+        other = device.track([torch.zeros(100)], "input")  # would reuse the memory of the first, were that gone
         assert device.resident_bytes() == 800
     assert device.resident_bytes() == 400
     del other
@@ -104,7 +104,7 @@ def test_a_hold_keeps_storages_alive_and_ends_with_itself(make: MakeDevice) -> N
 def test_a_hold_that_does_not_fit_counts_nothing(make: MakeDevice) -> None:
     device = make(memory=1000)
     with pytest.raises(DeviceOutOfMemory) as caught:
-        device.hold([torch.zeros(100), torch.zeros(200)], "input")
+        device.track([torch.zeros(100), torch.zeros(200)], "input")
     assert device.resident_bytes() == 0
     del caught  # until here it kept the half-made hold alive
 
@@ -165,7 +165,7 @@ def test_saved_tensors_that_are_held_count_once(make: MakeDevice) -> None:
     device = make()
     model, weights = held_mlp(device)
     x = torch.randn(8, 16)
-    with device.hold([x], "boundary"):
+    with device.track([x], "boundary"):
         assert device.resident_bytes() == weights + 512
         with device.saved_for_backward():
             y = model(x)
@@ -280,7 +280,7 @@ def test_sparse_tensors_are_saved_uncounted(make: MakeDevice) -> None:
     device = make()
     sparse = torch.eye(4).to_sparse()
     dense = torch.randn(4, 4, requires_grad=True)
-    with device.saved_for_backward(), device.hold([sparse], "input"):
+    with device.saved_for_backward(), device.track([sparse], "input"):
         loss = torch.sparse.mm(sparse, dense).sum()
     loss.backward()
     assert dense.grad is not None

@@ -211,7 +211,7 @@ def test_delays_are_slept_by_copies_and_permits(
     device.weights_up.copy(torch.zeros(1), torch.ones(1))
     device.weights_up.synchronize()
     assert 0.1 <= (time.perf_counter() - start) / times < 0.19
-    with device.permit():
+    with device.acquire_core():
         assert time.perf_counter() - start >= 0.2 * times
 
 
@@ -285,7 +285,7 @@ def test_abort_wakes_waiters_and_stops_later_ones_until_reset(make: MakeDevice) 
     for thread, errors in waiters:
         join([thread])
         assert [type(error) for error in errors] == [StreamAborted]
-    with pytest.raises(StreamAborted), device.permit():
+    with pytest.raises(StreamAborted), device.acquire_core():
         pass
     for stream in (device.compute, device.weights_up):
         calls: list[Callable[[], object]] = [

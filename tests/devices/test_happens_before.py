@@ -202,7 +202,9 @@ def test_a_missing_wait_shows(waits: str, of: str, monkeypatch: pytest.MonkeyPat
     ("kind", "name", "words"),
     [
         (CudaStream, "keep", "given back before"),  # what a copy reads or writes, until it is done
-        pytest.param(CudaDevice, "let_go", "given back before", marks=pytest.mark.slow),  # what compute reads still
+        pytest.param(
+            CudaDevice, "free_after_compute", "given back before", marks=pytest.mark.slow
+        ),  # what compute reads still
         pytest.param(CudaEvent, "wait", "on host does not wait", marks=pytest.mark.slow),  # the host, for gradients
     ],
 )

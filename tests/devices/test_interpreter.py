@@ -187,7 +187,7 @@ def test_a_step_that_fails_puts_it_back(gpus: list[CudaDevice], short: float) ->
 
 
 class Outer(Module):
-    """Trains another model while the way back of its own step may still run."""
+    """Trains another model while the backward pass of its own step may still run."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:

@@ -28,12 +28,12 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def intra_op() -> Iterator[None]:
-    intraop_threads.disband()  # or this thread's would be resized when it computes next
+    intraop_threads.release_intraop_threads()  # or this thread's would be resized when it computes next
     alone, before = settled(), torch.get_num_threads()
     torch.set_num_threads(TEAM)
     yield
     torch.set_num_threads(before)
-    intraop_threads.disband()
+    intraop_threads.release_intraop_threads()
     eventually(alone)
 
 
@@ -72,10 +72,10 @@ def test_disbanding_ends_the_callers_team_and_nobody_elses() -> None:
     with ThreadPoolExecutor(1) as other:
         assert other.submit(compute).result() == alone + TEAM - 1
         assert compute() == alone + 2 * (TEAM - 1)
-        intraop_threads.disband()
+        intraop_threads.release_intraop_threads()
         eventually(alone + TEAM - 1)
         assert not_pythons() == alone + TEAM - 1
-        other.submit(intraop_threads.disband).result()
+        other.submit(intraop_threads.release_intraop_threads).result()
         eventually(alone)
     eventually(alone)  # without the other thread itself
     assert compute() == alone + TEAM - 1  # it comes back
@@ -164,9 +164,11 @@ class Between(pl.LightningModule):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_in_a_step_only_the_thread_that_computes_has_a_team(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intraop_threads, "cores", lambda: TEAM * intraop_threads.AT_ONCE)  # or there would be none
     monkeypatch.setattr(
-        core_semaphore, "_semaphores", {TEAM * intraop_threads.AT_ONCE // TEAM: core_semaphore.Semaphore(1)}
+        intraop_threads, "cores", lambda: TEAM * intraop_threads.CONCURRENT_DEVICES
+    )  # or there would be none
+    monkeypatch.setattr(
+        core_semaphore, "_semaphores", {TEAM * intraop_threads.CONCURRENT_DEVICES // TEAM: core_semaphore.Semaphore(1)}
     )
     alone = not_pythons()
     Large.one_team, Large.calls = alone + TEAM - 1, 0

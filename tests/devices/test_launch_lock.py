@@ -99,7 +99,7 @@ def test_whoever_does_not_get_its_turn_goes_on_without() -> None:
 def test_a_pretended_operation_gives_the_turn_on(make_all: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_lock, "PATIENCE_S", 60.0)
     (device,) = make_all(1)
-    with device.permit():
+    with device.acquire_core():
         launch_lock.acquire()
         pretending, had = threading.Event(), []
 

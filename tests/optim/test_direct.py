@@ -40,10 +40,10 @@ class Steps:
 
     def __init__(self, optimizer: Optimizer, masters: list[nn.Parameter]) -> None:
         self.optimizer, self.masters = optimizer, masters
-        self.shadow = PartialOptimizer(optimizer, masters)
+        self.partial = PartialOptimizer(optimizer, masters)
         self.roundabout = 0
-        self._run = self.shadow._run
-        self.shadow._run = self._counting  # type: ignore[method-assign]
+        self._run = self.partial._run
+        self.partial._run = self._counting  # type: ignore[method-assign]
 
     def _counting(self, groups: list[dict[str, Any]], state: Any) -> None:
         self.roundabout += sum(len(group["params"]) for group in groups)
@@ -54,9 +54,9 @@ class Steps:
         self.roundabout = 0
         hyperparameters = Hyperparameters.of(self.optimizer)
         self.optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers want to see that it was called
-        with self.shadow.prepared(hyperparameters):
+        with self.partial.prepared(hyperparameters):
             for master, grad in zip(self.masters, grads, strict=True):
-                self.shadow.step(hyperparameters, {id(master): grad})
+                self.partial.step(hyperparameters, {id(master): grad})
         return self.roundabout
 
 
@@ -263,19 +263,19 @@ def test_parts_of_a_parameter_change_no_bit(cls: type[Optimizer], options: dict[
     """If they begin at multiples of a cache line; and the counter of steps counts once."""
     ours, plain = parameters(), parameters()
     first, second = cls(ours, lr=0.1, **options), cls(plain, lr=0.1, **{"fused": True} | options)
-    shadow = PartialOptimizer(first, ours)
+    partial = PartialOptimizer(first, ours)
     for step in range(STEPS):
         grads = gradients(step, ours)
         plain_step(second, plain, grads)
         values = Hyperparameters.of(first)
-        with shadow.prepared(values):
-            assert shadow.steps_parts(values, map(id, ours)) == (step > 0), "there is no state to cut yet"
+        with partial.prepared(values):
+            assert partial.steps_parts(values, map(id, ours)) == (step > 0), "there is no state to cut yet"
             for master, grad in zip(ours, grads, strict=True):
                 if not step:
-                    shadow.step(values, {id(master): grad})
+                    partial.step(values, {id(master): grad})
                     continue
                 for start in range(0, grad.numel(), 32):
                     end = min(start + 32, grad.numel())
-                    shadow.step_part(values, id(master), grad.view(-1)[start:end], start, end)
+                    partial.step_part(values, id(master), grad.view(-1)[start:end], start, end)
     for mine, other in zip(ours, plain, strict=True):
         assert same_bits(mine.detach(), other.detach()) and same_bits(first.state[mine], second.state[other])

@@ -55,7 +55,7 @@ def gradients_of(step: int, masters: list[nn.Parameter], late: bool = True) -> l
 
 
 class Pieces:
-    """The masters cut into layers, each with a shadow, stepped in a random order."""
+    """The masters cut into layers, each with a partial optimizer, stepped in a random order."""
 
     def __init__(
         self, optimizer: Optimizer, masters: list[nn.Parameter], sizes: tuple[int, ...] = (2, 1, 3, 1)
@@ -63,7 +63,7 @@ class Pieces:
         self.optimizer, self.masters = optimizer, masters
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         layers = [masters[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        self.shadows = [PartialOptimizer(optimizer, layer) for layer in layers]
+        self.partials = [PartialOptimizer(optimizer, layer) for layer in layers]
         self.order = random.Random(0)
 
     def step(self, grads: list[Tensor | None], meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -71,8 +71,8 @@ class Pieces:
         self.optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers want to see that it was called
         meanwhile()
         by_id = {id(m): g for m, g in zip(self.masters, grads, strict=True) if g is not None}
-        for shadow in self.order.sample(self.shadows, len(self.shadows)):
-            shadow.step(hyperparameters, by_id)
+        for partial in self.order.sample(self.partials, len(self.partials)):
+            partial.step(hyperparameters, by_id)
 
 
 def plain_step(optimizer: Optimizer, masters: list[nn.Parameter], grads: list[Tensor | None]) -> None:
@@ -305,12 +305,12 @@ def test_layers_stepped_in_one_call_are_those_stepped_apart_to_the_bit(
     made = parameters if "fused" in choice else mixed_parameters
     together, apart = made(), made()
     optimizer, other = make(groups_of(together)), make(groups_of(apart))
-    shadow, shadows = PartialOptimizer(optimizer, together), [PartialOptimizer(other, [master]) for master in apart]
+    partial, partials = PartialOptimizer(optimizer, together), [PartialOptimizer(other, [master]) for master in apart]
     for step in range(STEPS):
         grads = gradients_of(step, together)
         for numbers in some_at_once([n for n, grad in enumerate(grads) if grad is not None], order):
-            shadow.step(Hyperparameters.of(optimizer), {id(together[n]): grads[n].clone() for n in numbers})  # type: ignore[union-attr]
-        for one, master, grad in zip(shadows, apart, grads, strict=True):
+            partial.step(Hyperparameters.of(optimizer), {id(together[n]): grads[n].clone() for n in numbers})  # type: ignore[union-attr]
+        for one, master, grad in zip(partials, apart, grads, strict=True):
             one.step(Hyperparameters.of(other), {} if grad is None else {id(master): grad})
         for master, expected in zip(together, apart, strict=True):
             assert torch.equal(master, expected)
@@ -336,13 +336,13 @@ def some_at_once(numbers: list[int], order: random.Random) -> list[list[int]]:
 def test_one_call_steps_several_layers_and_no_others() -> None:
     masters = parameters()
     optimizer = optim.AdamW([{"params": [m], "lr": 0.1} for m in masters])
-    shadow, before = PartialOptimizer(optimizer, masters), [m.detach().clone() for m in masters]
+    partial, before = PartialOptimizer(optimizer, masters), [m.detach().clone() for m in masters]
     calls: list[list[nn.Parameter]] = []
-    shadow._run = lambda groups, state: calls.append([p for g in groups for p in g["params"]])  # type: ignore[method-assign]
-    shadow.step(Hyperparameters.of(optimizer), {id(masters[n]): torch.ones_like(masters[n]) for n in (6, 0, 2)})
+    partial._run = lambda groups, state: calls.append([p for g in groups for p in g["params"]])  # type: ignore[method-assign]
+    partial.step(Hyperparameters.of(optimizer), {id(masters[n]): torch.ones_like(masters[n]) for n in (6, 0, 2)})
     assert [[p.data_ptr() for p in call] for call in calls] == [[masters[n].data_ptr() for n in (0, 2, 6)]]
-    del shadow._run
-    shadow.step(Hyperparameters.of(optimizer), {id(masters[n]): torch.ones_like(masters[n]) for n in (6, 0, 2)})
+    del partial._run
+    partial.step(Hyperparameters.of(optimizer), {id(masters[n]): torch.ones_like(masters[n]) for n in (6, 0, 2)})
     assert set(optimizer.state) == {masters[n] for n in (0, 2, 6)}
     stepped = [n for n, (m, b) in enumerate(zip(masters, before, strict=True)) if not torch.equal(m, b)]
     assert stepped == [0, 2, 6]
@@ -371,11 +371,11 @@ def test_fused_sgd_takes_parameters_that_come_later() -> None:
     masters, plain = parameters(), parameters()
     optimizer = optim.SGD(masters, lr=0.1, momentum=0.9, fused=True)
     others = [optim.SGD([p], lr=0.1, momentum=0.9, fused=True) for p in plain]
-    shadow = PartialOptimizer(optimizer, masters)
+    partial = PartialOptimizer(optimizer, masters)
     for step in range(STEPS):
         grads = gradients_of(step, masters)
         given = {id(m): g.clone() for m, g in zip(masters, grads, strict=True) if g is not None}
-        shadow.step(Hyperparameters.of(optimizer), given)
+        partial.step(Hyperparameters.of(optimizer), given)
         for other, parameter, grad in zip(others, plain, grads, strict=True):
             plain_step(other, [parameter], [grad])
     for master, expected in zip(masters, plain, strict=True):
@@ -386,25 +386,25 @@ def test_masters_without_a_gradient_or_a_group_stay_untouched() -> None:
     masters = parameters()
     before = [m.detach().clone() for m in masters]
     optimizer = optim.AdamW(masters[:3])
-    shadow = PartialOptimizer(optimizer, [*masters, masters[0]])
+    partial = PartialOptimizer(optimizer, [*masters, masters[0]])
     grads = {id(m): torch.ones_like(m) for m in (masters[0], masters[5])} | {12345: torch.ones(3)}
-    shadow.step(Hyperparameters.of(optimizer), grads)
+    partial.step(Hyperparameters.of(optimizer), grads)
     assert list(optimizer.state) == [masters[0]]
     assert [torch.equal(m, b) for m, b in zip(masters, before, strict=True)] == [False, *[True] * 6]
-    shadow.step(Hyperparameters.of(optimizer), {id(masters[5]): torch.ones(1)})
+    partial.step(Hyperparameters.of(optimizer), {id(masters[5]): torch.ones(1)})
     assert list(optimizer.state) == [masters[0]]
 
 
 def test_a_master_that_moved_in_memory_is_stepped_where_it_is() -> None:
     (master,) = parameters([(4, 4)])
     optimizer = optim.SGD([master], lr=1.0)
-    shadow = PartialOptimizer(optimizer, [master])
+    partial = PartialOptimizer(optimizer, [master])
     for value in (1.0, 2.0):
         master.data = torch.full((4, 4), value)
-        shadow.step(Hyperparameters.of(optimizer), {id(master): torch.ones(4, 4)})
+        partial.step(Hyperparameters.of(optimizer), {id(master): torch.ones(4, 4)})
         assert torch.equal(master, torch.full((4, 4), value - 1))
     master.data = master.data.view(2, 8)
-    shadow.step(Hyperparameters.of(optimizer), {id(master): torch.ones(2, 8)})
+    partial.step(Hyperparameters.of(optimizer), {id(master): torch.ones(2, 8)})
     assert torch.equal(master, torch.zeros(2, 8))
 
 
@@ -510,12 +510,12 @@ class Declared(optim.SGD):
 def test_the_instances_step_is_not_run_and_its_hooks_neither(cls: Any) -> None:
     masters = parameters()
     optimizer = cls(masters, lr=1.0)
-    shadow = PartialOptimizer(optimizer, masters)
+    partial = PartialOptimizer(optimizer, masters)
     optimizer.step = None
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook ran"))
     optimizer.register_step_post_hook(lambda *_: pytest.fail("a hook ran"))
     before = masters[0].detach().clone()
-    shadow.step(Hyperparameters.of(optimizer), {id(masters[0]): torch.ones_like(masters[0])})
+    partial.step(Hyperparameters.of(optimizer), {id(masters[0]): torch.ones_like(masters[0])})
     assert torch.equal(masters[0], before - 1)
 
 
@@ -576,10 +576,10 @@ def test_what_the_users_step_forgets_is_forgotten() -> None:
 def test_gradients_are_not_kept() -> None:
     (master,) = parameters([(2,)])
     optimizer = optim.SGD([master])
-    shadow, gradient = PartialOptimizer(optimizer, [master]), torch.ones(2)
+    partial, gradient = PartialOptimizer(optimizer, [master]), torch.ones(2)
     memory = weakref.ref(gradient.untyped_storage())
     seen = weakref.ref(gradient)
-    shadow.step(Hyperparameters.of(optimizer), {id(master): gradient})
+    partial.step(Hyperparameters.of(optimizer), {id(master): gradient})
     del gradient
     assert seen() is None and memory() is None
 
@@ -588,9 +588,9 @@ def test_gradients_are_not_kept() -> None:
 def test_an_error_leaves_no_gradient_behind_and_keeps_the_state(wrong: str) -> None:
     masters = parameters([(2,), (3,), (4,)])
     optimizer = optim.AdamW(masters)
-    shadow = PartialOptimizer(optimizer, masters)
+    partial = PartialOptimizer(optimizer, masters)
     grads = {id(m): torch.ones_like(m) for m in masters}
-    shadow.step(Hyperparameters.of(optimizer), grads)
+    partial.step(Hyperparameters.of(optimizer), grads)
     states = [optimizer.state[m] for m in masters]
     broken: Any = Hyperparameters.of(optimizer)
     if wrong == "hyperparameters":
@@ -598,8 +598,8 @@ def test_an_error_leaves_no_gradient_behind_and_keeps_the_state(wrong: str) -> N
     else:
         grads[id(masters[1])] = torch.ones(17)
     with pytest.raises((KeyError, RuntimeError), match=r"lr|size"):
-        shadow.step(broken, grads)
+        partial.step(broken, grads)
     assert all(optimizer.state[m] is state for m, state in zip(masters, states, strict=True))
     before = masters[1].detach().clone()
-    shadow.step(Hyperparameters.of(optimizer), {id(masters[0]): torch.ones(2)})
+    partial.step(Hyperparameters.of(optimizer), {id(masters[0]): torch.ones(2)})
     assert torch.equal(masters[1], before)

@@ -117,7 +117,7 @@ def test_items_add_up(text: str) -> None:
 
 
 def test_what_waits_and_what_is_brought() -> None:
-    """Outputs wait on the way forward and gradients on the way back, of the three others of a round."""
+    """Outputs wait in forward and gradients in backward, of the three others of a round."""
     calls = tuple(call(str(i), input_bytes=4, waiting=i, returning=10 + i, forward_bytes=1) for i in range(4))
     plan, costs = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 4"), Costs(calls)
     # Behind the stages: calls 2 and 3 are waited for, then the backward of 2, of 1, and nothing.
@@ -125,7 +125,7 @@ def test_what_waits_and_what_is_brought() -> None:
     assert waiting_bytes(plan, costs, 2) == [3 * 11, 3 * 3, 3 * 12, 3 * 11, 3 * 12]
     arenas = 2 * 200 + 2 * 80
     assert device_bytes(plan, costs, 1) == arenas + 10 + 3 * 12
-    # The first stage of the way back: its own call's inputs, and the gradients, which one worker has already. In the
+    # The first backward stage: its own call's inputs, and the gradients, which one worker has already. In the
     # second one the other call's inputs come as well, but fewer gradients wait.
     assert planned_bytes(plan, costs, 1, None) == arenas + 10 + 3 * 12 + 4 + max(0, 4 - 3)
     assert planned_bytes(plan, costs, 2, None) == arenas + 10 + 3 * 12 + 4 + 4 + 12

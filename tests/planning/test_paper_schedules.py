@@ -239,15 +239,15 @@ def test_nothing_could_have_started_earlier(case: Case) -> None:
     """Each operation begins when its worker becomes free or when something that it needs arrives."""
     run = run_case(case)
     hop = Fraction(str(case.hop_ms)) * run.ticks_per_ms
-    readiness: dict[int, set[Fraction | int]] = defaultdict(set)
+    arrivals: dict[int, set[Fraction | int]] = defaultdict(set)
     for op in run.operations:
-        readiness[op.microbatch] |= {op.end, op.end + hop}
+        arrivals[op.microbatch] |= {op.end, op.end + hop}
     free = dict.fromkeys(range(case.workers), 0)
     for op in run.operations:
         ahead = 0
         if case.schedule == "roundpipe" and op.direction == "B":
             ahead = sum(length for kind, length in run.parts["B", op.stage] if "backward" not in kind)
-        assert op.start == free[op.worker] or op.start + ahead in readiness[op.microbatch]
+        assert op.start == free[op.worker] or op.start + ahead in arrivals[op.microbatch]
         free[op.worker] = op.end
 
 

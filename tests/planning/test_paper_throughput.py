@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_roundpipe.commands.machines import read_machine
-from lightning_roundpipe.commands.plan_model import Shape, look_at
+from lightning_roundpipe.commands.plan_model import ModelShape, look_at
 from lightning_roundpipe.planning.cases import read_cases
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
@@ -32,8 +32,8 @@ DENSE = ("qwen3_1_7b", "llama3_1_8b", "qwen3_32b")
 
 
 @cache
-def shape(model: str) -> Shape:
-    return Shape(model, MEASURED[model][3], "16-mixed", read_machine("rtx4090x8"))
+def shape(model: str) -> ModelShape:
+    return ModelShape(model, MEASURED[model][3], "16-mixed", read_machine("rtx4090x8"))
 
 
 @cache

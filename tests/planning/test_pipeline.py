@@ -11,19 +11,19 @@ from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning import batch as batched
-from lightning_roundpipe.planning.anneal import Clock
+from lightning_roundpipe.planning.anneal import PlanTimer
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.idle import find_idle
 from lightning_roundpipe.planning.links import Lane, Links
-from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, Run, run_steps
-from lightning_roundpipe.planning.shapes import Shape, plan_of, sizes_of
-from lightning_roundpipe.planning.simulate import HostTime, simulate
-from lightning_roundpipe.planning.updates import Updates, Updating
+from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, SimulatedRun, run_steps
+from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
+from lightning_roundpipe.planning.simulation import HostTime, simulate
+from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 TWO = Plan.parse("forward 0; fused 1; backward 0; round 2; recompute ahead")
 
 
-def rows(run: Run, *kinds: str) -> list[tuple[str, int, int, float, float]]:
+def rows(run: SimulatedRun, *kinds: str) -> list[tuple[str, int, int, float, float]]:
     return [(e.kind, e.worker, e.microbatch, e.start_s, e.end_s) for e in run.events if e.kind in (kinds or COMPUTE)]
 
 
@@ -139,7 +139,7 @@ def plans(draw: st.DrawFn) -> tuple[Times, dict[str, object], int, int]:
 def ours(times: Times, plan: dict[str, object]) -> tuple[Plan, Costs]:
     forward, backward = plan["forward"], plan["backward"]
     assert isinstance(forward, list) and isinstance(backward, list) and isinstance(plan["fused"], int)
-    shape = Shape(len(forward), len(backward), int(str(plan["round_microbatches"])))
+    shape = PlanShape(len(forward), len(backward), int(str(plan["round_microbatches"])))
     costs = timed(
         [times.forward] * times.layers + [times.head_forward], [times.backward] * times.layers + [times.head_backward]
     )
@@ -174,7 +174,7 @@ def test_batches_of_plans_take_what_plans_take(case: tuple[Times, dict[str, obje
         turns = batched.stage_times(pace, shape.forward, np.array([sizes] * 2))
         ends = batched.step_ends(turns, times.hop, workers, members, 4)
         assert (ends[:, 0] == ends[:, 1]).all()
-        assert Clock(pace, workers)(shape.forward, sizes, members) == pytest.approx(ends[0, 0], abs=1e-9)
+        assert PlanTimer(pace, workers)(shape.forward, sizes, members) == pytest.approx(ends[0, 0], abs=1e-9)
         run = run_steps(made, costs, workers, microbatches, Rules(1, ahead, host), 4)
         assert (ends[:, 0] >= np.array(run.ends_s) - 1e-9).all()
         recomputed = pace.recompute[-1] if ahead else 0.0
@@ -238,8 +238,8 @@ def test_an_update_holds_the_next_step_up() -> None:
     plan = Plan.parse("forward 0; fused 1; backward 0; round 1; recompute ahead")
     costs = sized(2)
     free = run_steps(plan, costs, 2, 1, Rules(), 2)
-    eager = run_steps(plan, costs, 2, 1, Rules(updates=Updates(1.0)), 2)
-    clipped = run_steps(plan, costs, 2, 1, Rules(updates=Updates(1.0, clipping=True)), 2)
+    eager = run_steps(plan, costs, 2, 1, Rules(updates=UpdateModel(1.0)), 2)
+    clipped = run_steps(plan, costs, 2, 1, Rules(updates=UpdateModel(1.0, clipping=True)), 2)
     assert free.ends_s[0] == eager.ends_s[0] == clipped.ends_s[0] == 6
     # The head's update (2 s) runs during the last backward; layer 0's, 6 to 8, holds the next forward up.
     assert [(e.position, e.start_s, e.end_s) for e in eager.events if e.kind == "update"][:2] == [
@@ -256,18 +256,18 @@ def test_an_update_holds_the_next_step_up() -> None:
     idle = find_idle(clipped)
     assert idle.optimizer_pct > find_idle(eager).optimizer_pct > 0
     assert find_idle(free).optimizer_pct == 0
-    stale = run_steps(plan, costs, 2, 1, Rules(staleness=1, updates=Updates(1.0)), 6)
+    stale = run_steps(plan, costs, 2, 1, Rules(staleness=1, updates=UpdateModel(1.0)), 6)
     assert stale.period_s(4) < eager.ends_s[1] - eager.ends_s[0]
 
 
-def updates_of(run: Run, step: int = 0) -> list[tuple[float, float]]:
+def updates_of(run: SimulatedRun, step: int = 0) -> list[tuple[float, float]]:
     return [(e.start_s, e.end_s) for e in run.events if e.kind == "update" and e.step == step]
 
 
 def test_of_the_layers_that_are_there_the_first_is_updated_first() -> None:
     """A slow update of the head keeps layers 2, 1 and 0 waiting, which arrive in this order."""
     costs = Costs((*(call(f"layers.{i}", gradients=2) for i in range(3)), call("head", gradients=20)))
-    updating = Updating(Updates(1.0), costs)
+    updating = Updating(UpdateModel(1.0), costs)
     rows = updating.step({"head": 0.0, "layers.2": 5.0, "layers.1": 6.0, "layers.0": 7.0})
     assert rows == [("head", 0, 20), ("layers.0", 20, 22), ("layers.1", 22, 24), ("layers.2", 24, 26)]
     assert updating.published(rows)["layers.1"] == 24
@@ -290,10 +290,10 @@ def test_pieces_follow_each_other(
 ) -> None:
     """10 bytes of gradients, which came from 10 to 20, are updated at 1 a second; so are 10 of weights uploaded."""
     costs = Costs((CallCost("a", 1.0, 1.0, 10, 10, 0, 0, needs_backward=True, **changes),))
-    updating = Updating(Updates(1.0, piece_bytes=piece), costs, Links(1.0, 1.0))
+    updating = Updating(UpdateModel(1.0, piece_bytes=piece), costs, Links(1.0, 1.0))
     rows = updating.step({"a": 20.0})
     assert rows == [("a", *updated)] and updating.published(rows) == {"a": readable}
-    clipped = Updating(Updates(1.0, clipping=True, piece_bytes=piece), costs, Links(1.0, 1.0))
+    clipped = Updating(UpdateModel(1.0, clipping=True, piece_bytes=piece), costs, Links(1.0, 1.0))
     rows = clipped.step({"a": 20.0})
     assert rows == [("a", 20, 30)] and clipped.published(rows) == {"a": 30}
 
@@ -314,7 +314,7 @@ def test_gradients_travel_in_fewer_bytes_and_not_back(reduced: int | None) -> No
 
 def test_blocking_updates_run_alone() -> None:
     plan = Plan.parse("forward 0; fused 1; backward 0; round 1; recompute ahead")
-    run = run_steps(plan, sized(2), 2, 1, Rules(updates=Updates(1.0, blocking=True)), 2)
+    run = run_steps(plan, sized(2), 2, 1, Rules(updates=UpdateModel(1.0, blocking=True)), 2)
     assert run.ends_s == (6, 16)
     assert updates_of(run) == [(6, 8), (8, 10)]
     assert next(e.start_s for e in run.events if e.step == 1 and e.kind in COMPUTE) == 10
@@ -324,18 +324,18 @@ def test_a_call_waits_for_its_own_layer_only() -> None:
     """One stage of both layers: the second one's update, 8 to 10, runs while the first one computes, 8 to 9."""
     plan = Plan.parse("forward 0-1; fused 2; backward 0-1; round 1; recompute ahead")
     costs = Costs((*(call(f"layers.{i}", gradients=2) for i in range(2)), call("head", gradients=0)))
-    run = run_steps(plan, costs, 1, 1, Rules(updates=Updates(1.0)), 2)
+    run = run_steps(plan, costs, 1, 1, Rules(updates=UpdateModel(1.0)), 2)
     end = run.ends_s[0]
     assert updates_of(run) == [(end, end + 2), (end + 2, end + 4)]
     begin = next(e for e in run.events if e.step == 1)
     assert begin.start_s == end + 3  # so that the second call finds its weights in time
-    behind = run_steps(plan, costs, 1, 1, Rules(updates=Updates(1.0), links=Links(1e12, 1e12)), 2)
+    behind = run_steps(plan, costs, 1, 1, Rules(updates=UpdateModel(1.0), links=Links(1e12, 1e12)), 2)
     assert next(e for e in behind.events if e.step == 1 and e.kind == "forward").start_s >= end + 4
 
 
 def test_one_worker_hides_all_updates_but_the_first_layers() -> None:
     plan, costs = Plan.parse("forward 0-2; fused 3; backward 0-2; round 4; recompute ahead"), sized(4, gradients=1)
-    eager, stale = (run_steps(plan, costs, 1, 4, Rules(s, updates=Updates(1.0)), 6) for s in (0, 1))
+    eager, stale = (run_steps(plan, costs, 1, 4, Rules(s, updates=UpdateModel(1.0)), 6) for s in (0, 1))
     assert stale.period_s(2) == 4 * (3 * 4 + 3)
     assert eager.period_s(2) == stale.period_s(2) + 1
 
@@ -353,7 +353,7 @@ def test_the_rules_hold(
 ) -> None:
     times, plan, workers, microbatches = case
     made, costs = ours(times, plan)
-    rules = Rules(1 if staleness else 0, links=Links(rate, 2 * rate), updates=Updates(speed, **kind))
+    rules = Rules(1 if staleness else 0, links=Links(rate, 2 * rate), updates=UpdateModel(speed, **kind))
     run = run_steps(made, costs, workers, microbatches, rules, 3)
     begins = [0.0, *run.losses_s]
     assert all(event.start_s >= begins[event.step] for event in run.events if event.kind != "update")
@@ -379,6 +379,6 @@ def test_numbers_that_make_no_sense(name: str) -> None:
     with pytest.raises(ValueError, match="upload=0"):
         Links(0.0, 1.0)
     with pytest.raises(ValueError, match="bytes_per_s=-1"):
-        Updates(-1.0)
+        UpdateModel(-1.0)
     with pytest.raises(ValueError, match="piece_bytes=0"):
-        Updates(1.0, piece_bytes=0)
+        UpdateModel(1.0, piece_bytes=0)

@@ -12,7 +12,7 @@ from planning.judge import Times, step_ends
 from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import Costs, Plan, anneal, greedy_partition, search
-from lightning_roundpipe.planning.anneal import Clock
+from lightning_roundpipe.planning.anneal import PlanTimer
 from lightning_roundpipe.planning.batch import Pace
 from lightning_roundpipe.planning.bubble import find_bubble
 from lightning_roundpipe.planning.cases import Case, read_cases
@@ -23,8 +23,8 @@ from lightning_roundpipe.planning.paper_schedules import run_case
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.search import baseline_within, search_partition
 from lightning_roundpipe.planning.seeds import deal, round_choices
-from lightning_roundpipe.planning.shapes import Shape, plan_of, sizes_of
-from lightning_roundpipe.planning.simulate import HostTime
+from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
+from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.timing import Timing
 
 PAPER = Path(__file__).parents[2] / "conf" / "cases" / "paper.json"
@@ -226,20 +226,20 @@ def test_neighbours_run_every_call_once() -> None:
 def test_plans_of_a_stage_more_or_fewer() -> None:
     found = {
         shape: {tuple(map(int, row)) for row in rows}
-        for shape, rows in recuts(Shape(2, 2, 8), np.array([2, 1, 3, 1, 2]))
+        for shape, rows in recuts(PlanShape(2, 2, 8), np.array([2, 1, 3, 1, 2]))
     }
     assert found == {
-        Shape(1, 2, 8): {(3, 3, 1, 2)},
-        Shape(3, 2, 8): {(1, 1, 1, 3, 1, 2)},
-        Shape(2, 1, 8): {(2, 1, 3, 3)},
-        Shape(2, 3, 8): {(2, 1, 3, 1, 1, 1)},
+        PlanShape(1, 2, 8): {(3, 3, 1, 2)},
+        PlanShape(3, 2, 8): {(1, 1, 1, 3, 1, 2)},
+        PlanShape(2, 1, 8): {(2, 1, 3, 3)},
+        PlanShape(2, 3, 8): {(2, 1, 3, 1, 1, 1)},
     }
-    longer = dict(recuts(Shape(1, 3, 4), np.array([3, 1, 1, 1, 1])))
-    assert {tuple(map(int, row)) for row in longer[Shape(2, 3, 4)]} == {(1, 2, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1)}
+    longer = dict(recuts(PlanShape(1, 3, 4), np.array([3, 1, 1, 1, 1])))
+    assert {tuple(map(int, row)) for row in longer[PlanShape(2, 3, 4)]} == {(1, 2, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1)}
     for shape, rows in longer.items():
         for row in rows:
             plan_of(shape, row.tolist()).validate()
-    assert not list(recuts(Shape(0, 0, 8), np.array([3])))
+    assert not list(recuts(PlanShape(0, 0, 8), np.array([3])))
 
 
 def test_moves_of_a_wandering_plan() -> None:
@@ -251,7 +251,7 @@ def test_moves_of_a_wandering_plan() -> None:
         move, there = random.choice(anneal._MOVES), list(sizes)
         if (ahead := move(there, forward, random)) is None:
             continue
-        plan_of(Shape(ahead, len(there) - ahead - 1, 8), there).validate()
+        plan_of(PlanShape(ahead, len(there) - ahead - 1, 8), there).validate()
         met.setdefault(move.__name__, set()).add((ahead, *there))
     assert met["_shift"] == {(2, 1, 2, 3, 1, 2), (2, 2, 1, 3, 2, 1)}
     assert met["_swap"] == {(2, 1, 2, 3, 1, 2), (2, 2, 1, 3, 2, 1)}
@@ -269,11 +269,11 @@ def test_a_wandering_plan_keeps_to_limits_and_spends_what_it_may() -> None:
         spent.append(seconds)
         return len(spent) / 3000
 
-    def keeps(shape: Shape, sizes: list[int]) -> bool:
+    def keeps(shape: PlanShape, sizes: list[int]) -> bool:
         return sizes[shape.forward] <= 2 and shape.backward >= 3
 
-    start = Shape(1, 5, 8), [15, 1, 3, 3, 3, 3, 3]
-    clock = Clock(pace, 4)
+    start = PlanShape(1, 5, 8), [15, 1, 3, 3, 3, 3, 3]
+    clock = PlanTimer(pace, 4)
     shape, sizes, seconds = anneal.anneal(clock, *start, 8, keeps, Random(0), spend)
     assert len(spent) == 3000
     assert keeps(shape, sizes)

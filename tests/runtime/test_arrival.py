@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
-from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.slots import Slot
 from lightning_roundpipe.runtime.core.worker import Worker
 
 
@@ -38,8 +38,8 @@ class Recorded:
     def backward(self, call: int) -> Slot:
         return self.slots.backward(0, call, f"layer{call}", None)  # type: ignore[arg-type]
 
-    def hold(self, call: int) -> Slot:
-        return self.slots.hold(0, call, f"layer{call}", None)  # type: ignore[arg-type]
+    def fused(self, call: int) -> Slot:
+        return self.slots.fused(0, call, f"layer{call}", None)  # type: ignore[arg-type]
 
     def foresee(self, phase: Any, call: int) -> None:
         self.slots.foresee(0, phase, call, f"layer{call}", None)  # type: ignore[arg-type]
@@ -81,10 +81,10 @@ def test_what_was_foreseen_and_never_came_is_cancelled() -> None:
 
 def test_a_held_slot_is_that_of_the_backward() -> None:
     it = Recorded()
-    slot = it.hold(4)
+    slot = it.fused(4)
     it.slots.after(0, slot, 4)
-    assert it.slots.holds(4)
-    assert not it.slots.holds(3)
+    assert it.slots.keeps_graph(4)
+    assert not it.slots.keeps_graph(3)
     assert it.backward(4) is slot
     it.slots.after(0, slot, 4)
     it.slots.finish(0)
@@ -94,13 +94,13 @@ def test_a_held_slot_is_that_of_the_backward() -> None:
 @pytest.mark.parametrize("how", ["forward", "backward", "finish"])
 def test_a_held_slot_is_let_go_by_whatever_else_comes(how: str) -> None:
     it = Recorded()
-    it.slots.after(0, it.hold(4), 4)
+    it.slots.after(0, it.fused(4), 4)
     if how == "finish":
         it.slots.finish(0)
     else:
         getattr(it, how)(2)
     assert it.events[:3] == ["prepare fused 4", "open fused 4", "close fused 4"]
-    assert not it.slots.holds(4)
+    assert not it.slots.keeps_graph(4)
 
 
 # ---------------------------------------------------------------------------------------------- with one microbatch

@@ -11,9 +11,9 @@ from patience import join, start
 from torch import nn
 
 from lightning_roundpipe.devices import StreamAborted
-from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.slots import Slot
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import Dropped, GradReadiness
 
 
@@ -154,7 +154,7 @@ def test_small_units_are_stepped_together_and_the_first_goes_first(monkeypatch: 
     made = [
         ParamBucket(index, [nn.Parameter(nn.Linear(size, 1, bias=False).weight)]) for index, size in enumerate(sizes)
     ]
-    updates = Updates(made)
+    updates = AsyncOptimizer(made)
     monkeypatch.setattr(module, "PIECE", 20)
     came: list[int] = []
     pieces = [

@@ -1,4 +1,4 @@
-"""Masters in flat host buffers, and gradients on their way back."""
+"""Masters in flat host buffers, and gradients that come back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers
-from lightning_roundpipe.runtime.memory.host_layer import HostLayer, units_of
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer, make_buckets
 
 
 @pytest.fixture
@@ -43,10 +43,10 @@ def test_what_user_code_puts_in_place_of_a_master_is_what_travels(
 ) -> None:
     module = nn.Linear(3, 3)
     layer = HostLayer(0, "layer", module, device, {})
-    units_of([layer], module.parameters())
+    make_buckets([layer], module.parameters())
     layer.round(rounded)
     module.weight.data = torch.full((3, 3), 7.0)
-    layer.adopt()
+    layer.reattach()
     segment = torch.zeros(layer.nbytes, dtype=torch.uint8)
     layer.upload(device.weights_up, segment)
     device.weights_up.synchronize()
@@ -54,7 +54,7 @@ def test_what_user_code_puts_in_place_of_a_master_is_what_travels(
     assert layer.rounded == rounded.keys()
     module.weight.data = torch.zeros(4, 4)
     with pytest.raises(RoundPipeError, match="changed from"):
-        layer.adopt()
+        layer.reattach()
 
 
 def test_a_tied_weight_has_one_master_and_travels_with_each_holder(device: Device) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from patience import PATIENCE_S
 
-from lightning_roundpipe.runtime.faults.interrupts import allowed, held
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, interrupts_deferred
 
 
 def press() -> None:
@@ -37,7 +37,7 @@ def handlers() -> Iterator[None]:
 def test_it_is_held_back_until_the_end() -> None:
     reached = []
     with pytest.raises(KeyboardInterrupt):
-        with held():
+        with interrupts_deferred():
             press()
             reached.append("the end")
         reached.append("behind it")
@@ -45,16 +45,16 @@ def test_it_is_held_back_until_the_end() -> None:
 
 
 def test_nothing_happens_without_one() -> None:
-    with held(), allowed(), allowed(False):
+    with interrupts_deferred(), interrupts_allowed(), interrupts_allowed(False):
         pass
-    with allowed():
+    with interrupts_allowed():
         pass
 
 
 def test_what_is_decorated_returns() -> None:
-    @held()
+    @interrupts_deferred()
     def add(a: int, b: int) -> int:
-        with allowed():
+        with interrupts_allowed():
             return a + b
 
     assert [add(1, 2), add(3, 4)] == [3, 7]
@@ -64,11 +64,11 @@ def test_what_is_decorated_returns() -> None:
 def test_it_comes_where_it_may(before: bool) -> None:
     """Also one that came before that."""
     reached = []
-    with pytest.raises(KeyboardInterrupt), held():
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         if before:
             press()
         reached.append("waiting")
-        with allowed():
+        with interrupts_allowed():
             press()
             reached.append("too far")
         reached.append("too far")
@@ -76,18 +76,18 @@ def test_it_comes_where_it_may(before: bool) -> None:
 
 
 def test_it_comes_once() -> None:
-    with held(), pytest.raises(KeyboardInterrupt), allowed():
+    with interrupts_deferred(), pytest.raises(KeyboardInterrupt), interrupts_allowed():
         press()
-    with held(), pytest.raises(KeyboardInterrupt), allowed():
+    with interrupts_deferred(), pytest.raises(KeyboardInterrupt), interrupts_allowed():
         press()
 
 
 def test_whoever_leaves_is_not_interrupted_again() -> None:
     """The one who was waiting cleans up: until that is done, the next one is held back."""
     cleaned = []
-    with pytest.raises(KeyboardInterrupt), held():
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         try:
-            with allowed():
+            with interrupts_allowed():
                 try:
                     press()
                 finally:
@@ -100,7 +100,7 @@ def test_whoever_leaves_is_not_interrupted_again() -> None:
 
 def test_a_second_one_does_not_wait() -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), held():
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         press()
         reached.append(1)
         press()
@@ -110,27 +110,27 @@ def test_a_second_one_does_not_wait() -> None:
 
 def test_back_to_holding_inside() -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), held(), allowed():
-        with allowed(False):
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred(), interrupts_allowed():
+        with interrupts_allowed(False):
             press()
             reached.append("held")
         reached.append("not yet")
-        with allowed():
+        with interrupts_allowed():
             reached.append("too far")
     assert reached == ["held", "not yet"]
 
 
 def test_an_inner_one_ends_with_the_outer_one() -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), held():
-        with held():
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        with interrupts_deferred():
             press()
         reached.append("outer")
     assert reached == ["outer"]
 
 
 def test_beside_another_exception() -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, held():
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts_deferred():
         press()
         raise ValueError("first")
     assert isinstance(caught.value.__context__, ValueError)
@@ -138,7 +138,7 @@ def test_beside_another_exception() -> None:
 
 def test_it_is_ignored_where_it_was() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with held(), allowed():
+    with interrupts_deferred(), interrupts_allowed():
         press()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
@@ -148,11 +148,11 @@ def test_other_handlers_are_called_with_their_signal() -> None:
     seen: list[int] = []
     handler: Callable[..., Any] = lambda number, frame: seen.append(number)  # noqa: E731 - compared below
     signal.signal(signal.SIGCHLD, handler)
-    with held():
+    with interrupts_deferred():
         child_died()
         child_died()
         assert seen == []
-        with allowed():
+        with interrupts_allowed():
             assert seen == [signal.SIGCHLD] * 2
             child_died()
             assert len(seen) == 3
@@ -166,7 +166,7 @@ def test_a_handler_that_is_set_inside_stays() -> None:
     """One that calls the handler which it found, as torch's does, goes on doing so."""
     seen: list[str] = []
     signal.signal(signal.SIGCHLD, lambda *_: seen.append("first"))
-    with held():
+    with interrupts_deferred():
         found: Any = signal.getsignal(signal.SIGCHLD)
 
         def chained(number: int, frame: Any) -> None:
@@ -193,7 +193,7 @@ def test_it_may_come_while_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch
                 return real(*args)
 
             with pytest.raises(KeyboardInterrupt):
-                with held():
+                with interrupts_deferred():
                     if earlier:
                         press()
                     monkeypatch.setattr(signal, "signal", put)
@@ -210,7 +210,7 @@ def test_other_threads_have_nothing_to_do_with_it() -> None:
 
     def work() -> None:
         try:
-            with held(), allowed():
+            with interrupts_deferred(), interrupts_allowed():
                 inside.set()
                 done.wait(PATIENCE_S)
         except BaseException as error:
@@ -221,7 +221,7 @@ def test_other_threads_have_nothing_to_do_with_it() -> None:
     inside.wait(PATIENCE_S)
     with pytest.raises(KeyboardInterrupt):
         press()
-    with pytest.raises(KeyboardInterrupt), held():
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         press()
         done.set()
         thread.join()
@@ -258,9 +258,9 @@ def test_an_interrupt_is_not_lost_in_a_finalizer(way: str) -> None:
             weakref.finalize(thing, goes)
         del thing
 
-    with pytest.raises(KeyboardInterrupt), held(), allowed():
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred(), interrupts_allowed():
         user_code()
         order.append("goes on")
-        with allowed():  # as when it calls a layer
+        with interrupts_allowed():  # as when it calls a layer
             order.append("not reached")
     assert order == ["begins", "ends", "goes on"]

@@ -12,7 +12,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.layer_buffers import Buffers, HostBuffers, Made
+from lightning_roundpipe.runtime.memory.layer_buffers import Buffers, BufferValue, HostBuffers
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 
 
@@ -40,7 +40,7 @@ class Sides:
         self.buffers = Buffers(self.layer.name, self.layer.buffers, self.layer.mutable_buffers, self.replica, device)
         self.copy: Any = self.replica.module
 
-    def forward(self, thorough: bool = False, change: Any = None, settle: bool = True) -> dict[int, Made]:
+    def forward(self, thorough: bool = False, change: Any = None, settle: bool = True) -> dict[int, BufferValue]:
         snapshot = self.buffers.snapshot()
         self.buffers.load()
         with torch.no_grad():
@@ -50,7 +50,7 @@ class Sides:
             self.layer.buffers.settle()
         return snapshot
 
-    def recompute(self, snapshot: dict[int, Made]) -> float:
+    def recompute(self, snapshot: dict[int, BufferValue]) -> float:
         """The count that a recomputation begins with."""
         self.buffers.load(snapshot)
         began = float(self.copy.count)

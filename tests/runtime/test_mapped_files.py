@@ -121,7 +121,7 @@ def test_what_user_code_puts_in_place_of_a_weight_is_what_travels(device: Device
     content, layer = path.read_bytes(), layer_of(module, device)
     module[0].weight.data = torch.full((5, 3), 7.0).t()
     module[0].bias.data.fill_(4.0)
-    layer.adopt()
+    layer.reattach()
     found = uploaded(layer, device)
     assert found["0.weight"].unique().tolist() == [7.0] and found["0.bias"].unique().tolist() == [4.0]
     assert path.read_bytes() == content

@@ -21,21 +21,21 @@ class Named:
     name = "the layer"
 
 
-def entry() -> RecordedCall:
+def recorded() -> RecordedCall:
     thread_state = TorchThreadState.capture(("cpu",))
     return RecordedCall(0, Named(), 0, None, [], [], thread_state, None, 0, contextvars.copy_context())  # type: ignore[arg-type]
 
 
 def cut(layer: nn.Module, tape: list[RecordedCall], x: Tensor) -> Tensor:
-    """What user code sees of ``layer(x)``; its graph is kept on the entry."""
-    made = entry()
+    """What user code sees of ``layer(x)``; its graph is kept on the recorded call."""
+    made = recorded()
     made.targets = [source_of(x)]
     made.sink = InputGradSink([x]) if x.requires_grad and made.targets[0] is None else None
-    inlet = DetachedInputs("a layer")
+    detached_inputs = DetachedInputs("a layer")
     with torch.enable_grad():
-        [inner] = inlet.open([x], [x.requires_grad])
+        [inner] = detached_inputs.open([x], [x.requires_grad])
         output = layer(inner)
-    made.graph = (inlet, [output])
+    made.graph = (detached_inputs, [output])
     tape.append(made)
     [alias] = boundary(made, [output], [True])
     return alias
@@ -45,10 +45,10 @@ def walk(tape: list[RecordedCall]) -> None:
     while tape:
         taken = tape.pop()
         assert taken.graph is not None
-        inlet, outputs = taken.graph
-        with inlet:
+        detached_inputs, outputs = taken.graph
+        with detached_inputs:
             torch.autograd.backward(outputs, [taken.grads[0][0][0]])
-        [grad] = inlet.grads
+        [grad] = detached_inputs.grads
         if taken.targets[0] is not None:
             taken.targets[0][0].add_grad(taken.targets[0][1], grad, None)
         elif taken.sink is not None:
@@ -102,19 +102,19 @@ def test_user_code_cannot_differentiate_across_a_layer() -> None:
 
 def test_a_layer_may_write_to_its_input() -> None:
     x = torch.randn(3, requires_grad=True)
-    inlet = DetachedInputs("a layer")
-    [inner] = inlet.open([x.detach().clone()], [True])
+    detached_inputs = DetachedInputs("a layer")
+    [inner] = detached_inputs.open([x.detach().clone()], [True])
     inner.mul_(3).add_(1)
     loss = inner.sum()
     with pytest.raises(RoundPipeError, match="past its outputs"):
         loss.backward(retain_graph=True)  # user code got hold of what the layer computed inside
-    with inlet:
+    with detached_inputs:
         loss.backward()
-    assert inlet.grads[0] is not None and inlet.grads[0].tolist() == [3, 3, 3]
+    assert detached_inputs.grads[0] is not None and detached_inputs.grads[0].tolist() == [3, 3, 3]
 
 
 def test_outputs_that_need_no_gradient() -> None:
-    made = entry()
+    made = recorded()
     first, second = boundary(made, [torch.ones(2), torch.ones(2, dtype=torch.long)], [True, False])
     assert first.requires_grad and not second.requires_grad
     assert boundary(made, [torch.ones(2)], [False])[0].grad_fn is None

@@ -167,7 +167,7 @@ class Nowhere(SimpleNamespace):
         self.staged.append(torch.empty_like(t))
         return self.staged[-1]
 
-    def let_go(self, tensors: Any) -> None:
+    def free_after_compute(self, tensors: Any) -> None:
         self.kept += tensors
 
 

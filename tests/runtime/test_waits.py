@@ -32,7 +32,7 @@ from lightning_roundpipe.devices.emulated_link import Delays
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.optimizer import async_optimizer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 CUT = Case(harness.per_call(CALLS, 2), 2, 4, (6, 6))
@@ -161,10 +161,10 @@ WAITS = [
         "activations_down",
     ),
     # Turns, rounds, and user code.
-    Wait("runtime.core.schedule:Slot.enter", "cancel_scope.wait(waiter)", "numbers"),
-    Wait("runtime.core.schedule:Slot._wait_closed", "cancel_scope.wait(waiter)", "numbers", WIDE),
+    Wait("runtime.core.slots:Slot.enter", "cancel_scope.wait(waiter)", "numbers"),
+    Wait("runtime.core.slots:Slot._wait_closed", "cancel_scope.wait(waiter)", "numbers", WIDE),
     Wait(
-        "runtime.core.schedule:Slot.wait_for_predecessor",
+        "runtime.core.slots:Slot.wait_for_predecessor",
         "self.predecessor._wait_closed(cancel_scope)",
         "numbers",
         WIDE,
@@ -210,7 +210,7 @@ ELSEWHERE = {
         "upload.wait()",
     ),  # test_a_unit_is_sent_when_its_uploads_are_over
     (
-        "runtime.core.schedule:Slot.approach",
+        "runtime.core.slots:Slot.approach",
         "cancel_scope.wait(waiter)",
     ),  # test_turns_of_slots.py: test_one_microbatch_ahead_and_no_more
     (
@@ -263,15 +263,15 @@ ELSEWHERE = {
         "self.updates.settle()",
     ),  # test_what_is_accumulated_outlives_an_error, where steps overlap
     ("runtime.engine:Engine.settle", "self.updates.settle()"),  # test_who_looks_sees_whole_updates
-    ("runtime.optimizer.async_optimizer:Updates.retire", "self.settle()"),  # test_stochastic_weight_averaging
+    ("runtime.optimizer.async_optimizer:AsyncOptimizer.retire", "self.settle()"),  # test_stochastic_weight_averaging
     (
         "runtime.engine:Engine.evaluate",
         "self.updates.settle()",
     ),  # test_evaluation_sees_whole_updates
-    ("runtime.engine:Engine._adopt", "updates.settle()"),  # settled already: nobody submits in between
+    ("runtime.engine:Engine._sync_weights", "updates.settle()"),  # settled already: nobody submits in between
     ("runtime.engine:Engine._begin", "self.settle()"),  # test_what_is_trained_may_change
     (
-        "runtime.optimizer.async_optimizer:Updates._rest",
+        "runtime.optimizer.async_optimizer:AsyncOptimizer._rest",
         "while not waiter.wait_for(LOOK):",
     ),  # is what all of these wait with
     (
@@ -351,13 +351,13 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
             return 0.02 * times if self.late else super().next() / 10
 
     real_run, real_close = MicrobatchTask.run, Worker.close_slot
-    real_apply, real_add = Updates._apply, Updates._add
+    real_apply, real_add = AsyncOptimizer._apply, AsyncOptimizer._add
 
-    def apply(self: Updates, *args: Any) -> None:
+    def apply(self: AsyncOptimizer, *args: Any) -> None:
         time.sleep(0.02 * times)
         real_apply(self, *args)
 
-    def add(self: Updates, *args: Any) -> None:
+    def add(self: AsyncOptimizer, *args: Any) -> None:
         time.sleep(0.02 * times)
         real_add(self, *args)
 
@@ -376,9 +376,9 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
         elif slow == "closing":
             patch.setattr(Worker, "close_slot", close_slot)
         elif slow == "updating":
-            patch.setattr(Updates, "_apply", apply)
+            patch.setattr(AsyncOptimizer, "_apply", apply)
         elif slow == "adding":
-            patch.setattr(Updates, "_add", add)
+            patch.setattr(AsyncOptimizer, "_add", add)
         elif slow == "user code":
             patch.setattr(stress, "GLUE_S", 0.01 * times)
         elif slow:

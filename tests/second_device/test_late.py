@@ -178,7 +178,7 @@ WAITS = {
     "copies before their memory goes": ("devices.cuda_streams:CudaStream.copy", "self.keep(to, of)"),
     "a call before what was brought for it goes": (
         "runtime.core.activation_store:ActivationStore._drop",
-        "device.let_go([here.tensor for here in gone])",
+        "device.free_after_compute([here.tensor for here in gone])",
     ),
 }
 """Lines that order streams, or keep memory until a stream is done with it."""

@@ -21,7 +21,7 @@ def mode(masters: Iterable[nn.Parameter] = (), *, train: bool = True) -> UserCod
     def host_like(t: Tensor) -> Tensor:
         return torch.empty_like(t, pin_memory=True)
 
-    facade: Any = SimpleNamespace(torch_device=HOME, host_like=host_like, let_go=lambda tensors: None)
+    facade: Any = SimpleNamespace(torch_device=HOME, host_like=host_like, free_after_compute=lambda tensors: None)
     return UserCodeMode(
         {id(p) for p in masters}, lambda master: master, train=train, accelerator=backend.NAME, devices=[facade]
     )

@@ -13,7 +13,7 @@ from lightning_roundpipe.config import Options
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.loss_weights import Weights
 from lightning_roundpipe.runtime.batch.samples import NoSamples, batch_size
-from lightning_roundpipe.runtime.faults.interrupts import allowed
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.reporting.hints import Hints
 
 
@@ -100,5 +100,5 @@ class Cutter:
         function = self._options.loss_weight or getattr(self._module, "loss_weight", None)
         if not callable(function) or len(parts) == 1:
             return None
-        with allowed():
+        with interrupts_allowed():
             return microbatches.given_weights(function, parts)

@@ -15,7 +15,7 @@ from lightning_roundpipe.runtime.batch.losses import check_counts
 from lightning_roundpipe.runtime.batch.microbatches import combined, loss_of, merge
 
 
-class Run(Weighed, Protocol):
+class MicrobatchResult(Weighed, Protocol):
     """One microbatch that training_step has run on."""
 
     output: Any
@@ -48,8 +48,8 @@ class Joined:
 
 
 def join(
-    module: Any, runs: Sequence[Run], sizes: list[int], weighing: Weighing, rules: Mapping[Key, str] | None = None,
-    *, mixes: bool = False,
+    module: Any, runs: Sequence[MicrobatchResult], sizes: list[int], weighing: Weighing,
+    rules: Mapping[Key, str] | None = None, *, mixes: bool = False,
 ) -> Joined:  # fmt: skip
     """Put together what ``runs``, of so many samples each, gave; ``module.log`` is called with what they logged."""
     outputs = [run.output for run in runs]

@@ -2,7 +2,7 @@
 
 The losses of microbatches are averaged by their weights, or added if the loss is a sum.
 
-The total is known only when the last of them has its loss, and by then the first is on its way back. So losses are
+The total is known only when the last of them has its loss, and by then the first is in its backward. So losses are
 divided by a guess that depends on nothing but the batch, not on what runs when; one factor corrects all gradients.
 """
 

@@ -140,7 +140,7 @@ class Counts:
                 continue
             reached.add(node)
             if node not in nodes:
-                self.mixed |= hasattr(node, "entry")
+                self.mixed |= hasattr(node, "graph_cut")
                 waiting += [below for below, _ in node.next_functions]
         self.of = [count for node, count in nodes.items() if node in reached]
 

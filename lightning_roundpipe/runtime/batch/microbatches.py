@@ -110,7 +110,7 @@ class Columns:
 
         part_of(batch, rows, samples, listed, see)
         key = tuple((type(value), value.ndim) for value, _ in found)
-        cut, taken = iter(self._known.setdefault(key, [mine for _, mine in found])), Rows()
+        cut, taken = iter(self._known.setdefault(key, [mine for _, mine in found])), RowSlicer()
 
         def take(value: Any, mine: slice | None) -> Any:
             part = taken(value, mine if next(cut) else None)
@@ -143,7 +143,7 @@ def part_of(value: Any, rows: slice, samples: int, listed: bool, take: Callable[
     return _rebuild(value, lambda item: part_of(item, rows, samples, listed, take))
 
 
-class Rows:
+class RowSlicer:
     """Takes the rows of one microbatch out of a batch.
 
     Its tensors have the batch's memory, and count what is written to them apart from other microbatches', which have

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices import Device, Event, Hold
+from lightning_roundpipe.devices import Device, Event, TrackedTensors
 from lightning_roundpipe.devices.base import stage
 from lightning_roundpipe.planning.crossing import tensor_bytes
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
@@ -56,7 +56,7 @@ class _Here(NamedTuple):
     copy: HostTensor
     tensor: Tensor
     end: Event
-    hold: Hold
+    tracked: TrackedTensors
     ahead: list[tuple[Room, int]]
 
     def needed(self) -> None:
@@ -192,7 +192,7 @@ class ActivationStore:
                 ahead = [] if room is None else [(room, size)]
                 try:
                     tensor, end = self._upload(device, copy, lent=True)
-                    here = _Here(copy, tensor, end, device.hold([tensor], "inputs of the next call"), ahead)
+                    here = _Here(copy, tensor, end, device.track([tensor], "inputs of the next call"), ahead)
                 except BaseException:
                     for taken, nbytes in ahead:
                         taken.give_back(nbytes)
@@ -260,7 +260,7 @@ class ActivationStore:
         copies = self._here.get(device, {})
         gone = [copies.pop(key) for key in keys if key in copies]
         if gone:
-            device.let_go([here.tensor for here in gone])
+            device.free_after_compute([here.tensor for here in gone])
         for here in gone:
             here.needed()
-            here.hold.release()
+            here.tracked.release()

@@ -14,11 +14,11 @@ from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
 from lightning_roundpipe.runtime.layer_calls.arguments import CallSpec, FlatValue
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import Choices, DiscreteOpRecorder
 from lightning_roundpipe.runtime.layer_calls.precedent import Manner, Precedent
-from lightning_roundpipe.runtime.layer_calls.recompute_check import Outcome
-from lightning_roundpipe.runtime.layer_calls.side_outputs import Sides
+from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint
+from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputs
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
-from lightning_roundpipe.runtime.memory.layer_buffers import Made
+from lightning_roundpipe.runtime.memory.layer_buffers import BufferValue
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Lender
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
@@ -89,38 +89,39 @@ class Call:
 class Ran:
     """One execution of a layer's code. ``given`` are the tensors that it was given, by position."""
 
-    inlet: DetachedInputs | None
+    detached_inputs: DetachedInputs | None
     output: FlatValue
-    sides: Sides
+    side_outputs: SideOutputs
     given: dict[int, Tensor]
     recording: DiscreteOpRecorder | None = None
 
     def tensors(self) -> list[Tensor]:
-        return [t for flat in (self.output, *self.sides.values()) for t in flat.tensors()]
+        return [t for flat in (self.output, *self.side_outputs.values()) for t in flat.tensors()]
 
 
 @dataclass
 class Forward:
-    """What a forward gave: the layer's output with what it collected, and its sides, with their graph if there is one.
+    """What a forward gave: the layer's output with what it collected, and its side outputs, with their graph if there
+    is one.
 
     Attributes:
         mutated: inputs that the layer wrote to, by position.
         foretold: whether the call ran without grad and did what its precedent had done.
         overlapping: which tensors of the output share memory with others or with inputs, and positions of such inputs.
-        outcome: what its recomputation is compared with, if it is.
+        fingerprint: what its recomputation is compared with, if it is.
         choices: to be chosen again when it is recomputed; ``chosen``: what is on its way to the host of them.
     """
 
     output: FlatValue
-    sides: Sides
-    inlet: DetachedInputs | None
+    side_outputs: SideOutputs
+    detached_inputs: DetachedInputs | None
     mutated: dict[int, Tensor] = field(default_factory=dict)
-    buffers: dict[int, Made] = field(default_factory=dict)
+    buffers: dict[int, BufferValue] = field(default_factory=dict)
     activation_bytes: int = 0
     differs_without_grad: bool = False
     overlapping: tuple[list[int], list[int]] = ([], [])
     foretold: bool = False
-    outcome: Outcome | None = None
+    fingerprint: CallFingerprint | None = None
     choices: Choices | None = None
     chosen: Tensor | None = None
 
@@ -133,10 +134,10 @@ class Forward:
 
         Tensors still say whether they require grad.
         """
-        for flat in (self.output, *self.sides.values()):
+        for flat in (self.output, *self.side_outputs.values()):
             flat.leaves = [_without_graph(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
         self.mutated = {i: _without_graph(t) for i, t in self.mutated.items()}
-        self.inlet = None
+        self.detached_inputs = None
 
 
 def _without_graph(tensor: Tensor) -> Tensor:

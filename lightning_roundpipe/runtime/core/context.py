@@ -12,7 +12,7 @@ from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory
 from lightning_roundpipe.runtime.memory.host_model import HostModel
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.reporting.hints import Hints
 from lightning_roundpipe.runtime.threads.sync import CancelScope, UserLock
@@ -58,7 +58,7 @@ class StepSpec:
         seed: of its batch.
         version: of the weights that it computes with.
         cut: whether what it runs is cut into microbatches.
-        overlaps: whether its way back may go on when its outputs have been given out.
+        overlaps: whether its backward may go on when its outputs have been given out.
         undisturbed: whether no optimizer wrote to masters when it began.
         updates: the optimizer's thread; None where gradients are handed to ``.grad``.
         thread_state: modes of the thread that it began in.
@@ -71,7 +71,7 @@ class StepSpec:
     cut: bool
     overlaps: bool
     undisturbed: bool
-    updates: Updates | None
+    updates: AsyncOptimizer | None
     thread_state: TorchThreadState
     module_state: ModuleStateIsolation | None
     recorder: Recorder

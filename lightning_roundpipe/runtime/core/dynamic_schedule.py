@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.slots import Slot
 
 if TYPE_CHECKING:
     from lightning_roundpipe.planning.costs import Phase
@@ -42,26 +42,26 @@ class SlotsOnArrival:
         self._open = open
         self._close = close
         self._foreseen: Slot | None = None
-        self._held: Slot | None = None
+        self._fused: Slot | None = None
 
     def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
-        self._let_go()
+        self._release_fused()
         return self._arrive("forward", microbatch, call, layer, None)
 
-    def hold(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
+    def fused(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
         """A slot for the forward of what is probably the last call; it stays open for the backward."""
-        self._let_go()
-        self._held = self._arrive("fused", microbatch, call, layer, sums)
-        return self._held
+        self._release_fused()
+        self._fused = self._arrive("fused", microbatch, call, layer, sums)
+        return self._fused
 
-    def holds(self, call: int) -> bool:
-        return self._held is not None and call in self._held.calls
+    def keeps_graph(self, call: int) -> bool:
+        return self._fused is not None and call in self._fused.calls
 
     def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
-        if self._held is not None and self.holds(call):
-            held, self._held = self._held, None
-            return held
-        self._let_go()
+        if self._fused is not None and self.keeps_graph(call):
+            fused, self._fused = self._fused, None
+            return fused
+        self._release_fused()
         return self._arrive("backward", microbatch, call, layer, sums)
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
@@ -77,7 +77,7 @@ class SlotsOnArrival:
         pass  # nobody is in front
 
     def is_over(self, slot: Slot, call: int) -> bool:
-        return slot is not self._held
+        return slot is not self._fused
 
     def after(self, microbatch: int, slot: Slot, call: int) -> None:
         if self.is_over(slot, call):
@@ -85,7 +85,7 @@ class SlotsOnArrival:
 
     def finish(self, microbatch: int) -> None:
         self._drop_foreseen()
-        self._let_go()
+        self._release_fused()
 
     def _arrive(self, phase: Phase, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
         self.foresee(microbatch, phase, call, layer, sums)
@@ -103,8 +103,8 @@ class SlotsOnArrival:
             foreseen, self._foreseen = self._foreseen, None
             self._cancel(foreseen)
 
-    def _let_go(self) -> None:
-        """Close the held slot: its call was not the last one, or needs no backward."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            self._close(held)
+    def _release_fused(self) -> None:
+        """Close the fused slot: its call was not the last one, or needs no backward."""
+        if self._fused is not None:
+            fused, self._fused = self._fused, None
+            self._close(fused)

@@ -23,7 +23,7 @@ from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward, Ran
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
 from lightning_roundpipe.runtime.core.graph_leaks import reaches_out
-from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.slots import Slot
 from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.core.worker import Worker
@@ -40,9 +40,9 @@ from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecor
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
 from lightning_roundpipe.runtime.layer_calls.precedent import attempt
 from lightning_roundpipe.runtime.layer_calls.probes import differs, differs_outside
-from lightning_roundpipe.runtime.layer_calls.recompute_check import Outcome, refuse_difference
+from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint, refuse_difference
 from lightning_roundpipe.runtime.layer_calls.shared_memory import apart_from_lent, overlapping, private
-from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputs, again, refuse_new_gradients
+from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputCollector, again, refuse_new_gradients
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import parametrizing
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -109,19 +109,19 @@ class LayerExecutor:
         if call.measure and self._forwards.compiled:
             self._count_as_written(slot, call, leaves)
         inputs = _tensors(leaves)
-        with device.hold(inputs, INPUTS):
-            gauge = PeakMemoryMeter(device, inputs) if call.measure else None
+        with device.track(inputs, INPUTS):
+            meter = PeakMemoryMeter(device, inputs) if call.measure else None
             before = self._before(call, leaves)
             foretold = self._foretold(slot, call, leaves, activations)
             ran = foretold or self._run(slot, call, leaves, "forward")
             refuse_hidden(ran.output.leaves, call.layer.name)
-            device.follow(ran.tensors(), OUTPUTS)  # until user code is done with them, too
-            activation = gauge.read() if gauge is not None else 0
-        if call.walk and ran.inlet is not None:
+            device.track_until_freed(ran.tensors(), OUTPUTS)  # until user code is done with them, too
+            activation = meter.read() if meter is not None else 0
+        if call.walk and ran.detached_inputs is not None:
             if call.bare and any(t.requires_grad for t in ran.tensors()):
                 refuse_caches(leaves, call.layer.name)
             new = call.bare and not call.tentative
-            found = reaches_out(ran.tensors(), ran.inlet, replica.parameters, call.layer.name, new=new)
+            found = reaches_out(ran.tensors(), ran.detached_inputs, replica.parameters, call.layer.name, new=new)
             call.layer.reaches_out = call.layer.reaches_out or found
         if before is not None:
             written = (i for i, t in before.items() if not torch.equal(bits(leaves[i]), bits(t)))
@@ -132,19 +132,21 @@ class LayerExecutor:
             self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
         with self._watching(call.layer):
-            for flat in (ran.output, *ran.sides.values()):
+            for flat in (ran.output, *ran.side_outputs.values()):
                 flat.leaves = self._safe(flat.leaves)
         shared = overlapping(ran.output.tensors(), ran.given)
-        mutated, own = apart_from_lent(leaves, call.leaves, [ran.output, *ran.sides.values()], mutated)
-        device.follow(own, OUTPUTS)
-        result = Forward(ran.output, ran.sides, ran.inlet, mutated, snapshot or {}, activation, differs, shared)
+        mutated, own = apart_from_lent(leaves, call.leaves, [ran.output, *ran.side_outputs.values()], mutated)
+        device.track_until_freed(own, OUTPUTS)
+        result = Forward(
+            ran.output, ran.side_outputs, ran.detached_inputs, mutated, snapshot or {}, activation, differs, shared
+        )
         result.foretold = foretold is not None
         if ran.recording is not None and ran.recording.made:
             call.layer.seen_to_choose()
             result.chosen, result.choices = ran.recording.saved(lambda packed: activations.save(packed, device))
-            device.follow(_tensors([result.chosen]), OUTPUTS)
+            device.track_until_freed(_tensors([result.chosen]), OUTPUTS)
         if call.checked:
-            result.outcome = Outcome.of(result.tensors(), values)
+            result.fingerprint = CallFingerprint.of(result.tensors(), values)
         if call.graph and not (call.kept or call.learning):
             result.drop_graph()
         worker.retire(leaves, ran.tensors())
@@ -163,7 +165,7 @@ class LayerExecutor:
             return None
         ran = attempt(
             lambda: self._run(slot, call, leaves, "forward"),
-            lambda ran: precedent.holds(ran.output) and not (ran.sides or self._mutated(call, ran.given)),
+            lambda ran: precedent.matches(ran.output) and not (ran.side_outputs or self._mutated(call, ran.given)),
             lambda: self._undo(call, leaves, activations),
         )
         if ran is None:
@@ -204,22 +206,22 @@ class LayerExecutor:
         replica.train(call.trainable)
         where = EventSource(slot.index, slot.phase, call.index, name)
         grad = call.thread_state.grad and call.graph
-        inlet = None
+        detached_inputs = None
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         versions = [p._version for p in replica.parameters]
         undisturbed = self._forwards.alone(self._device)
         with undisturbed, parametrizing(call.layer), call.thread_state.entered(grad=grad), self._seeded(call, kind):
             tensors = [leaves[i] for i in positions]
             if grad:
-                inlet = DetachedInputs(name)
-                tensors = inlet.open(tensors, [call.requires_grad[i] for i in positions])
+                detached_inputs = DetachedInputs(name)
+                tensors = detached_inputs.open(tensors, [call.requires_grad[i] for i in positions])
             elif not call.thread_state.inference:
                 tensors = [t.data for t in tensors]
             given = dict(zip(positions, tensors, strict=True))
             all_given = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs, carried = unflatten_call(all_given, call.spec)
             replica.set(carried)
-            doors = SideOutputs(replica, (args, kwargs), flat=call.spec.is_flat)
+            side_collector = SideOutputCollector(replica, (args, kwargs), flat=call.spec.is_flat)
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
@@ -234,8 +236,8 @@ class LayerExecutor:
         if written:
             self._refuse_written(call.layer, written)
         refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], name)
-        ran = Ran(inlet, FlatValue.of(output, given), doors.sides(given, name), given, recording)
-        if ran.sides or output[1]:
+        ran = Ran(detached_inputs, FlatValue.of(output, given), side_collector.collect(given, name), given, recording)
+        if ran.side_outputs or output[1]:
             call.layer.observers.act()
         if carried:
             replica.drop_written()
@@ -255,7 +257,7 @@ class LayerExecutor:
 
     def _recording(self, call: Call, leaves: list[Any]) -> DiscreteOpRecorder | None:
         """To write down what the call chooses, if it is recomputed and may choose at all."""
-        may = call.recomputed and call.layer.may_choose(call.state, anew=call.measure)
+        may = call.recomputed and call.layer.may_choose(call.state, relearn=call.measure)
         return DiscreteOpRecorder(self._device.torch_device, _tensors(leaves)) if may else None
 
     def _refuse_written(self, layer: HostLayer, positions: list[int]) -> None:
@@ -287,10 +289,10 @@ class LayerExecutor:
         again = dataclasses.replace(call, graph=compiled)
 
         def second() -> list[Tensor]:
-            gauge = PeakMemoryMeter(self._device, _tensors(leaves))
+            meter = PeakMemoryMeter(self._device, _tensors(leaves))
             found = self._run(slot, again, leaves, "forward" if compiled else "").tensors()
-            self._device.follow(found, OUTPUTS)
-            call.forward_bytes = None if compiled else gauge.read()
+            self._device.track_until_freed(found, OUTPUTS)
+            call.forward_bytes = None if compiled else meter.read()
             return found
 
         return differs(first.tensors(), second, self._worker.replica(call.layer).drop_written) or compiled
@@ -306,7 +308,7 @@ class LayerExecutor:
 
     def _writes(self, call: Call, ran: Ran) -> bool:
         written = any(t._version for t in ran.given.values())
-        return bool(ran.sides or written or self._worker.buffers(call.layer).changed(thorough=True))
+        return bool(ran.side_outputs or written or self._worker.buffers(call.layer).changed(thorough=True))
 
     def _seeded(self, call: Call, kind: str) -> contextlib.AbstractContextManager[None]:
         if call.seed is None:
@@ -328,7 +330,7 @@ class LayerExecutor:
         roots = [t for t in ran.tensors() if t.requires_grad]
         ends = [t for t in (*ran.given.values(), *replica.parameters) if t.requires_grad]
         if roots and ends:
-            with backward, self._device.permit():
+            with backward, self._device.acquire_core():
                 torch.autograd.grad(roots, ends, [torch.zeros_like(t) for t in roots], allow_unused=True)
         for kind, counter in (("forward", forward), ("backward", backward)):
             slot.recorder.count(kind, call.microbatch, call.index, counter.work.seconds)
@@ -363,7 +365,7 @@ class LayerExecutor:
     def backward(
         self,
         slot: Slot,
-        entry: RecordedCall,
+        recorded: RecordedCall,
         activations: ActivationStore,
         factor: float,
         lender: Lender,
@@ -373,7 +375,7 @@ class LayerExecutor:
 
         Args:
             slot: the slot whose turn it is.
-            entry: the call, with its output gradients.
+            recorded: the call, with its output gradients.
             activations: bring saved inputs and gradients here.
             factor: what its parameters' gradients are still to be multiplied by.
             lender: the microbatch.
@@ -383,112 +385,121 @@ class LayerExecutor:
             Per tensor argument, its gradient on this worker's device.
         """
         worker = self._worker
-        entry.raise_failed()
-        kept = entry.graph or entry.recomputed
-        gauge = PeakMemoryMeter(self._device, self._there(entry)) if measured is not None and not kept else None
-        inlet, outputs = kept or self._recompute(slot, entry, activations, lender)
-        entry.graph = entry.recomputed = None
+        recorded.raise_failed()
+        kept = recorded.graph or recorded.recomputed
+        meter = PeakMemoryMeter(self._device, self._there(recorded)) if measured is not None and not kept else None
+        detached_inputs, outputs = kept or self._recompute(slot, recorded, activations, lender)
+        recorded.graph = recorded.recomputed = None
         could = self._device.compute.record(timed=True)
-        parts = [[activations.transfer(part, home, self._device) for part, home in found] for found in entry.grads]
+        parts = [[activations.transfer(part, home, self._device) for part, home in found] for found in recorded.grads]
         slot.recorder.waited(worker.index, could, self._device.compute.record(timed=True))
         grads = [functools.reduce(torch.add, found) if found else None for found in parts]
-        entry.grads = []
+        recorded.grads = []
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        sums = worker.gradients_of(entry.call)
-        entry.found = tuple(o.requires_grad for o in outputs)
-        replica = worker.replica(entry.layer)
+        sums = worker.gradients_of(recorded.call)
+        recorded.found = tuple(o.requires_grad for o in outputs)
+        replica = worker.replica(recorded.layer)
         parameters = replica.parameters
-        replica.train(entry.trainable)  # a later call may have been one with other parameters frozen
+        replica.train(recorded.trainable)  # a later call may have been one with other parameters frozen
         if sums is not None:
             sums.attach(parameters, factor)
-        where = EventSource(slot.index, slot.phase, entry.call, entry.layer.name)
+        where = EventSource(slot.index, slot.phase, recorded.call, recorded.layer.name)
         if pairs:
-            name, counter = entry.layer.name, None if self._forwards.compiled else self._counter()
-            computing = _Computing(worker, slot, "backward", where, entry.layer, entry.microbatch, counter)
-            given = self._device.hold(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
-            watching = self._watching(entry.layer)
-            inside, borrowing = calling(Inside(name, lender.passed_by)), self._borrowing(entry.layer, lender)
-            buffers = worker.buffers(entry.layer)
+            name, counter = recorded.layer.name, None if self._forwards.compiled else self._counter()
+            computing = _Computing(worker, slot, "backward", where, recorded.layer, recorded.microbatch, counter)
+            given = self._device.track(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
+            watching = self._watching(recorded.layer)
+            inside, borrowing = calling(Inside(name, lender.passed_by)), self._borrowing(recorded.layer, lender)
+            buffers = worker.buffers(recorded.layer)
             held = buffers.written()
-            with given, alone(name, self._device), computing, inside, inlet, watching, borrowing:
-                retain = bool(entry.layer.reaches_out)  # other calls may get to the same graph
+            with given, alone(name, self._device), computing, inside, detached_inputs, watching, borrowing:
+                retain = bool(recorded.layer.reaches_out)  # other calls may get to the same graph
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=retain)
-                self._device.follow(_tensors(inlet.grads), GRADIENTS)
+                self._device.track_until_freed(_tensors(detached_inputs.grads), GRADIENTS)
             buffers.refuse_written(held)
-        if gauge is not None and measured is not None:
-            measured.activation_bytes = max(measured.activation_bytes, gauge.read())
+        if meter is not None and measured is not None:
+            measured.activation_bytes = max(measured.activation_bytes, meter.read())
             measured.returning_bytes = storage_bytes(_tensors(grads))
         if sums is not None:
             sums.detach(parameters, factor)
-        worker.retire(outputs, parts, grads, inlet.grads)
-        return inlet.grads
+        worker.retire(outputs, parts, grads, detached_inputs.grads)
+        return detached_inputs.grads
 
-    def _there(self, entry: RecordedCall) -> list[Tensor]:
+    def _there(self, recorded: RecordedCall) -> list[Tensor]:
         """The gradients of its outputs that are on this worker already."""
-        return [part for found in entry.grads for part, home in found if home is self._device]
+        return [part for found in recorded.grads for part, home in found if home is self._device]
 
-    def recompute_ahead(self, slot: Slot, entry: RecordedCall, activations: ActivationStore, lender: Lender) -> None:
+    def recompute_ahead(self, slot: Slot, recorded: RecordedCall, activations: ActivationStore, lender: Lender) -> None:
         """Keep the graph of a call whose gradient is not there yet; see `recompute_ahead`."""
-        recomputed = self._recompute(slot, entry, activations, lender, ahead=True)
-        if not entry.done or entry.wants_backward():  # else its microbatch has found that no gradient reaches it
-            entry.recomputed = recomputed
+        recomputed = self._recompute(slot, recorded, activations, lender, ahead=True)
+        if not recorded.done or recorded.wants_backward():  # else its microbatch has found that no gradient reaches it
+            recorded.recomputed = recomputed
 
     def _recompute(
-        self, slot: Slot, entry: RecordedCall, activations: ActivationStore, lender: Lender, *, ahead: bool = False
+        self, slot: Slot, recorded: RecordedCall, activations: ActivationStore, lender: Lender, *, ahead: bool = False
     ) -> tuple[DetachedInputs, list[Tensor]]:
         worker, device = self._worker, self._device
-        buffers = worker.buffers(entry.layer)
-        could = worker.ready(slot, entry.layer)
+        buffers = worker.buffers(recorded.layer)
+        could = worker.ready(slot, recorded.layer)
         bring = activations.ahead_on if ahead else activations.on
-        leaves = [bring(device, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in entry.leaves]
+        leaves = [bring(device, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in recorded.leaves]
         if not ahead:
             slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
-        buffers.load(entry.buffers)
-        chosen = entry.choices if entry.layer.chooses else None
+        buffers.load(recorded.buffers)
+        chosen = recorded.choices if recorded.layer.chooses else None
         there = functools.partial(bring, device)
         replay = DiscreteOpReplayer(device.torch_device, _tensors(leaves), chosen, there) if chosen else None
-        expected, entry.outcome = entry.outcome, None
-        values = reachable_values(entry.layer.state.modules) if expected is not None else {}
+        expected, recorded.fingerprint = recorded.fingerprint, None
+        values = reachable_values(recorded.layer.state.modules) if expected is not None else {}
         call = Call(
-            entry.call, entry.layer, entry.microbatch, entry.spec, leaves, entry.requires_grad, entry.trainable,
-            entry.thread_state, entry.state, entry.seed, entry.context, graph=True, lender=lender,
+            recorded.call, recorded.layer, recorded.microbatch, recorded.spec, leaves, recorded.requires_grad,
+            recorded.trainable, recorded.thread_state, recorded.state, recorded.seed, recorded.context, graph=True,
+            lender=lender,
         )  # fmt: skip
-        with device.hold(_tensors(leaves), INPUTS):
+        with device.track(_tensors(leaves), INPUTS):
 
             def place() -> FaultPlace:
-                return FaultPlace(entry.layer.title, "recomputation", entry.microbatch, slot, device)
+                return FaultPlace(recorded.layer.title, "recomputation", recorded.microbatch, slot, device)
 
-            with noted(place), worker.replica(entry.layer).loose.unmoved(entry.layer.name):
-                ran = self._run(slot, call, private(leaves, entry.mutates), "recompute", replay)
+            with noted(place), worker.replica(recorded.layer).unregistered_tensors.unmoved(recorded.layer.name):
+                ran = self._run(slot, call, private(leaves, recorded.mutates), "recompute", replay)
                 if replay is not None and not replay.ended():
-                    entry.layer.chooses = None
-                    worker.replica(entry.layer).drop_written()
-                    buffers.load(entry.buffers)
-                    ran = self._run(slot, call, private(leaves, entry.mutates), "recompute")
+                    recorded.layer.chooses = None
+                    worker.replica(recorded.layer).drop_written()
+                    buffers.load(recorded.buffers)
+                    ran = self._run(slot, call, private(leaves, recorded.mutates), "recompute")
         if expected is not None:
-            self._compare(expected, Outcome.of(_results(ran, entry), values), slot, call, entry, leaves)
+            self._compare(expected, CallFingerprint.of(_results(ran, recorded), values), slot, call, recorded, leaves)
         buffers.discard()
-        assert ran.inlet is not None
-        ran.inlet.within = replay if replay is not None and replay.agrees else ran.inlet.within
-        refuse_new_gradients(ran.sides, entry.sides, entry.layer.name)
-        outputs = _results(ran, entry)
-        for key, count in entry.sides.items():
-            outputs += again(ran.sides, key, count, entry.layer.name)
-        device.follow(outputs, OUTPUTS)
+        assert ran.detached_inputs is not None
+        ran.detached_inputs.within = replay if replay is not None and replay.agrees else ran.detached_inputs.within
+        refuse_new_gradients(ran.side_outputs, recorded.side_outputs, recorded.layer.name)
+        outputs = _results(ran, recorded)
+        for key, count in recorded.side_outputs.items():
+            outputs += again(ran.side_outputs, key, count, recorded.layer.name)
+        device.track_until_freed(outputs, OUTPUTS)
         worker.retire(leaves)
-        return ran.inlet, outputs
+        return ran.detached_inputs, outputs
 
     def _compare(
-        self, forward: Outcome, recomputed: Outcome, slot: Slot, call: Call, entry: RecordedCall, leaves: list[Any]
+        self,
+        forward: CallFingerprint,
+        recomputed: CallFingerprint,
+        slot: Slot,
+        call: Call,
+        recorded: RecordedCall,
+        leaves: list[Any],
     ) -> None:
         """Refuse a recomputation that gave something else than the forward."""
 
-        def again() -> Outcome:
-            self._worker.replica(entry.layer).drop_written()
-            self._worker.buffers(entry.layer).load(entry.buffers)
-            return Outcome.of(_results(self._run(slot, call, private(leaves, entry.mutates), "recompute"), entry), {})
+        def again() -> CallFingerprint:
+            self._worker.replica(recorded.layer).drop_written()
+            self._worker.buffers(recorded.layer).load(recorded.buffers)
+            return CallFingerprint.of(
+                _results(self._run(slot, call, private(leaves, recorded.mutates), "recompute"), recorded), {}
+            )
 
-        refuse_difference(forward, recomputed, again, self._formats.low, entry.layer.name)
+        refuse_difference(forward, recomputed, again, self._formats.low, recorded.layer.name)
 
 
 class _Computing:
@@ -519,7 +530,7 @@ class _Computing:
 
     def __enter__(self) -> None:
         device = self._worker.device
-        core = self._core = device.permit()
+        core = self._core = device.acquire_core()
         name = self._name = device.named(
             self._kind, "slot", self._slot.index, self._where.layer, "of", self._microbatch
         )
@@ -556,9 +567,9 @@ class _Computing:
                 recorder.count(self._kind, self._microbatch, where.call, self._counter.work.seconds)
 
 
-def _results(ran: Ran, entry: RecordedCall) -> list[Tensor]:
+def _results(ran: Ran, recorded: RecordedCall) -> list[Tensor]:
     """Of the output, and then the mutated inputs."""
-    return ran.output.tensors() + [ran.given[i] for i in sorted(entry.mutates)]
+    return ran.output.tensors() + [ran.given[i] for i in sorted(recorded.mutates)]
 
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:

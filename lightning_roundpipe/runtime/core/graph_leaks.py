@@ -16,7 +16,12 @@ from lightning_roundpipe.runtime.user_code.mode import is_stand_in
 
 
 def reaches_out(
-    outputs: list[Tensor], inlet: DetachedInputs, parameters: list[nn.Parameter], layer: str, *, new: bool = False
+    outputs: list[Tensor],
+    detached_inputs: DetachedInputs,
+    parameters: list[nn.Parameter],
+    layer: str,
+    *,
+    new: bool = False,
 ) -> bool:
     """Walk the graph of a layer's ``outputs``: it may end in its inputs, its parameters and leaves made inside.
 
@@ -35,10 +40,10 @@ def reaches_out(
     found = False
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or getattr(node, "inlet", None) is inlet:
+        if node is None or node in seen or getattr(node, "detached_inputs", None) is detached_inputs:
             continue
         seen.add(node)
-        user_code = getattr(node, "entry", None) is not None or getattr(node, "sink", None) is not None
+        user_code = getattr(node, "graph_cut", None) is not None or getattr(node, "sink", None) is not None
         variable = getattr(node, "variable", None)
         foreign = isinstance(variable, nn.Parameter) and id(variable) not in own
         if new and (user_code or foreign or is_stand_in(variable)):

@@ -27,14 +27,14 @@ class Learned:
         in_order: whether microbatches run one after another in every step.
         order: what was called after what, where calls come in any order.
         read_by_user_code: what the next step's user code waits for before it takes the lock.
-        logs_on_the_way_back: whether user code logs in backward.
+        logs_in_backward: whether user code logs in backward.
         log_rules: how logged values of parts are merged, where that is not as a mean; see `logs.RULES`.
         mixes: whether targets that are spread unlike the samples were seen to make no difference.
     """
 
     def __init__(self, model: HostModel) -> None:
         self._model = model
-        self.plans = self.shares = self.logs_on_the_way_back = self.mixes = False
+        self.plans = self.shares = self.logs_in_backward = self.mixes = False
         self.order = CallOrder()
         self.read_by_user_code: frozenset[ParamBucket] = frozenset()
         self.log_rules: dict[Key, str] = {}

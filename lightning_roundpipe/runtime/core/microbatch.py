@@ -32,8 +32,8 @@ from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.outputs import check_inputs, hand_back, learn, refuse_hooked_module
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
 from lightning_roundpipe.runtime.core.prefetch import ActivationPrefetcher
-from lightning_roundpipe.runtime.core.schedule import Slot, Slots
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
+from lightning_roundpipe.runtime.core.slots import Slot, Slots
 from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
@@ -102,7 +102,7 @@ class MicrobatchTask:
         self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts.behind)
         self.started = Waiter()
         self.passed = Waiter()
-        """Woken when its output is there, computed once ``computed`` has passed; only its way back is left."""
+        """Woken when its output is there, computed once ``computed`` has passed; only its backward is left."""
         self.computed: Event | None = None
         self.output: Any = None
         self.weight, self.differentiable = 0.0, False
@@ -113,11 +113,11 @@ class MicrobatchTask:
         self._prefetcher = ActivationPrefetcher(index, engine.worker_pool.workers, slots, self.activations)
         self.tape: list[RecordedCall] = []
         self.reached = 0
-        self._astray = self.trace.uneven
+        self._off_trace = self.trace.has_skipped_calls
         """Whether layers were left out, so that sections of user code cannot be told by their number."""
         self._uses: Counter[int] = Counter()
         self._announced = self.walking = False
-        self._spot: SegmentKey = (-1, 0)
+        self._segment_key: SegmentKey = (-1, 0)
         self._device: Device | None = None
         self._slot: Slot | None = None
         self._phase, self._last = "forward", "before the first layer"
@@ -153,7 +153,7 @@ class MicrobatchTask:
             self._surroundings = Surroundings()
             with self._noted():
                 output = function(*args)
-                self._watched.check()
+                self._watched.assert_unmodified()
                 with torch._C.DisableTorchFunction():
                     self._check_after()
                 loss = loss_of(output)
@@ -187,11 +187,11 @@ class MicrobatchTask:
 
     def _enter_user_code(self) -> None:
         slot = self._slot.index if self._slot else -1
-        spot = None if self.walking else self._spot
-        self.segments.enter(slot, spot, self._device, f"the code {self._last}", astray=self._astray)
+        segment_key = None if self.walking else self._segment_key
+        self.segments.enter(slot, segment_key, self._device, f"the code {self._last}", off_trace=self._off_trace)
 
     def _leave_user_code(self) -> None:
-        self.segments.leave(None if self.walking else self._spot)
+        self.segments.leave(None if self.walking else self._segment_key)
 
     # -- layer calls --------------------------------------------------------------------------------------------------
 
@@ -199,26 +199,26 @@ class MicrobatchTask:
         """What the intercepted layer does instead of running [3]. Called by user code."""
         with torch._C.DisableTorchFunction():
             self._refuse(layer)
-            call, entry, traced = self._prepare(layer, args, kwargs)
+            call, recorded, traced = self._prepare(layer, args, kwargs)
             self._leave_user_code()
             self._announce()
-            self._spot = (layer.index, self._uses[layer.index])
-            forward, slot = self._run_forward(call, entry, traced)
+            self._segment_key = (layer.index, self._uses[layer.index])
+            forward, slot = self._run_forward(call, recorded, traced)
             self._slot, self._last = slot, f"after layer {layer.name!r}"
             self._device = self.engine.worker_pool.workers[slot.worker].device
             self.activations.settle()
             self._prefetcher.after(slot, call.index)
             self._enter_user_code()
             if self.learning:
-                learn(call, traced, forward, self.trace.crossing, taped=entry is not None)
+                learn(call, traced, forward, self.trace.crossing, taped=recorded is not None)
                 if call.tentative and layer.reaches_out:
                     traced.can_tape = traced.needs_grad_mode = True
-            output, taped = hand_back(call, entry, traced, forward, args, kwargs, self._watched)
+            output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched)
             if call.measure:
                 self._gauge = PeakMemoryMeter(self._device, ())
-            if entry is not None and taped:
-                self.tape.append(entry)
-            if self.kept is not None and forward.sides:
+            if recorded is not None and taped:
+                self.tape.append(recorded)
+            if self.kept is not None and forward.side_outputs:
                 self.kept.module_state.wrote(layer)
             return output
 
@@ -232,7 +232,7 @@ class MicrobatchTask:
         assert self._surroundings is not None
         self._surroundings.refuse(layer.name)
         self._check_weights(layer)
-        self._watched.check()
+        self._watched.assert_unmodified()
 
     def _check_weights(self, layer: HostLayer) -> None:
         """At a call of ``layer``: what a worker gets are the weights that it has now.
@@ -241,23 +241,23 @@ class MicrobatchTask:
         """
         if self._step.spec.cut or not self.learning:
             self._refuse_own_writes()
-            layer.check()
+            layer.assert_unmodified()
             return
         self._written += self.mode.written_by_data()
         mine = [master for master in layer.masters if any(master is other for other in self._written)]
         if not (mine or layer.is_written()):
-            layer.check()
+            layer.assert_unmodified()
             return
         self._refuse_taped(layer)
         if self.engine.options.staleness or self.engine.model.formats.low is not None:
             torch.autograd.graph.increment_version(mine)
-            layer.check()
+            layer.assert_unmodified()
         if (updates := self._step.spec.updates) is not None:
             self.segments.aside(updates.settle)
         self._slots.finish(self.index)  # what is on its way is dropped
-        layer.adopt()
+        layer.reattach()
         layer.bucket.refresh()
-        layer.remember()
+        layer.snapshot()
         self._written = [master for master in self._written if not any(master is other for other in mine)]
 
     def _refuse_own_writes(self) -> None:
@@ -271,7 +271,7 @@ class MicrobatchTask:
 
     def _refuse_taped(self, layer: HostLayer) -> None:
         """Its earlier call would be computed once more, with other weights."""
-        if any(entry.layer is layer for entry in self.tape):
+        if any(recorded.layer is layer for recorded in self.tape):
             raise RoundPipeError(
                 f"parameters of layer {layer.name!r} were written to within training_step, after a call whose backward "
                 "computes it once more. Write to them between steps, for example in on_train_batch_end."
@@ -283,7 +283,7 @@ class MicrobatchTask:
             self._refuse_own_writes()
             return
         self._written += self.mode.written_by_data()
-        for layer in dict.fromkeys(entry.layer for entry in self.tape):
+        for layer in dict.fromkeys(recorded.layer for recorded in self.tape):
             if layer.is_written() or any(master is other for master in layer.masters for other in self._written):
                 self._refuse_taped(layer)
 
@@ -318,7 +318,7 @@ class MicrobatchTask:
             learning=self.learning, may_mutate=None if self.learning else traced.mutates,
             bare=bare, tentative=tentative, lender=self,
         )  # fmt: skip
-        return call, self._new_entry(call, traced) if taped else None, traced
+        return call, self._record_call(call, traced) if taped else None, traced
 
     def _seed_of(self, layer: HostLayer) -> int | None:
         """By what is called, not by the place in the trace, which may grow while it is learned."""
@@ -333,59 +333,59 @@ class MicrobatchTask:
             self._predictor.see(index, layer)
             return index, traced
         index = self.trace.find(layer, self.reached, self.index)
-        self._astray |= index != self.reached
+        self._off_trace |= index != self.reached
         self.reached = index + 1
         return index, self.trace.calls[index]
 
-    def _new_entry(self, call: Call, traced: TracedCall) -> RecordedCall:
+    def _record_call(self, call: Call, traced: TracedCall) -> RecordedCall:
         """The call's place on the tape, with where its inputs' gradients go."""
-        entry = RecordedCall(
+        recorded = RecordedCall(
             call.index, call.layer, self.index, call.spec, [], call.requires_grad, call.thread_state, call.state,
             call.seed, call.context, input_home=self._device, mutates=traced.mutates, trainable=call.trainable,
         )  # fmt: skip
-        entry.connect([leaf for leaf in call.leaves if isinstance(leaf, Tensor)])
-        return entry
+        recorded.connect([leaf for leaf in call.leaves if isinstance(leaf, Tensor)])
+        return recorded
 
-    def _run_forward(self, call: Call, entry: RecordedCall | None, traced: TracedCall) -> tuple[Forward, Slot]:
+    def _run_forward(self, call: Call, recorded: RecordedCall | None, traced: TracedCall) -> tuple[Forward, Slot]:
         fused = not self.learning and self._step.is_fused(call.index)
         # Probably the last call: its graph is kept, but should another one come, it is recomputed after all.
-        held = entry is not None and self._predictor.is_last(call.index)
-        call.kept = entry is not None and (fused or held)
-        call.recomputed = entry is not None and not fused
+        held = recorded is not None and self._predictor.is_last(call.index)
+        call.kept = recorded is not None and (fused or held)
+        call.recomputed = recorded is not None and not fused
         call.measure = self.learning and self.engine.learned.plans
         call.checked = call.recomputed and is_checked(self._step.spec.number)
         if call.recomputed and self.learning and not (held or self.engine.learned.plans):
             call.precedent = self._predictor.precedent(call)
         alike = call.precedent.alike if call.precedent else False
-        call.graph = entry is not None and (fused or traced.needs_grad_mode or (self.learning and not alike))
+        call.graph = recorded is not None and (fused or traced.needs_grad_mode or (self.learning and not alike))
         call.graph = call.graph or call.bare  # which costs nothing where nothing requires grad
-        sure = entry is not None and not call.tentative
+        sure = recorded is not None and not call.tentative
         call.probe = sure and (self.engine.learned.probes(traced) or alike is None)
-        call.walk = (entry is not None and self.learning and self.engine.learned.walks(traced)) or call.bare
+        call.walk = (recorded is not None and self.learning and self.engine.learned.walks(traced)) or call.bare
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
         saved = call.saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
-        if entry is not None and call.recomputed:
-            entry.leaves = [saved.get(i, leaf) for i, leaf in enumerate(call.leaves)]
-            self._prefetcher.saved(entry)
+        if recorded is not None and call.recomputed:
+            recorded.leaves = [saved.get(i, leaf) for i, leaf in enumerate(call.leaves)]
+            self._prefetcher.saved(recorded)
         if self.learning or traced.mutates:
             self.activations.settle()
         self._prefetcher.inputs(call, self._locate)
         if held:
-            slot = self._slots.hold(self.index, call.index, call.layer, self._step.sums_of(traced))
+            slot = self._slots.fused(self.index, call.index, call.layer, self._step.sums_of(traced))
         else:
             slot = self._slots.forward(self.index, call.index, call.layer)
         self._predictor.after_forward(self.index, call.index, self.tape, self.trace)
         worker = self.engine.worker_pool.workers[slot.worker]
         elsewhere = [i for i, t in tensors.items() if self._locate(t) is not worker.device]
         call.leaves = [(saved.get(i) or self._save(x)) if i in elsewhere else x for i, x in enumerate(call.leaves)]
-        if entry is not None:
-            entry.home = worker.device
-            self._watch_inputs(call, entry, traced, tensors)
+        if recorded is not None:
+            recorded.home = worker.device
+            self._watch_inputs(call, recorded, traced, tensors)
         executor = self.engine.executors[slot.worker]
         with noted(lambda: FaultPlace(call.layer.title, "forward", self.index, slot, worker.device)):
             return worker.run(lambda: executor.forward(slot, call, self.activations), self._cancel_scope), slot
 
-    def _watch_inputs(self, call: Call, entry: RecordedCall, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
+    def _watch_inputs(self, call: Call, recorded: RecordedCall, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
         """A kept graph starts from the inputs themselves; from copies, if user code writes to them (``h +=
         layer(h)``).
         """
@@ -399,7 +399,7 @@ class MicrobatchTask:
                 with device.activate() if device is not None else contextlib.nullcontext():
                     call.leaves[i] = tensor.clone()
             elif i not in traced.mutates and not tensor.is_inference():
-                entry.given.append((i, witness(tensor), tensor._version))
+                recorded.given.append((i, witness(tensor), tensor._version))
 
     def _save(self, tensor: Tensor) -> HostTensor:
         return self.activations.save(tensor, self._locate(tensor))
@@ -439,49 +439,49 @@ class MicrobatchTask:
     def _walk_tape(self) -> None:
         """Every call of the tape, deepest first [5]."""
         while self.tape:
-            entry = self.tape.pop()
-            entry.done = True
-            if entry.wants_backward():
-                self._walk_back(entry, self._step.sums_of(self.trace.calls[entry.call]))
+            recorded = self.tape.pop()
+            recorded.done = True
+            if recorded.wants_backward():
+                self._run_backward(recorded, self._step.sums_of(self.trace.calls[recorded.call]))
             else:
-                self._prefetcher.done(entry, ())
-                entry.let_go()
+                self._prefetcher.done(recorded, ())
+                recorded.release()
 
-    def _walk_back(self, entry: RecordedCall, sums: HostGradSums | None) -> None:
-        traced, engine = self.trace.calls[entry.call], self.engine
+    def _run_backward(self, recorded: RecordedCall, sums: HostGradSums | None) -> None:
+        traced, engine = self.trace.calls[recorded.call], self.engine
         measured = traced if self.learning and engine.learned.plans else None
-        check_inputs(entry, traced, learning=self.learning)
-        refuse_hooked_module(entry)
-        if entry.hooks:
-            with self._user_code_again(entry.home):
-                entry.run_hooks(self.activations.transfer, self.mode)
-        if not self._slots.holds(entry.call):
-            entry.graph = None
-        sent = self._prefetcher.gradients(entry)
-        slot = self._slots.backward(self.index, entry.call, entry.layer, sums)
+        check_inputs(recorded, traced, learning=self.learning)
+        refuse_hooked_module(recorded)
+        if recorded.hooks:
+            with self._user_code_again(recorded.home):
+                recorded.run_hooks(self.activations.transfer, self.mode)
+        if not self._slots.keeps_graph(recorded.call):
+            recorded.graph = None
+        sent = self._prefetcher.gradients(recorded)
+        slot = self._slots.backward(self.index, recorded.call, recorded.layer, sums)
         self._predictor.backward(self.index, self.tape, self.trace)
         worker, executor = engine.worker_pool.workers[slot.worker], engine.executors[slot.worker]
         factor = self.mode.proxies.factor
-        with noted(lambda: FaultPlace(entry.layer.title, "backward", self.index, slot, worker.device)):
+        with noted(lambda: FaultPlace(recorded.layer.title, "backward", self.index, slot, worker.device)):
             self._prefetcher.following(slot, self.tape)
             grads = worker.run(
-                lambda: executor.backward(slot, entry, self.activations, factor, self, measured), self._cancel_scope
+                lambda: executor.backward(slot, recorded, self.activations, factor, self, measured), self._cancel_scope
             )
-        self._prefetcher.done(entry, sent)
-        self._slot, self._last = slot, f"before layer {entry.layer.name!r}"
-        if self.learning and entry.found != traced.flags:
+        self._prefetcher.done(recorded, sent)
+        self._slot, self._last = slot, f"before layer {recorded.layer.name!r}"
+        if self.learning and recorded.found != traced.flags:
             traced.precedent = None
-        self._hand_on(entry, grads, worker.device)
-        self._prefetcher.after(slot, entry.call, self.tape)
+        self._hand_on(recorded, grads, worker.device)
+        self._prefetcher.after(slot, recorded.call, self.tape)
 
-    def _hand_over(self, entry: GraphCut, index: int, grad: Tensor | None, device: Device | None) -> None:
+    def _hand_over(self, graph_cut: GraphCut, index: int, grad: Tensor | None, device: Device | None) -> None:
         """Add to another call's gradient, on the device where that gradient is already."""
-        if grad is not None and not entry.done and entry.grads[index]:
-            there = entry.grads[index][0][1]
+        if grad is not None and not graph_cut.done and graph_cut.grads[index]:
+            there = graph_cut.grads[index][0][1]
             grad, device = self.activations.transfer(grad, device, there), there or device
         place = device or self.engine.worker_pool.devices[0]
         with place.activate():  # it may be added to another one, in the order of what made both
-            entry.add_grad(index, grad, device)
+            graph_cut.add_grad(index, grad, device)
 
     @contextlib.contextmanager
     def _user_code_again(self, device: Device | None) -> Iterator[None]:
@@ -497,13 +497,13 @@ class MicrobatchTask:
             finally:
                 self._leave_user_code()
 
-    def _hand_on(self, entry: GraphCut, grads: list[Tensor | None], device: Device | None) -> None:
+    def _hand_on(self, graph_cut: GraphCut, grads: list[Tensor | None], device: Device | None) -> None:
         pushed: list[Tensor | None] = []
-        for grad, target, wanted in zip(grads, entry.targets, entry.tensor_flags, strict=True):
+        for grad, target, wanted in zip(grads, graph_cut.targets, graph_cut.tensor_flags, strict=True):
             if target is not None:
                 self._hand_over(target[0], target[1], grad, device)
             elif wanted:
-                pushed.append(None if grad is None else self.activations.transfer(grad, device, entry.input_home))
-        if entry.sink is not None and any(g is not None for g in pushed):
-            with self._user_code_again(entry.input_home):
-                entry.sink.push(pushed, self.mode)
+                pushed.append(None if grad is None else self.activations.transfer(grad, device, graph_cut.input_home))
+        if graph_cut.sink is not None and any(g is not None for g in pushed):
+            with self._user_code_again(graph_cut.input_home):
+                graph_cut.sink.push(pushed, self.mode)

@@ -1,4 +1,4 @@
-"""What a call gave, handed to user code: outputs that hang on the tape, what was written to inputs, and the side doors.
+"""What a call gave, handed to user code: outputs that hang on the tape, what was written to inputs, side outputs.
 
 And before the call's backward, a look at what user code has done to its inputs since.
 """
@@ -29,19 +29,19 @@ def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, 
     """Note what the first batch shows of a call."""
     foretold = call.precedent if forward.foretold else None
     traced.flags = foretold.flags if foretold else tuple(t.requires_grad for t in forward.tensors())
-    sides = {key: tuple(t.requires_grad for t in flat.tensors()) for key, flat in forward.sides.items()}
-    traced.sides = {key: flags for key, flags in sides.items() if any(flags)}
-    traced.taped = taped and (any(traced.flags) or bool(traced.sides))
+    side_outputs = {key: tuple(t.requires_grad for t in flat.tensors()) for key, flat in forward.side_outputs.items()}
+    traced.side_outputs = {key: flags for key, flags in side_outputs.items() if any(flags)}
+    traced.taped = taped and (any(traced.flags) or bool(traced.side_outputs))
     traced.mutates = frozenset(forward.mutated)
     traced.needs_grad_mode = forward.differs_without_grad
     if call.measure:
         traced.kept_bytes, traced.forward_bytes = forward.activation_bytes, call.forward_bytes
-        given = [*forward.tensors(), *(t for flat in forward.sides.values() for t in flat.tensors())]
+        given = [*forward.tensors(), *(t for flat in forward.side_outputs.values() for t in flat.tensors())]
         traced.crossed = crossing.see(_strided(call.originals), _strided(given))
         traced.boundary_bytes = traced.crossed.input_bytes - sum(size for _, size in traced.crossed.shared)
         traced.boundary_bytes += forward.chosen.nbytes if forward.chosen is not None else 0
     traced.precedent = foretold
-    if foretold is None and traced.taped and not (forward.sides or forward.mutated):
+    if foretold is None and traced.taped and not (forward.side_outputs or forward.mutated):
         known = call.precedent.alike if call.precedent else None
         alike = not forward.differs_without_grad if call.probe else known
         traced.precedent = Precedent.of(call.manner, forward.output, alike)
@@ -54,35 +54,35 @@ def _strided(leaves: Iterable[Any]) -> list[Tensor]:
 
 def hand_back(
     call: Call,
-    entry: RecordedCall | None,
+    recorded: RecordedCall | None,
     traced: TracedCall,
     forward: Forward,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     watched: SharedOutputs,
 ) -> tuple[Any, bool]:
-    """The layer's output as user code sees it, and whether ``entry`` is to be put on the tape."""
+    """The layer's output as user code sees it, and whether ``recorded`` is to be put on the tape."""
     outputs = forward.tensors()
-    known = traced.sides if entry is not None else {}
-    through = {key: flags for key, flags in known.items() if key in forward.sides}
+    known = traced.side_outputs if recorded is not None else {}
+    through = {key: flags for key, flags in known.items() if key in forward.side_outputs}
     for key, side in through.items():
-        tensors = forward.sides[key].tensors()
+        tensors = forward.side_outputs[key].tensors()
         _refuse_other_number(call, len(tensors), len(side))
         outputs += tensors
-    if entry is None or not (any(traced.flags) or through):
+    if recorded is None or not (any(traced.flags) or through):
         aliases = outputs if call.thread_state.inference else [t.data for t in outputs]
     else:
         flags = [*traced.flags, *(flag for side in through.values() for flag in side)]
         if call.kept:
-            assert forward.inlet is not None
-            refuse_new_gradients(forward.sides, through, call.layer.name)
-            entry.graph = (forward.inlet, outputs)
+            assert forward.detached_inputs is not None
+            refuse_new_gradients(forward.side_outputs, through, call.layer.name)
+            recorded.graph = (forward.detached_inputs, outputs)
             flags = [t.requires_grad for t in outputs]
         _refuse_other_number(call, len(outputs), len(flags))
-        entry.mutates = frozenset(forward.mutated)
-        entry.sides = {key: len(side) for key, side in through.items()}
-        entry.buffers, entry.choices, entry.outcome = forward.buffers, forward.choices, forward.outcome
-        aliases = boundary(entry, outputs, flags)
+        recorded.mutates = frozenset(forward.mutated)
+        recorded.side_outputs = {key: len(side) for key, side in through.items()}
+        recorded.buffers, recorded.choices, recorded.fingerprint = forward.buffers, forward.choices, forward.fingerprint
+        aliases = boundary(recorded, outputs, flags)
     rest = iter(aliases)
     returned = [next(rest) for _ in forward.output.tensors()]
     with torch.set_grad_enabled(call.thread_state.grad):
@@ -93,37 +93,37 @@ def hand_back(
     outputs_shared, inputs_shared = forward.overlapping
     shared = [returned[i] for i in outputs_shared] + [call.originals[i] for i in inputs_shared]
     watched.add(shared, call.layer.name)
-    sides: dict[Key, Any] = {}
-    for key in (*through, *(k for k in forward.sides if k not in through)):
-        flat = forward.sides[key]
+    side_outputs: dict[Key, Any] = {}
+    for key in (*through, *(k for k in forward.side_outputs if k not in through)):
+        flat = forward.side_outputs[key]
         tensors = [next(rest) for _ in flat.tensors()] if key in through else [t.data for t in flat.tensors()]
-        sides[key] = flat.value(tensors, call.originals)
-    put(call.layer.state.modules, (args, kwargs), sides)
-    return hand_over(forward.output.value(returned, call.originals)), bool(entry is not None and entry.grads)
+        side_outputs[key] = flat.value(tensors, call.originals)
+    put(call.layer.state.modules, (args, kwargs), side_outputs)
+    return hand_over(forward.output.value(returned, call.originals)), bool(recorded is not None and recorded.grads)
 
 
-def check_inputs(entry: RecordedCall, traced: TracedCall, *, learning: bool) -> None:
+def check_inputs(recorded: RecordedCall, traced: TracedCall, *, learning: bool) -> None:
     """Before a call's backward: whether user code has written to the inputs that its graph computes from."""
-    overwritten = entry.overwritten() - traced.mutates
-    entry.given.clear()
+    overwritten = recorded.overwritten() - traced.mutates
+    recorded.given.clear()
     if learning:
         traced.overwritten |= overwritten
         if overwritten:
-            entry.graph = None  # it would compute from what was written
+            recorded.graph = None  # it would compute from what was written
     elif overwritten:
         raise RoundPipeError(
-            f"code between layers wrote in place to argument {min(overwritten)} of layer {entry.layer.name!r} after "
+            f"code between layers wrote in place to argument {min(overwritten)} of layer {recorded.layer.name!r} after "
             "the call, which it did not do in the first batch: gradients would be wrong. Write out of place."
         )
 
 
-def refuse_hooked_module(entry: RecordedCall) -> None:
+def refuse_hooked_module(recorded: RecordedCall) -> None:
     """Backward hooks on a layer itself run in user code, where its gradient may come in parts."""
-    module = entry.layer.module
-    if entry.readiness > 1 and (module._backward_hooks or module._backward_pre_hooks):
+    module = recorded.layer.module
+    if recorded.grad_arrivals > 1 and (module._backward_hooks or module._backward_pre_hooks):
         raise RoundPipeError(
-            f"layer {entry.layer.name!r} has backward hooks, which would be called with parts of its gradient, because "
-            "what it returns goes to several layers. Put them on a module inside it."
+            f"layer {recorded.layer.name!r} has backward hooks, which would be called with parts of its gradient, "
+            "because what it returns goes to several layers. Put them on a module inside it."
         )
 
 

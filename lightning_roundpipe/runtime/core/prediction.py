@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_roundpipe.runtime.core.call import Call
-from lightning_roundpipe.runtime.core.schedule import Slots
+from lightning_roundpipe.runtime.core.slots import Slots
 from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.layer_calls.precedent import Precedent
@@ -61,9 +61,9 @@ class NextCallPredictor:
     def backward(self, microbatch: int, tape: Sequence[RecordedCall], trace: Trace) -> None:
         """The deepest call that is still on the tape will come, unless no gradient reaches it."""
         if tape:
-            entry = tape[-1]
-            sums = self._sums_of(trace.calls[entry.call])
-            self._slots.foresee(microbatch, "backward", entry.call, entry.layer, sums)
+            recorded = tape[-1]
+            sums = self._sums_of(trace.calls[recorded.call])
+            self._slots.foresee(microbatch, "backward", recorded.call, recorded.layer, sums)
 
 
 class CallOrder:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call
-from lightning_roundpipe.runtime.core.schedule import Slot, Slots
+from lightning_roundpipe.runtime.core.slots import Slot, Slots
 from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
@@ -55,35 +55,35 @@ class ActivationPrefetcher:
         with noted(lambda: FaultPlace(call.layer.title, "forward", self._microbatch, slot, device)):
             self._bring(slot, copies)
 
-    def gradients(self, entry: RecordedCall) -> list[HostTensor]:
+    def gradients(self, recorded: RecordedCall) -> list[HostTensor]:
         """In front of a backward call: what it starts from, and the gradients of its outputs.
 
         Returns:
             Copies that are this call's alone.
         """
-        slot = self._slots.upcoming(self._microbatch, entry.call, backward=True)
+        slot = self._slots.upcoming(self._microbatch, recorded.call, backward=True)
         if slot is None:
             return []
         device = self._workers[slot.worker].device
-        sent = self._send(entry, device)
-        with noted(lambda: FaultPlace(entry.layer.title, "backward", self._microbatch, slot, device)):
-            self._bring(slot, [*_starts_from(entry), *sent])
+        sent = self._send(recorded, device)
+        with noted(lambda: FaultPlace(recorded.layer.title, "backward", self._microbatch, slot, device)):
+            self._bring(slot, [*_starts_from(recorded), *sent])
         return sent
 
     def following(self, slot: Slot, tape: Sequence[RecordedCall]) -> None:
         """While a backward call runs in ``slot``: what the next one there starts from [3]."""
-        entry = tape[-1] if tape and slot is self._slot else None
-        if entry is not None and entry.call in slot.calls:
-            self._bring_if_room(slot, _starts_from(entry))
+        recorded = tape[-1] if tape and slot is self._slot else None
+        if recorded is not None and recorded.call in slot.calls:
+            self._bring_if_room(slot, _starts_from(recorded))
 
-    def saved(self, entry: RecordedCall) -> None:
-        """``entry`` starts from copies, which other entries may share."""
-        for copy in _saved(entry):
+    def saved(self, recorded: RecordedCall) -> None:
+        """``recorded`` starts from copies, which other recorded calls may share."""
+        for copy in _saved(recorded):
             copy.wanted += 1
 
-    def done(self, entry: RecordedCall, sent: Sequence[HostTensor]) -> None:
-        """``entry`` is off the tape: what no other one starts from is given back."""
-        saved = _saved(entry)
+    def done(self, recorded: RecordedCall, sent: Sequence[HostTensor]) -> None:
+        """``recorded`` is off the tape: what no other one starts from is given back."""
+        saved = _saved(recorded)
         for copy in saved:
             copy.wanted -= 1
         self._activations.drop([*sent, *(copy for copy in saved if copy.wanted <= 0)])
@@ -104,9 +104,9 @@ class ActivationPrefetcher:
             self._activations.leave(self._workers[slot.worker].device)
         self._slots.after(self._microbatch, slot, call)
 
-    def _send(self, entry: RecordedCall, device: Device) -> list[HostTensor]:
+    def _send(self, recorded: RecordedCall, device: Device) -> list[HostTensor]:
         """The gradients of its outputs that are not on ``device`` [1]."""
-        parts = [(part, home) for grads in entry.grads for part, home in grads if home is not device]
+        parts = [(part, home) for grads in recorded.grads for part, home in grads if home is not device]
         return [self._activations.send(part, home) for part, home in parts]
 
     def _bring(self, slot: Slot, copies: Sequence[HostTensor]) -> None:
@@ -123,11 +123,11 @@ class ActivationPrefetcher:
             self._activations.bring(worker.device, copy, worker.room)
 
 
-def _saved(entry: RecordedCall) -> list[HostTensor]:
-    chosen = entry.choices.packed if entry.choices is not None else None
-    return [copy for copy in (*entry.leaves, chosen) if isinstance(copy, HostTensor)]
+def _saved(recorded: RecordedCall) -> list[HostTensor]:
+    chosen = recorded.choices.packed if recorded.choices is not None else None
+    return [copy for copy in (*recorded.leaves, chosen) if isinstance(copy, HostTensor)]
 
 
-def _starts_from(entry: RecordedCall) -> list[HostTensor]:
+def _starts_from(recorded: RecordedCall) -> list[HostTensor]:
     """What has to be there for its backward beside gradients."""
-    return [] if entry.graph is not None or entry.recomputed is not None else _saved(entry)
+    return [] if recorded.graph is not None or recorded.recomputed is not None else _saved(recorded)

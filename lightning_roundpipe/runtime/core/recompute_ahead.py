@@ -17,7 +17,7 @@ import torch
 
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.slots import Slot
 from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 
@@ -47,16 +47,16 @@ class Ahead:
         if not (slot.is_turn_of(microbatch) and runs):
             return
         run = runs[microbatch]
-        entry = _deepest(run, slot)  # [2]
-        if entry is None:
+        recorded = _deepest(run, slot)  # [2]
+        if recorded is None:
             return
         try:
-            self._engine.executors[slot.worker].recompute_ahead(slot, entry, run.activations, run)
+            self._engine.executors[slot.worker].recompute_ahead(slot, recorded, run.activations, run)
         except torch.OutOfMemoryError:
             return  # when the microbatch is there, nothing is kept beside it
         except Exception as error:
             if not self._cancel_scope.failed:  # else it only says that the step has
-                entry.failed = error  # raised where it belongs, if the call is needed at all
+                recorded.failed = error  # raised where it belongs, if the call is needed at all
             return
         self.look(slot, microbatch)  # [3]; behind the microbatch, if that has arrived meanwhile [4]
 
@@ -65,7 +65,7 @@ def _deepest(run: MicrobatchTask, slot: Slot) -> RecordedCall | None:
     """The call of ``slot`` that is to be recomputed next; None: there is none, or the forward is not that far."""
     if run.reached <= slot.calls[-1] + 1:  # the call before the one that it makes now is on the tape
         return None
-    for entry in reversed(run.tape.copy()):
-        if entry.call in slot.calls and entry.recomputed is None and not entry.done:
-            return entry
+    for recorded in reversed(run.tape.copy()):
+        if recorded.call in slot.calls and recorded.recomputed is None and not recorded.done:
+            return recorded
     return None

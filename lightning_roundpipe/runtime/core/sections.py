@@ -50,46 +50,50 @@ class UserCodeSections:
         self._learning = learning
         self._count = 0
         self._slot = -1
-        self._spot: SegmentKey | None = None
+        self._segment_key: SegmentKey | None = None
         self._locked = self._draws = self._returning = False
         self._around = contextlib.ExitStack()
 
-    def enter(self, slot: int, spot: SegmentKey | None, device: Device | None, what: str, *, astray: bool) -> None:
+    def enter(
+        self, slot: int, segment_key: SegmentKey | None, device: Device | None, what: str, *, off_trace: bool
+    ) -> None:
         """Begin a piece.
 
         Args:
             slot: that the microbatch ran in last; -1 at the start.
-            spot: the call that it follows; None on the way back.
+            segment_key: the call that it follows; None in backward.
             device: that the newest tensors are on.
             what: for errors.
-            astray: whether pieces cannot be told by their number.
+            off_trace: whether pieces cannot be told by their number.
         """
         engine, step = self._engine, self._step
         for bucket in engine.learned.read_by_user_code:
             bucket.wait(step.version, step.cancel_scope)  # [1]
-        self._slot, self._spot, self._returning = slot, spot, spot is None
+        self._slot, self._segment_key, self._returning = slot, segment_key, segment_key is None
         self._take_lock()  # [2]
         self._around.callback(self._give_lock)
         if self.kept is not None:
-            self.kept.enter(spot, learning=self._learning)
+            self.kept.enter(segment_key, learning=self._learning)
         device = device or engine.worker_pool.devices[0]
         self._around.enter_context(device.activate())
         seed = derive(*step.seed, self._index, -1 - self._count)
-        # Where layers are left out, a piece of the way back may have the number of one of the way there.
-        kind = self._kind + ("user code" if spot is not None else "way back")
-        key = kind if astray else (kind, self._count)
+        # Where layers are left out, a section of the backward pass may have the number of one of the forward pass.
+        kind = self._kind + ("user code" if segment_key is not None else "backward")
+        key = kind if off_trace else (kind, self._count)
         self._draws = engine.learned.randomness.may_draw(key)
-        self._around.enter_context(engine.learned.randomness.segment(key, seed, device, what, backward=spot is None))
+        self._around.enter_context(
+            engine.learned.randomness.segment(key, seed, device, what, backward=segment_key is None)
+        )
         self._count += 1
 
     def go_on(self, before: UserCodeSections) -> None:
         """Pieces follow those of ``before``, of the same microbatch."""
         self._count = before._count
 
-    def leave(self, spot: SegmentKey | None) -> None:
+    def leave(self, segment_key: SegmentKey | None) -> None:
         """End it [3]."""
-        if self.kept is not None and spot is not None:
-            self.kept.leave(spot, learning=self._learning)
+        if self.kept is not None and segment_key is not None:
+            self.kept.leave(segment_key, learning=self._learning)
         self.close()
 
     def close(self) -> None:
@@ -151,7 +155,7 @@ class UserCodeSections:
             self.aside(lambda: what.wait(version, self._step.cancel_scope))
 
     def aside(self, wait: Callable[[], None]) -> None:
-        """Within a piece: ``wait`` for what may need other user code, such as the way back of the step before.
+        """Within a piece: ``wait`` for what may need other user code, such as the backward pass of the step before.
 
         Where there may be such a step, pieces keep nothing on modules that others would find changed.
         """
@@ -174,10 +178,10 @@ class UserCodeSections:
         Those that have come to the same piece stay behind: in ``self.total += loss.item()``, the total is read before
         the wait and written after it. A piece that draws keeps the lock, as the others that draw would wait for it.
         """
-        if self._spot is None or self._learning or self._draws or not self._locked:
+        if self._segment_key is None or self._learning or self._draws or not self._locked:
             return wait()
         if self.kept is not None:
-            self.kept.leave(self._spot, learning=False)
+            self.kept.leave(self._segment_key, learning=False)
         lock, self._locked = self._engine.user_lock, False
         lock.pause(self._piece)
         try:
@@ -186,13 +190,13 @@ class UserCodeSections:
             lock.resume(self._priority, self._step.cancel_scope, self._piece)
             self._locked = True
         if self.kept is not None:
-            self.kept.enter(self._spot, learning=False)
+            self.kept.enter(self._segment_key, learning=False)
         return result
 
     @property
     def _piece(self) -> Hashable:
         """What stands for the code of the piece."""
-        return self._kind, self._spot
+        return self._kind, self._segment_key
 
     @property
     def _priority(self) -> Priority:

@@ -4,8 +4,8 @@
                                                                               │
     merged loss and outputs ◄── weights of the microbatches ◄── sums on the host ◄┘
 
-Where nothing stands against it, the step `shared_memory` the next one: outputs are given out as soon as all losses are
-known, and the way back goes on behind the main thread's back. There are two steps on their way at the most.
+Where nothing stands against it, the step `overlaps` the next one: outputs are given out as soon as all losses are
+known, and the backward pass goes on behind the main thread's back. There are two steps on their way at the most.
 
 The first error anywhere fails the step: everybody leaves, the devices come to rest, and it is raised here. It fails the
 step behind it, but not the one before: that one ends first, so that its update is a whole one.
@@ -30,12 +30,12 @@ from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.recompute_ahead import Ahead
-from lightning_roundpipe.runtime.core.schedule import PlannedSlots, Slot
+from lightning_roundpipe.runtime.core.slots import PlannedSlots, Slot
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall, distinct_layers
 from lightning_roundpipe.runtime.faults.notes import add_waiting_note
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.reporting.alloc_retries import so_far
@@ -43,7 +43,7 @@ from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
 from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import Inside, current
-from lightning_roundpipe.runtime.user_code.thread_state import adopt
+from lightning_roundpipe.runtime.user_code.thread_state import apply_context
 
 
 class Step:
@@ -56,7 +56,7 @@ class Step:
         weights: what the user says of how losses of microbatches make up that of the batch.
         updates: the optimizer's thread; None where gradients are handed to ``.grad``.
         before: the step before, if it is still on its way.
-        overlaps: whether its way back may go on when its outputs have been given out.
+        overlaps: whether its backward may go on when its outputs have been given out.
         cut: whether what it runs is cut into microbatches; by default, if there are several.
         isolated: whether microbatches find modules as they left them.
         recorder: of what happens; by default one of its own.
@@ -74,7 +74,7 @@ class Step:
         seed: tuple[int, ...],
         sizes: list[int],
         weights: Weights,
-        updates: Updates | None = None,
+        updates: AsyncOptimizer | None = None,
         before: Step | None = None,
         *,
         overlaps: bool = False,
@@ -183,7 +183,7 @@ class Step:
             except BaseException as error:  # a KeyboardInterrupt, most likely, or the watchdog
                 self._fail(error)
                 given_up = True
-            adopt(contexts[-1])
+            apply_context(contexts[-1])
             if self.spec.overlaps and not self.cancel_scope.failed:
                 return  # the rest is waited for in `drain`
             self._rest(given_up)
@@ -303,7 +303,7 @@ class Step:
                 "self.log was called from a thread that the user's code started inside training_step; log from "
                 "training_step itself."
             )
-        context.engine.learned.logs_on_the_way_back |= context.walking
+        context.engine.learned.logs_in_backward |= context.walking
         return context.logs
 
     # -- slots --------------------------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ class Step:
         if self.weighing.given is None and len(self.runs) > 1 and all(run.mode.sums.plain for run in self.runs):
             self.engine.hints.of_a_sum()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Part from the microbatches, which know the step: in a circle, all of them would live on until a gc run.
 
         And from sums that nobody is going to ask for.
@@ -449,7 +449,7 @@ class Step:
         read = set().union(*(run.segments.read for run in self.everybody))
         learned = self.engine.learned
         learned.read_by_user_code |= read  # another set: microbatches of the next step walk through this one
-        self.readiness.passed(learned.read_by_user_code)  # what is read on the way back was seen in an earlier batch
-        by_unit = self.readiness if self.spec.updates is not None else None
+        self.readiness.passed(learned.read_by_user_code)  # what is read in backward was seen in an earlier batch
+        readiness = self.readiness if self.spec.updates is not None else None
         scale = self.engine.model.formats.scales.outside(self.spec.version)
-        return StepGradients(sums, proxies, factor / scale, by_unit)
+        return StepGradients(sums, proxies, factor / scale, readiness)

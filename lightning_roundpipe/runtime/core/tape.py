@@ -11,10 +11,10 @@ from torch import Tensor
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import Choices
-from lightning_roundpipe.runtime.layer_calls.recompute_check import Outcome
+from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint
 from lightning_roundpipe.runtime.layer_calls.side_outputs import Key
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.layer_buffers import Made
+from lightning_roundpipe.runtime.memory.layer_buffers import BufferValue
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
@@ -29,13 +29,13 @@ class RecordedCall(GraphCut):
         requires_grad: per leaf, whether its gradient is wanted.
         mutates: positions of arguments that the layer writes to; they are outputs as well.
         given: of tensors that user code could overwrite while they are needed, (position, `witness`, version then).
-        graph: the kept graph of a fused call, as (inlet, outputs); ``recomputed``: of one that was recomputed ahead;
-            ``failed``: what was raised when it was.
+        graph: the kept graph of a fused call, as (detached_inputs, outputs); ``recomputed``: of one that was recomputed
+            ahead; ``failed``: what was raised when it was.
         trainable: per parameter of the layer, whether it required grad at the call.
-        sides: how many tensors left by which side door; they are the last outputs.
+        side_outputs: how many tensors, by side output; they are the last outputs.
         found: per output, whether its recomputation found that it requires grad.
         choices: what its forward chose, to be chosen again.
-        outcome: what its recomputation is compared with, if it is.
+        fingerprint: what its recomputation is compared with, if it is.
     """
 
     call: int
@@ -49,16 +49,16 @@ class RecordedCall(GraphCut):
     seed: int | None
     context: contextvars.Context
     mutates: frozenset[int] = frozenset()
-    buffers: dict[int, Made] = field(default_factory=dict)
+    buffers: dict[int, BufferValue] = field(default_factory=dict)
     given: list[tuple[int, Tensor, int]] = field(default_factory=list)
     graph: tuple[DetachedInputs, list[Tensor]] | None = None
     recomputed: tuple[DetachedInputs, list[Tensor]] | None = None
     failed: Exception | None = None
     trainable: list[bool] = field(default_factory=list)
-    sides: dict[Key, int] = field(default_factory=dict)
+    side_outputs: dict[Key, int] = field(default_factory=dict)
     found: tuple[bool, ...] = ()
     choices: Choices | None = None
-    outcome: Outcome | None = None
+    fingerprint: CallFingerprint | None = None
 
     @property
     def what(self) -> str:
@@ -77,7 +77,7 @@ class RecordedCall(GraphCut):
         finally:
             del failed  # whose frames know this one
 
-    def let_go(self) -> None:
-        """There will be no backward. What was kept for it may hang on the entry in a circle (``h += layer(h)``)."""
+    def release(self) -> None:
+        """Drop what is kept for the backward: it may hang on the recorded call in a circle (``h += layer(h)``)."""
         self.graph = self.recomputed = self.failed = None
         self.given.clear()

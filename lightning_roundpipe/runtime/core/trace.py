@@ -38,7 +38,7 @@ class TracedCall:
         can_tape: whether gradients were on and something could require them.
         needs_grad_mode: whether its forward computes other bits without grad.
         flags: per tensor output (mutated inputs last), whether it requires grad.
-        sides: by side door through which gradients pass, whether each of its tensors requires grad.
+        side_outputs: by side output through which gradients pass, whether each of its tensors requires grad.
         mutates: positions of arguments that it writes to.
         overwritten: positions of arguments that user code writes to between the call and its backward.
         precedent: what the same call of the next step may expect, without a plan.
@@ -55,7 +55,7 @@ class TracedCall:
     can_tape: bool = False
     needs_grad_mode: bool = False
     flags: tuple[bool, ...] = ()
-    sides: dict[Key, tuple[bool, ...]] = field(default_factory=dict)
+    side_outputs: dict[Key, tuple[bool, ...]] = field(default_factory=dict)
     mutates: frozenset[int] = frozenset()
     overwritten: set[int] = field(default_factory=set)
     precedent: Precedent | None = None
@@ -75,14 +75,14 @@ class TracedCall:
 
 @dataclass
 class Trace:
-    """What microbatches call, in order; ``uneven`` if some left out what others did not.
+    """What microbatches call, in order; ``has_skipped_calls`` if some left out what others did not.
 
     ``portions`` are the names of what training_step calls, if that is what is cut.
     ``crossing`` is that of the microbatch that records it.
     """
 
     calls: list[TracedCall] = field(default_factory=list)
-    uneven: bool = False
+    has_skipped_calls: bool = False
     portions: list[str] = field(default_factory=list)
     crossing: Crossing = field(default_factory=Crossing, compare=False, repr=False)
 
@@ -208,7 +208,7 @@ class Trace:
                 "unknown: with microbatch_scope='model' set num_microbatches=1, without a plan."
             )
         alike = all(len(other.calls) == len(self.calls) for other in others)
-        self.uneven |= not alike
+        self.has_skipped_calls |= not alike
         return alike or len(self.calls) == before or len({c.layer.index for c in self.calls}) == layers
 
     def torn_buffer(self, plan: Plan) -> str | None:

@@ -23,7 +23,7 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.runtime.core.activation_store import Room
-from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.slots import Slot
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.layer_buffers import Buffers

@@ -26,7 +26,7 @@ from lightning_roundpipe.devices import Device, intraop_threads
 from lightning_roundpipe.devices.errors import is_sticky
 from lightning_roundpipe.runtime.core.slot_queues import WorkerQueue
 from lightning_roundpipe.runtime.core.worker import Worker
-from lightning_roundpipe.runtime.faults.interrupts import allowed
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.faults.notes import add_remedy
 from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread, within
@@ -115,9 +115,9 @@ class WorkerPool:
             TimeoutError: nothing at all happened for the watchdog's time.
             RoundPipeError: a thread has died.
         """
-        intraop_threads.disband()
+        intraop_threads.release_intraop_threads()
         seen, since = cancel_scope.moved, time.monotonic()
-        with allowed():
+        with interrupts_allowed():
             while not (unless_failed and cancel_scope.failed) and not waiter.wait_for(min(LOOK, self._limit)):
                 self._look_for_the_dead()
                 if cancel_scope.moved != seen:
@@ -170,7 +170,7 @@ class WorkerPool:
     def _all_come(self, late: Sequence[Waiter]) -> bool:
         deadline = time.monotonic() + GRACE
         try:
-            with allowed():
+            with interrupts_allowed():
                 return all(self._comes(waiter, deadline) for waiter in late)
         except BaseException:  # a second Ctrl-C
             return False

@@ -24,7 +24,7 @@ from typing import Any
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGCHLD") if hasattr(signal, name)]
 
 
-class _Hold:
+class _DeferredSignals:
     """The handlers that were there before, and what came meanwhile."""
 
     def __init__(self) -> None:
@@ -80,38 +80,38 @@ def _is_finalizing(frame: FrameType | None) -> bool:
 
 
 _FINALIZER = weakref.finalize.__call__.__code__
-_current: _Hold | None = None
+_current: _DeferredSignals | None = None
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
-    """Hold interrupts back until the end, except in `allowed`. Only in the main thread, where alone they come."""
+def interrupts_deferred() -> Iterator[None]:
+    """Defer interrupts to the end, except in `interrupts_allowed`. In the main thread only, where they come."""
     global _current
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    hold = _Hold()
+    deferred = _DeferredSignals()
     try:
-        _current = hold
-        hold.install()
+        _current = deferred
+        deferred.install()
         yield
     finally:
         _current = None
-        hold.remove()
+        deferred.remove()
 
 
 @contextlib.contextmanager
-def allowed(allow: bool = True) -> Iterator[None]:
-    """Inside `held`: let interrupts through, as around waits and the user's own code; or hold them back again."""
-    hold = _current
-    if hold is None or threading.current_thread() is not threading.main_thread():
+def interrupts_allowed(allow: bool = True) -> Iterator[None]:
+    """Inside `interrupts_deferred`: let interrupts through, as around waits and user code; or defer them again."""
+    deferred = _current
+    if deferred is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = hold.open
+    before = deferred.open
     try:
-        hold.open = allow
+        deferred.open = allow
         if allow:
-            hold.deliver()
+            deferred.deliver()
         yield
     finally:
-        hold.open = before
+        deferred.open = before

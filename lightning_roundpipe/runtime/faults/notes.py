@@ -16,7 +16,7 @@ from lightning_roundpipe.runtime.threads.sync import Cancelled
 _MARK = "roundpipe: "
 
 
-class Slot(Protocol):
+class NumberedSlot(Protocol):
     """What a slot is called."""
 
     index: int
@@ -30,7 +30,7 @@ class FaultPlace(NamedTuple):
     what: str
     phase: str
     microbatch: int
-    slot: Slot | None
+    slot: NumberedSlot | None
     device: Device | None
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ def add_remedy(error: BaseException) -> None:
         error.add_note(note)
 
 
-def add_waiting_note(error: BaseException, slots: Sequence[Slot]) -> None:
+def add_waiting_note(error: BaseException, slots: Sequence[NumberedSlot]) -> None:
     """For an exception of the main thread, which only waits: what others were doing. ``slots`` are the open ones."""
     running = "; ".join(f"slot {s.index} ({s.phase}) on worker {s.worker}" for s in slots)
     doing = f"while these slots were running: {running}" if running else "while no slot was running"

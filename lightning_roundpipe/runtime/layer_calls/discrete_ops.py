@@ -51,7 +51,7 @@ _NUMBERS = {aten._local_scalar_dense.default, aten.equal.default}
 _CHOOSING = _PAIRS | _INDICES | _DRAWN | _COMPARISONS | _NUMBERS
 
 
-class _Made(NamedTuple):
+class _RecordedOp(NamedTuple):
     """A choice: by which operation, what it was, and in which format. ``place``: of a tensor among all of the call."""
 
     key: Any
@@ -69,7 +69,7 @@ class Choices:
         packed: all tensors, one behind the other.
     """
 
-    made: list[_Made]
+    made: list[_RecordedOp]
     packed: HostTensor | None
 
 
@@ -127,15 +127,15 @@ class DiscreteOpRecorder(_Mode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device, inputs: Iterable[Tensor]) -> None:
         super().__init__(device, inputs)
-        self.made: list[_Made] = []
+        self.made: list[_RecordedOp] = []
 
     def choose(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = func(*args, **kwargs)
         value = found[1] if func in _PAIRS else found
         if isinstance(value, Tensor):
-            self.made.append(_Made(key, value.to(_narrowest(func, args, kwargs, value.dtype)), value.dtype))
+            self.made.append(_RecordedOp(key, value.to(_narrowest(func, args, kwargs, value.dtype)), value.dtype))
         else:
-            self.made.append(_Made(key, value, None))
+            self.made.append(_RecordedOp(key, value, None))
         return found
 
     def saved(self, save: Callable[[Tensor], HostTensor]) -> tuple[Tensor | None, Choices]:
@@ -191,14 +191,14 @@ class DiscreteOpReplayer(_Mode):  # type: ignore[no-untyped-call]
         self._again = True
         return self.agrees
 
-    def _take(self, key: Any) -> _Made | None:
+    def _take(self, key: Any) -> _RecordedOp | None:
         """The next choice."""
         made = self._made[self._next] if self._next < len(self._made) else None
         self.agrees &= made is not None and made.key == key
         self._next += 1
         return made if self.agrees else None
 
-    def _like(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Made | None:
+    def _like(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _RecordedOp | None:
         """Which choice a checkpoint makes again: the one of its kind, or of several the one that agrees best.
 
         Autograd's own operations run without grad mode.
@@ -210,7 +210,7 @@ class DiscreteOpReplayer(_Mode):  # type: ignore[no-untyped-call]
         now = now[1] if func in _PAIRS else now
         return max(kind, key=lambda made: int((self._tensor(made) == now).sum()))
 
-    def _tensor(self, made: _Made) -> Tensor:
+    def _tensor(self, made: _RecordedOp) -> Tensor:
         assert self._packed is not None
         like: Tensor = made.value
         part = self._packed[made.place : made.place + like.numel() * like.element_size()]

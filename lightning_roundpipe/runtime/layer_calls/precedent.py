@@ -96,7 +96,7 @@ class Precedent:
             return None
         return cls(manner, _kinds(output), flags, alike)
 
-    def holds(self, output: FlatValue) -> bool:
+    def matches(self, output: FlatValue) -> bool:
         """Whether ``output`` is what is expected, as far as can be seen without grad."""
         return not output.objects and _kinds(output) == self.outputs
 

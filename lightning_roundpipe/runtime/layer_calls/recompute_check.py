@@ -41,7 +41,7 @@ def is_checked(step: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallFingerprint:
     """What a call gave, in numbers, and what its code could read.
 
     Attributes:
@@ -55,14 +55,14 @@ class Outcome:
     values: dict[str, Any]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], values: dict[str, Any]) -> Outcome:
+    def of(cls, tensors: Sequence[Tensor], values: dict[str, Any]) -> CallFingerprint:
         """Waits for the device. ``values``: as they were before the call."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
             rows = [sums_of(t.detach()) for t in tensors]
             sums = torch.stack(rows).tolist() if rows else []
         return cls(tuple((t.shape, t.dtype) for t in tensors), sums, values)
 
-    def difference(self, other: Outcome, low: torch.dtype | None) -> str | None:
+    def difference(self, other: CallFingerprint, low: torch.dtype | None) -> str | None:
         """How the first output that differs does; None if none does. ``low``: the format that layers compute in."""
         if self.shapes != other.shapes:
             return "the outputs have other shapes or formats"
@@ -77,7 +77,11 @@ class Outcome:
 
 
 def refuse_difference(
-    forward: Outcome, recomputed: Outcome, again: Callable[[], Outcome], low: torch.dtype | None, layer: str
+    forward: CallFingerprint,
+    recomputed: CallFingerprint,
+    again: Callable[[], CallFingerprint],
+    low: torch.dtype | None,
+    layer: str,
 ) -> None:
     """Raise if the recomputation gave something else than the forward.
 

@@ -85,7 +85,7 @@ class SharedOutputs:
                 counter.data = tensor.new_empty(0)  # ... and holds nothing
                 self._counters.append((counter, counter._version, layer))
 
-    def check(self) -> None:
+    def assert_unmodified(self) -> None:
         """Raise if one of them has been written to."""
         now = [(counter._version, version, layer) for counter, version, layer in self._counters]
         now += [(writes_of(s), writes, layer) for ref, writes, layer in self._storages if (s := ref()) is not None]

@@ -1,4 +1,4 @@
-"""What leaves a layer by a side door: attributes that it sets on its modules, lists and dicts that it was given.
+"""The side outputs of a layer: attributes that it sets on its modules, lists and dicts that it was given.
 
 On the worker all of these are copies. What the call has changed is found by comparing them, becomes further outputs,
 with gradients where they require them, and is put where it belongs by user code, when the call has returned.
@@ -18,10 +18,10 @@ from lightning_roundpipe.runtime.layer_calls.arguments import FlatValue, mutable
 
 Key = tuple[str, int, str]
 """("attribute", number of the module in the layer, name) or ("argument", number of the container, "")."""
-Sides = dict[Key, FlatValue]
+SideOutputs = dict[Key, FlatValue]
 
 
-class SideOutputs:
+class SideOutputCollector:
     """Looks at a copy and the arguments before a call, and again after it.
 
     Args:
@@ -35,9 +35,9 @@ class SideOutputs:
         self._before = replica.attributes()
         self._parts = [] if flat else [(part, frozen(part)) for part in mutable_parts(arguments)]
 
-    def sides(self, given: dict[int, Tensor], layer: str) -> Sides:
+    def collect(self, given: dict[int, Tensor], layer: str) -> SideOutputs:
         """What the call changed; the copy is as before afterwards."""
-        found: Sides = {}
+        found: SideOutputs = {}
         for number, (part, before) in enumerate(self._parts):
             if not same(part, before):
                 found["argument", number, ""] = FlatValue.of(frozen(part), given)
@@ -60,7 +60,7 @@ def put(modules: list[nn.Module], arguments: Any, values: dict[Key, Any]) -> Non
     Args:
         modules: of the user's layer.
         arguments: of the call, as user code gave them.
-        values: by side door.
+        values: by side output.
     """
     parts = list(mutable_parts(arguments))
     for (kind, number, name), value in values.items():
@@ -80,9 +80,9 @@ def named(key: Key) -> str:
     return f"attribute {key[2]!r}" if key[0] == "attribute" else f"list or dict {key[1]} among its arguments"
 
 
-def refuse_new_gradients(sides: Sides, known: dict[Key, Any], layer: str) -> None:
+def refuse_new_gradients(side_outputs: SideOutputs, known: dict[Key, Any], layer: str) -> None:
     """What required no grad in the first batch was handed on without."""
-    for key, flat in sides.items():
+    for key, flat in side_outputs.items():
         if key not in known and any(t.requires_grad for t in flat.tensors()):
             raise RoundPipeError(
                 f"layer {layer!r} put a tensor that requires grad into {named(key)}, which it did not do in the first "
@@ -90,9 +90,9 @@ def refuse_new_gradients(sides: Sides, known: dict[Key, Any], layer: str) -> Non
             )
 
 
-def again(sides: Sides, key: Key, count: int, layer: str) -> list[Tensor]:
-    """The tensors of a side door when the layer runs again."""
-    tensors = sides[key].tensors() if key in sides else []
+def again(side_outputs: SideOutputs, key: Key, count: int, layer: str) -> list[Tensor]:
+    """The tensors of a side output when the layer runs again."""
+    tensors = side_outputs[key].tensors() if key in side_outputs else []
     if len(tensors) != count:
         raise RoundPipeError(
             f"layer {layer!r} put {plural(count, 'tensor')} into {named(key)}, and {len(tensors)} when recomputed: "

@@ -236,7 +236,7 @@ class FlatBuffer:
         pairs = [] if self.in_place else zip(self.masters, self._homes, strict=True)
         return [master for master, home in pairs if master.data_ptr() != home.data_ptr()]
 
-    def adopt(self) -> None:
+    def reattach(self) -> None:
         """Make every master a view into the buffer again, keeping the values it has now.
 
         User code may have replaced a master's storage (``load_state_dict(assign=True)``, an EMA swap); without this

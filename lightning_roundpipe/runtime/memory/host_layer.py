@@ -99,7 +99,7 @@ class HostLayer:
         self.uses = Uses(module, self.masters)
         self.rounded: frozenset[int] = frozenset()
         """Positions of masters of which rounded copies travel."""
-        self.bucket: ParamBucket  # what is updated together; given by `units_of` when all layers are known
+        self.bucket: ParamBucket  # what is updated together; given by `make_buckets` when all layers are known
         mine = [p for p in self.masters if id(p) not in owned]
         trained, frozen = _by_trainable(mine)
         formats = formats or Formats()
@@ -164,32 +164,32 @@ class HostLayer:
         self._seen_states = [*self._seen_states[-15:], state]
         return True
 
-    def may_choose(self, state: StateDiff | None, *, anew: bool) -> bool:
-        """Whether it chooses; or may, as it has not run with these attributes before, or is looked at ``anew``."""
+    def may_choose(self, state: StateDiff | None, *, relearn: bool) -> bool:
+        """Whether it chooses; or may, as it has not run with these attributes before, or ``relearn`` is set."""
         if self.chooses is None:
             return False
         new = not any(known is state for known in self._chosen_in)
         if new:
             self._chosen_in = [*self._chosen_in[-15:], state]
-        return new or anew or self.chooses
+        return new or relearn or self.chooses
 
     def seen_to_choose(self) -> None:
         if self.chooses is not None:
             self.chooses = True
 
-    def adopt(self) -> None:
+    def reattach(self) -> None:
         """Before a step: bring what user code put in place of a master's values into the flat buffers."""
         for flat in self.flats:
-            flat.adopt()
+            flat.reattach()
 
-    def remember(self) -> None:
-        """What :meth:`check` compares with, when all layers have adopted their masters."""
+    def snapshot(self) -> None:
+        """What :meth:`assert_unmodified` compares with, when all layers have reattached their masters."""
         self._own = [
             (inner._parameters, key, p, p._version, p.data_ptr()) for inner, key, p in parameter_places(self.module)
         ]
         self._inner = [(m._modules, tuple(m._modules.values())) for m in self.state.modules if m._modules]
 
-    def check(self) -> None:
+    def assert_unmodified(self) -> None:
         """At a call: the weights that a worker has are those that the layer has now.
 
         Raises:
@@ -216,7 +216,7 @@ class HostLayer:
             )
 
     def is_written(self) -> bool:
-        """Whether user code has written to parameters since `remember`, which are still the same ones."""
+        """Whether user code has written to parameters since `snapshot`, which are still the same ones."""
         return any(
             held.get(key) is parameter and (parameter._version != version or parameter.data_ptr() != pointer)
             for held, key, parameter, version, pointer in self._own
@@ -298,7 +298,7 @@ def host_layers(
     return layers
 
 
-def units_of(
+def make_buckets(
     layers: Sequence[HostLayer], masters: Iterable[nn.Parameter], formats: Formats | None = None, *, apart: bool = False
 ) -> list[ParamBucket]:
     """The buckets of a module, in forward order; every layer gets to know its own.

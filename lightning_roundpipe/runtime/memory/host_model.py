@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.host_layer import host_layers, units_of
+from lightning_roundpipe.runtime.memory.host_layer import host_layers, make_buckets
 from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
 from lightning_roundpipe.runtime.memory.mapped_files import mapped_weights
 
@@ -36,7 +36,7 @@ class HostModel:
         mapped = mapped_weights(module.parameters(), device, formats)
         self.layers = host_layers(layers, device, formats, apart=apart, mapped=mapped)
         self.buffers = self.layers[0].buffers if self.layers else HostBuffers()
-        self.buckets = units_of(self.layers, module.parameters(), formats, apart=apart)
+        self.buckets = make_buckets(self.layers, module.parameters(), formats, apart=apart)
         self.bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.masters}
         self.masters = [p for bucket in self.buckets for p in bucket.masters]
         self.undisturbed = True

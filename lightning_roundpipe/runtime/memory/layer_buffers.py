@@ -30,7 +30,7 @@ Place = tuple[int, str]
 """Id of a module, and the name of a buffer of it."""
 
 
-class Made:
+class BufferValue:
     """Values of a buffer, in host memory to which nothing is written once ``ready`` has passed.
 
     Attributes:
@@ -56,12 +56,12 @@ class HostBuffers:
     """The buffers of all layers, as calls leave them."""
 
     def __init__(self) -> None:
-        self._made: dict[Place, tuple[nn.Module, Made]] = {}
+        self._made: dict[Place, tuple[nn.Module, BufferValue]] = {}
         self._pending: dict[Place, int] = {}
         """With the ids of the buffers."""
         self._lock = threading.RLock()
 
-    def now(self, module: nn.Module, name: str, device: Device) -> Made:
+    def now(self, module: nn.Module, name: str, device: Device) -> BufferValue:
         """The newest values; ``device`` is the one that asks."""
         with self._lock:
             buffer = module._buffers.get(name)
@@ -72,14 +72,14 @@ class HostBuffers:
             if known is None or not known[1].is_up_to_date(buffer):
                 with torch.inference_mode(False):
                     host = None if buffer is None else _staged(buffer.detach(), device)
-                known = self._made[id(module), name] = module, Made(host, None, (buffer, _version(buffer)))
+                known = self._made[id(module), name] = module, BufferValue(host, None, (buffer, _version(buffer)))
             return known[1]
 
-    def put(self, module: nn.Module, name: str, before: Made, host: Tensor | None, ready: Event) -> Made:
+    def put(self, module: nn.Module, name: str, before: BufferValue, host: Tensor | None, ready: Event) -> BufferValue:
         """What a call has made of the values ``before`` [2]."""
         with self._lock:
             base = before.base if before.pending else before.host
-            made = Made(host, ready, before.of, base)
+            made = BufferValue(host, ready, before.of, base)
             self._made[id(module), name] = module, made
             before.pending, before.base = False, None
             self._pending[id(module), name] = id(before.of[0])
@@ -123,7 +123,7 @@ class HostBuffers:
 class _Loaded(NamedTuple):
     """What the copy was given, and where it is."""
 
-    made: Made
+    made: BufferValue
     here: Tensor | None
     here_version: int
 
@@ -152,7 +152,7 @@ class Buffers:
         ]
         self._loaded: list[_Loaded | None] = [None] * len(self.places)
 
-    def load(self, saved: dict[int, Made] | None = None) -> None:
+    def load(self, saved: dict[int, BufferValue] | None = None) -> None:
         """Bring the copy's buffers to what the layer's are now, or to ``saved`` where given [1]."""
         for index, (original, copy, name) in enumerate(self.places):
             made = None if saved is None else saved.get(index)
@@ -163,7 +163,7 @@ class Buffers:
                 here = copy._buffers[name] = self._uploaded(made)
                 self._loaded[index] = _Loaded(made, here, _version(here))
 
-    def _uploaded(self, made: Made) -> Tensor | None:
+    def _uploaded(self, made: BufferValue) -> Tensor | None:
         if made.host is None:
             return None
         with torch.inference_mode(False):
@@ -175,7 +175,7 @@ class Buffers:
             self._device.compute.copy(here, made.host)
             return here
 
-    def snapshot(self) -> dict[int, Made]:
+    def snapshot(self) -> dict[int, BufferValue]:
         """The values of the buffers, for the recomputation: the forward may change them, and so may user code."""
         found = {}
         for index, (original, _, name) in enumerate(self.places):
@@ -225,7 +225,7 @@ class Buffers:
                     "it in the layer's forward, or between steps in a hook of the LightningModule."
                 )
 
-    def write_back(self, saved: dict[int, Made] | None, thorough: bool) -> None:
+    def write_back(self, saved: dict[int, BufferValue] | None, thorough: bool) -> None:
         """Give the layer what a forward changed [2]. ``saved`` is its snapshot, None where nothing is recomputed."""
         found: list[tuple[int, Tensor | None, Tensor | None]] = []
         for index in self.changed(thorough):

@@ -30,11 +30,11 @@ class PeakMemoryMeter:
         self._device = device
         # A download keeps what it copies. Freed during the call, that would hide as many bytes of the call's own.
         device.activations_down.synchronize()
-        self._hold = device.hold(given, INPUTS)
+        self._tracked = device.track(given, INPUTS)
         device.reset_peak()
         self._before = device.resident_bytes() - storage_bytes(given)
 
     def read(self) -> int:
         """The most bytes so far. Called once."""
-        self._hold.release()
+        self._tracked.release()
         return self._device.peak_bytes() - self._before

@@ -26,11 +26,11 @@ from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.outputs import hand_back
-from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.slots import Slot
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope
-from lightning_roundpipe.runtime.faults.interrupts import allowed
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call
 from lightning_roundpipe.runtime.layer_calls.shared_memory import SharedOutputs
@@ -91,13 +91,13 @@ class Evaluation:
         output: Any = None
         self._order.begin()
         try:
-            with calling(self), self._mode, self._user_code, noted(self._place), allowed():
+            with calling(self), self._mode, self._user_code, noted(self._place), interrupts_allowed():
                 self._user_code.enter_context(self._engine.worker_pool.devices[0].activate())
                 self.surroundings = Surroundings()
                 if self._parts is None or not self._parts.expected:
                     self._foresee()
                 output = function(*args, **kwargs)
-                self._watched.check()
+                self._watched.assert_unmodified()
             if (left := self._drop_foreseen()) is not None:  # nobody reads weights any more
                 left.run(left.device.weights_up.synchronize, self._cancel_scope)
         except BaseException as error:
@@ -171,9 +171,9 @@ class Evaluation:
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the intercepted layer does instead of running."""
-        with torch._C.DisableTorchFunction(), allowed(False):
+        with torch._C.DisableTorchFunction(), interrupts_allowed(False):
             engine = self._engine
-            layer.check()
+            layer.assert_unmodified()
             self.surroundings.refuse(layer.name)
             worker = self._worker_of(layer)
             state = layer.state.current()

@@ -8,7 +8,7 @@ where nobody can tell the difference:
     later ── in parts ── [3]      order of calls, outputs, errors, branches that were not taken at [2]: whole after all
     the 2nd, 4th, 8th, ... of these ── whole as well, as at [2]
 
-What has been looked at leaves nothing behind, so a call that goes astray in parts is simply made whole. Key-value
+What has been looked at leaves nothing behind, so a call that cannot be made in parts is simply made whole. Key-value
 caches are never cut, nor is a loss that the model computes itself: their samples have met already.
 """
 
@@ -34,11 +34,11 @@ from lightning_roundpipe.runtime.batch.samples import batch_size
 from lightning_roundpipe.runtime.core.call import Forward
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.trace import Trace
-from lightning_roundpipe.runtime.faults.interrupts import allowed
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
-from lightning_roundpipe.runtime.modes.evaluation_step import Branches, EvaluationStep, go_astray
+from lightning_roundpipe.runtime.modes.evaluation_step import Branches, EvaluationStep, raise_unsplittable
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun
 from lightning_roundpipe.runtime.user_code.module_state import StateWatch
@@ -51,7 +51,7 @@ ROUNDING = 1e-3
 
 
 @dataclass
-class _Known:
+class _CallKind:
     """What is known of calls of one kind.
 
     Attributes:
@@ -79,7 +79,7 @@ class Parting:
 
     def __init__(self, engine: EngineContext) -> None:
         self._engine = engine
-        self._known: dict[Any, _Known] = {}
+        self._known: dict[Any, _CallKind] = {}
         self.possible = len(engine.worker_pool.devices) > 1 and engine.options.num_microbatches != 1
         self.expected = False
         """Whether the last call of a model ran in parts."""
@@ -96,7 +96,7 @@ class Parting:
         self.expected = False
         if len(sizes) < 2 or torch.is_grad_enabled() or evaluation.follows_writes or self._hooked():
             return whole()
-        known = self._known.setdefault((name, repr(spec), *map(_kind, leaves)), _Known())
+        known = self._known.setdefault((name, repr(spec), *map(_kind, leaves)), _CallKind())
         if known.cut is False:
             return whole()
         if known.trace is None:
@@ -112,8 +112,8 @@ class Parting:
             return expected
         return output[0]  # [3]
 
-    def _compare(self, known: _Known, name: str, whole: Any, parts: tuple[Any] | None) -> None:
-        """A call was made ``whole``, and in ``parts``, which is None if it went astray."""
+    def _compare(self, known: _CallKind, name: str, whole: Any, parts: tuple[Any] | None) -> None:
+        """A call was made ``whole``, and in ``parts``, which is None if it is unsplittable."""
         earlier = known.cut
         if parts is not None or earlier is None:
             known.cut = parts is not None and _agree(whole, parts[0])
@@ -148,7 +148,7 @@ class Parting:
 
     # -- the first call -----------------------------------------------------------------------------------------------
 
-    def _look(self, known: _Known, whole: _Whole, samples: int) -> Any:
+    def _look(self, known: _CallKind, whole: _Whole, samples: int) -> Any:
         module: Any = self._engine.model.module
         evaluation = whole.evaluation
         if any(m.training for m in module.modules()):
@@ -169,7 +169,7 @@ class Parting:
         )
         drew = any(not _equal(a, b) for a, b in zip(states, self._random_states(), strict=True))
         changed = any(not torch.equal(b, before) for b, before in buffers)
-        effects = any(forward.sides or forward.mutated for _, forward in layers)
+        effects = any(forward.side_outputs or forward.mutated for _, forward in layers)
         if left or drew or changed or effects or logged or not layers or not _rows_only(output, samples):
             known.cut = False
         elif not _ambiguous(output, samples):
@@ -194,7 +194,7 @@ class Parting:
     # -- in parts -----------------------------------------------------------------------------------------------------
 
     def _in_parts(
-        self, evaluation: Evaluation, known: _Known, name: str, function: Callable[..., Any], args: Any, kwargs: Any,
+        self, evaluation: Evaluation, known: _CallKind, name: str, function: Callable[..., Any], args: Any, kwargs: Any,
         branches: Branches,
     ) -> tuple[Any] | None:  # fmt: skip
         """The output; None if it cannot be had so."""
@@ -202,7 +202,7 @@ class Parting:
         assert trace is not None
         evaluation.stop_foreseeing()
         call: ModelCall[PartRun] = ModelCall(name, 0, engine.thread_state())
-        with torch._C.DisableTorchFunction(), allowed(False):
+        with torch._C.DisableTorchFunction(), interrupts_allowed(False):
             try:
                 evaluation.surroundings.refuse(name)
                 parts = call.split(args, kwargs, self._sizes_of, engine.model.bucket_of, evaluation.locate)
@@ -210,19 +210,19 @@ class Parting:
                 return None
             spans = known.spans.get(len(parts)) or known.spans.setdefault(len(parts), self._spans(known, len(parts)))
             step = EvaluationStep(engine, evaluation, trace, spans, self._sizes_of, branches)
-            with log_as(engine.model.module, go_astray):
+            with log_as(engine.model.module, raise_unsplittable):
                 step.run_parts(call, function, parts)
             try:
-                if step.astray:
+                if step.unsplittable:
                     return None
                 evaluation.go_on(call.runs[-1].device)
                 return (call.merge(evaluation.device, lambda tensor: None),)
             except RoundPipeError:
                 return None  # what was returned cannot be put together
             finally:
-                step.let_go()
+                step.release()
 
-    def _spans(self, known: _Known, microbatches: int) -> tuple[Span, ...]:
+    def _spans(self, known: _CallKind, microbatches: int) -> tuple[Span, ...]:
         """Stages of nearly equal time that fit the arenas that there are."""
         assert known.trace is not None
         room = self._engine.worker_pool.workers[0].weights[0].buffer

@@ -9,8 +9,8 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.runtime.core.context import EngineContext
-from lightning_roundpipe.runtime.core.schedule import Slots
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
+from lightning_roundpipe.runtime.core.slots import Slots
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.core.worker_pool import GRACE
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -29,7 +29,7 @@ Branches = set[tuple[bool, ...]] | frozenset[tuple[bool, ...]]
 """Truth values of tensors, one after another, that code went by."""
 
 
-class _Astray(BaseException):
+class _Unsplittable(BaseException):
     """A part does what it may not do in parts. Not an ``Exception``, so that user code does not catch it."""
 
 
@@ -45,7 +45,7 @@ class EvaluationStep(ModelStep):
         branches: that the code of parts may take; a set is added to, and they may take any.
 
     Attributes:
-        astray: whether a part did what it may not do.
+        unsplittable: whether a part did what it may not do.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EvaluationStep(ModelStep):
         sizes_for: Callable[[int], list[int]], branches: Branches,
     ) -> None:  # fmt: skip
         super().__init__(engine, (0,), sizes_for, isolated=False, recorder=evaluation.recorder)
-        self.astray = False
+        self.unsplittable = False
         self.branches = branches
         self._trace, self._spans = trace, spans
         self._device = evaluation.device
@@ -79,7 +79,7 @@ class EvaluationStep(ModelStep):
     def _part(
         self, index: int, slots: Slots, call: ModelCall[PartRun], portion: ModelCallStages | None, device: Device | None
     ) -> PartRun:
-        return _Part(self, index, self._trace, slots, call, portion, None, device)
+        return _EvaluationPart(self, index, self._trace, slots, call, portion, None, device)
 
     def _run_all(self, work: list[Callable[[], None]]) -> None:
         tasks: list[Task[None]] = []
@@ -94,14 +94,14 @@ class EvaluationStep(ModelStep):
             raise
 
 
-class _Part(PartRun):
+class _EvaluationPart(PartRun):
     """Draws from nobody's generator, as the model does not; what it may not do ends it, and all others."""
 
     def __init__(self, step: EvaluationStep, *args: Any) -> None:
         super().__init__(step.engine, step, *args)
         self._evaluation_step = step
-        self.segments = _Pieces(step.engine, step.spec, self.index, learning=False)
-        self.mode = EvaluationUserCode(step.engine, go_astray, self.segments.paused, self._decided)
+        self.segments = _EvaluationSections(step.engine, step.spec, self.index, learning=False)
+        self.mode = EvaluationUserCode(step.engine, raise_unsplittable, self.segments.paused, self._decided)
 
     def forward(
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: Any, predecessor: Waiter | None
@@ -115,14 +115,14 @@ class _Part(PartRun):
         except Cancelled:
             pass
         except BaseException:  # if it is the model's own, it comes again when the call is made whole
-            self._evaluation_step.astray = True
+            self._evaluation_step.unsplittable = True
         finally:
             self._announce()
             self._slots.finish(self.index)
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._evaluation_step.astray:
-            raise _Astray
+        if self._evaluation_step.unsplittable:
+            raise _Unsplittable
         return super().call(layer, args, kwargs)
 
     def _seed_of(self, layer: HostLayer) -> None:
@@ -134,19 +134,21 @@ class _Part(PartRun):
         if isinstance(branches, set):
             branches.add(branch)
         elif branch not in branches:
-            go_astray()
+            raise_unsplittable()
 
 
-class _Pieces(UserCodeSections):
+class _EvaluationSections(UserCodeSections):
     """User code without a random state of its own."""
 
-    def enter(self, slot: int, spot: SegmentKey | None, device: Device | None, what: str, *, astray: bool) -> None:
-        self._slot, self._spot = slot, spot
+    def enter(
+        self, slot: int, segment_key: SegmentKey | None, device: Device | None, what: str, *, off_trace: bool
+    ) -> None:
+        self._slot, self._segment_key = slot, segment_key
         self._take_lock()
         self._around.callback(self._give_lock)
         self._around.enter_context((device or self._engine.worker_pool.devices[0]).activate())
 
 
-def go_astray(*_: Any, **__: Any) -> None:
+def raise_unsplittable(*_: Any, **__: Any) -> None:
     """What may not be done in parts."""
-    raise _Astray
+    raise _Unsplittable

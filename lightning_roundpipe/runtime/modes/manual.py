@@ -33,18 +33,18 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.prediction import LayerCallPredictor
-from lightning_roundpipe.runtime.core.schedule import Slot
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
+from lightning_roundpipe.runtime.core.slots import Slot
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope
-from lightning_roundpipe.runtime.faults.interrupts import allowed
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.manual_user_code import ManualUserCode
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.user_code.graph_cuts import driven_backward
 from lightning_roundpipe.runtime.user_code.interception import calling
@@ -61,14 +61,14 @@ class ManualStep(Step):
         updates: see `Step`.
     """
 
-    def __init__(self, engine: EngineContext, seed: tuple[int, ...], updates: Updates | None) -> None:
+    def __init__(self, engine: EngineContext, seed: tuple[int, ...], updates: AsyncOptimizer | None) -> None:
         self._watched = WatchedCancelScope(engine.worker_pool)
         super().__init__(engine, seed, [1], None, updates, cancel_scope=self._watched)
         self._trainable: dict[int, tuple[bool, ...]] = {}
         low = engine.model.formats.low is not None
         self._copied = {layer: layer.written() for layer in engine.model.layers} if low else {}
         """What working copies were made of."""
-        self._loose: set[int] = set()
+        self._unversioned: set[int] = set()
 
     def run(self, function: Callable[[], Any]) -> Any:
         """``function()``, the user's training_step."""
@@ -110,15 +110,15 @@ class ManualStep(Step):
         known = self._sums[key]
         return known if known.layout.nbytes else None
 
-    def loosen(self, master: nn.Parameter) -> None:
+    def mark_unversioned(self, master: nn.Parameter) -> None:
         """From now on ``master`` may be written to without being counted."""
-        self._loose.add(id(master))
+        self._unversioned.add(id(master))
 
     def _prepare(self, slot: Slot) -> None:
         """What is uploaded is what masters are now."""
         for layer in slot.layers if self._copied else ():
             now = layer.written()
-            if self._copied[layer] != now or any(id(master) in self._loose for master in layer.masters):
+            if self._copied[layer] != now or any(id(master) in self._unversioned for master in layer.masters):
                 layer.bucket.refresh()
                 self._copied[layer] = now
         super()._prepare(slot)
@@ -142,7 +142,7 @@ class ManualStep(Step):
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
         finally:
-            gradients.let_go()
+            gradients.release()
             for total in sums:
                 total.end()
 
@@ -153,9 +153,9 @@ class ManualRun(MicrobatchTask):
     def __init__(self, step: ManualStep, slots: SlotsOnArrival) -> None:
         super().__init__(step.engine, step, 0, None, slots)
         self._manual = step
-        self.segments = self._pieces = _Pieces(step)
+        self.segments = self._sections = _ManualSections(step)
         self.mode: ManualUserCode = ManualUserCode(self._differentiate, self._touched, step.engine)
-        self._predictor = self._guess = LayerCallPredictor(
+        self._predictor = self._layer_predictor = LayerCallPredictor(
             slots, step.sums_of, step.engine.learned.order, ahead=bool(step.engine.options.prefetch)
         )
         self._weights: dict[RecordedCall, list[tuple[int, int]]] = {}
@@ -169,23 +169,23 @@ class ManualRun(MicrobatchTask):
             with calling(self), self.mode.watching_optimizers(), self.mode:
                 self._enter_user_code()
                 self._surroundings = Surroundings()
-                with self._noted(), allowed():
+                with self._noted(), interrupts_allowed():
                     output = function()
-                self._watched.check()
+                self._watched.assert_unmodified()
             return output
         finally:
-            for entry in self.tape:  # what is kept for the next step has no gradients there
-                entry.done = True
-                entry.let_go()
+            for recorded in self.tape:  # what is kept for the next step has no gradients there
+                recorded.done = True
+                recorded.release()
             self.tape.clear()
             self._leave_user_code()
-            self._pieces.end()
+            self._sections.end()
             self.activations.move_to(None)
 
     # -- layer calls --------------------------------------------------------------------------------------------------
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with allowed(False):
+        with interrupts_allowed(False):
             with torch._C.DisableTorchFunction():
                 self._bring_up_to_date(layer)  # [4]
             output = super().call(layer, args, kwargs)
@@ -196,33 +196,33 @@ class ManualRun(MicrobatchTask):
 
     def _check_weights(self, layer: HostLayer) -> None:
         """They are up to date."""
-        layer.check()
+        layer.assert_unmodified()
 
     def _bring_up_to_date(self, layer: HostLayer) -> None:
-        if self._guess.is_late(layer):
+        if self._layer_predictor.is_late(layer):
             self._slots.finish(self.index)
         places = [master.data_ptr() for master in layer.masters]
-        layer.adopt()
+        layer.reattach()
         moved = [m for m, place in zip(layer.masters, places, strict=True) if m.data_ptr() != place]
         torch.autograd.graph.increment_version(moved)  # they were given other memory, and with it other values
-        layer.remember()
+        layer.snapshot()
 
     def _touched(self, master: nn.Parameter) -> None:
         """User code reads ``master.data``, through which it may write without being counted."""
-        self._guess.stay_behind()
-        self._manual.loosen(master)
+        self._layer_predictor.stay_behind()
+        self._manual.mark_unversioned(master)
         if self._phase == "forward":
             self._slots.finish(self.index)
-        held = [entry for entry in self.tape if any(master is mine for mine in entry.layer.masters)]
+        held = [recorded for recorded in self.tape if any(master is mine for mine in recorded.layer.masters)]
         value = master.detach().clone() if held else master
-        for entry in held:
-            self._before.setdefault(entry, []).append((master, value))
+        for recorded in held:
+            self._before.setdefault(recorded, []).append((master, value))
 
-    def _new_entry(self, call: Call, traced: TracedCall) -> RecordedCall:
-        entry = super()._new_entry(call, traced)
-        self._weights[entry] = call.layer.written()
+    def _record_call(self, call: Call, traced: TracedCall) -> RecordedCall:
+        recorded = super()._record_call(call, traced)
+        self._weights[recorded] = call.layer.written()
         self._manual.called(traced, call.trainable)
-        return entry
+        return recorded
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class ManualRun(MicrobatchTask):
                 "strategy: a layer is differentiated on its worker, once, by all that is trained. Differentiate twice "
                 "inside a layer, and choose what gets gradients with requires_grad (toggle_optimizer)."
             )
-        with allowed(False), torch._C.DisableTorchFunction():
+        with interrupts_allowed(False), torch._C.DisableTorchFunction():
             self._phase = "backward"
             if (scale := self.engine.model.formats.scales.manual) != 1.0:
                 seed, self.mode.proxies.factor = seed_of(scale, self.engine.model.formats.low or loss.dtype)
@@ -265,33 +265,33 @@ class ManualRun(MicrobatchTask):
         """The calls that the gradient reaches; others may be reached by another loss."""
         left: list[RecordedCall] = []
         while self.tape:
-            entry = self.tape.pop()
-            reached = entry.wants_backward()
+            recorded = self.tape.pop()
+            reached = recorded.wants_backward()
             if reached:
-                self._refuse_written(entry)
-                outputs = len(entry.grads)
-                entry.done = not retain
-                self._walk_back(entry, self._manual.sums_of(self.trace.calls[entry.call]))
-                entry.grads, entry.readiness = [[] for _ in range(outputs)], 0
+                self._refuse_written(recorded)
+                outputs = len(recorded.grads)
+                recorded.done = not retain
+                self._run_backward(recorded, self._manual.sums_of(self.trace.calls[recorded.call]))
+                recorded.grads, recorded.grad_arrivals = [[] for _ in range(outputs)], 0
             if retain or not reached:
-                left.append(entry)
+                left.append(recorded)
             else:
-                del self._weights[entry]
-                self._before.pop(entry, None)
+                del self._weights[recorded]
+                self._before.pop(recorded, None)
         self.tape = left[::-1]
 
-    def _refuse_written(self, entry: RecordedCall) -> None:
-        before = self._before.get(entry, ())
-        if self._weights[entry] == entry.layer.written() and all(torch.equal(m, value) for m, value in before):
+    def _refuse_written(self, recorded: RecordedCall) -> None:
+        before = self._before.get(recorded, ())
+        if self._weights[recorded] == recorded.layer.written() and all(torch.equal(m, value) for m, value in before):
             return
         raise RoundPipeError(
-            f"weights of layer {entry.layer.name!r} were written to (by an optimizer's step, most likely) between its "
-            "call and the backward of that call, for which it is computed once more. Run backward before the step, or "
-            "call the model again after it."
+            f"weights of layer {recorded.layer.name!r} were written to (by an optimizer's step, most likely) between "
+            "its call and the backward of that call, for which it is computed once more. Run backward before the "
+            "step, or call the model again after it."
         )
 
 
-class _Pieces(UserCodeSections):
+class _ManualSections(UserCodeSections):
     """The user code of a step that has no other: nobody to take turns with, and the caller's own random state."""
 
     def __init__(self, step: ManualStep) -> None:
@@ -299,16 +299,18 @@ class _Pieces(UserCodeSections):
         self._before = GlobalRandomState(step.engine.worker_pool.devices)
         self._now: GlobalRandomState | None = None
 
-    def enter(self, slot: int, spot: SegmentKey | None, device: Device | None, what: str, *, astray: bool) -> None:
+    def enter(
+        self, slot: int, segment_key: SegmentKey | None, device: Device | None, what: str, *, off_trace: bool
+    ) -> None:
         device = device or self._engine.worker_pool.devices[0]
         self._around.enter_context(device.activate())
         if self._now is not None:
-            self._now.restore()  # layers and the way back have seeds of their own
+            self._now.restore()  # layers and the backward pass have seeds of their own
         if device.generator is not torch.default_generator:  # which device it is depends on how many there are
             device.generator.manual_seed(derive(*self._step.seed, self._index, -1 - self._count))
         self._count += 1
 
-    def leave(self, spot: SegmentKey | None) -> None:
+    def leave(self, segment_key: SegmentKey | None) -> None:
         self._now = GlobalRandomState(self._engine.worker_pool.devices)
         self.close()
 

@@ -48,7 +48,7 @@ class ManualUserCode(UserCodeMode):
         self._touched = weakref.WeakMethod(touched)
         self._copies: dict[int, tuple[tuple[int, int, bool], Tensor]] = {}
         """Of masters that were read, by id, with what they were then."""
-        self._loose: set[int] = set()
+        self._unversioned: set[int] = set()
         """Masters that may be written to without being counted, by id."""
         self._steps = False
         """Whether an optimizer's own code runs."""
@@ -64,7 +64,7 @@ class ManualUserCode(UserCodeMode):
             touched = self._touched()
             assert touched is not None
             touched(args[0])
-            self._loose.add(id(args[0]))
+            self._unversioned.add(id(args[0]))
         if self._steps:
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
@@ -92,7 +92,7 @@ class ManualUserCode(UserCodeMode):
 
     def _has_moved(self, master: nn.Parameter, copied: Tensor) -> bool:
         """Whether it was written to in a way that is not counted."""
-        return id(master) in self._loose and not torch.equal(master.detach().to(copied.dtype), copied.detach())
+        return id(master) in self._unversioned and not torch.equal(master.detach().to(copied.dtype), copied.detach())
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:

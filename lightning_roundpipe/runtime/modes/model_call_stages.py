@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.span import Span
-from lightning_roundpipe.runtime.core.schedule import PlannedSlots, Slot
+from lightning_roundpipe.runtime.core.slots import PlannedSlots, Slot
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -98,10 +98,10 @@ class CallSlots:
         assert self.back is not None, "no gradient was expected"
         return self.back.backward(microbatch, call, layer, sums)
 
-    def hold(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
+    def fused(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
         raise AssertionError("no graph is kept")
 
-    def holds(self, call: int) -> bool:
+    def keeps_graph(self, call: int) -> bool:
         return False
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:

@@ -2,7 +2,7 @@
 
 For losses that need all samples at once. The whole batch's run has a thread, and so has each number of a microbatch;
 between two calls of the model these have nothing to do. What a call is cut into is known when it comes, so its slots
-are made then, and those of the way back when the last call of the trace comes, or else when there is a loss.
+are made then, and those of the backward pass when the last call of the trace comes, or else when there is a loss.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lightning_roundpipe.runtime.batch.logs import gathered, issue
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-from lightning_roundpipe.runtime.core.schedule import PlannedSlots, Slots
+from lightning_roundpipe.runtime.core.slots import PlannedSlots, Slots
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, DirectionStages, ModelCallStages, portions_of
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun, WholeRun
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.task_thread import Task
 
@@ -45,8 +45,8 @@ class ModelStep(Step):
 
     def __init__(
         self, engine: EngineContext, seed: tuple[int, ...], sizes_for: Callable[[int], list[int]],
-        updates: Updates | None = None, before: Step | None = None, *, overlaps: bool = False, isolated: bool = True,
-        recorder: Recorder | None = None,
+        updates: AsyncOptimizer | None = None, before: Step | None = None, *, overlaps: bool = False,
+        isolated: bool = True, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             engine, seed, [1], None, updates, before, overlaps=overlaps, cut=True, isolated=isolated, recorder=recorder
@@ -60,7 +60,7 @@ class ModelStep(Step):
         self._portions: list[ModelCallStages] = []
         self._next_portion = 0
         self._forward_of: list[tuple[ModelCallStages, CallSlots, int]] = []
-        """Portions that were called, with their slots and microbatches; those whose way back has no slots yet."""
+        """Portions that were called, with their slots and microbatches; those whose backward has no slots yet."""
         self._arriving: Slots | None = None
 
     @property
@@ -134,7 +134,7 @@ class ModelStep(Step):
         return PartRun(self.engine, self, index, self._trace, slots, call, portion, self._last.get(index), device)
 
     def back(self, call: ModelCall[PartRun], grads: list[list[Tensor | None]], factor: float) -> None:
-        """Run the way back of ``call`` from the gradients of each part's outputs."""
+        """Run the backward pass of ``call`` from the gradients of each part's outputs."""
         self._run_all(
             [
                 lambda run=run, grads=mine: run.back(grads, call.home, factor)  # type: ignore[misc]
@@ -179,7 +179,7 @@ class ModelStep(Step):
         )
 
     def expect_backward(self) -> None:
-        """Make the slots of the way back of all calls so far that have none, the last one's first."""
+        """Make the slots of the backward pass of all calls so far that have none, the last one's first."""
         waiting, self._forward_of = self._forward_of, []
         if self.plan is not None:
             for portion, slots, microbatches in reversed(waiting):
@@ -210,8 +210,8 @@ class ModelStep(Step):
             issue(self.engine.model.module, gathered([run.logs for run in call.runs]), call.sizes, sizes)
         return super().finish()
 
-    def let_go(self) -> None:
-        super().let_go()
+    def release(self) -> None:
+        super().release()
         for call in self.calls:  # which know each other
             call.runs, call.arguments = [], []
         self.calls, self._parts, self._last, self._forward_of = [], [], {}, []

@@ -25,8 +25,8 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask, TaskStep
-from lightning_roundpipe.runtime.core.schedule import Slots
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
+from lightning_roundpipe.runtime.core.slots import Slots
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
@@ -105,7 +105,7 @@ class PartRun(MicrobatchTask):
             self._surroundings = Surroundings()
             with self._noted():
                 output = function(*args, **kwargs)
-                self._watched.check()
+                self._watched.assert_unmodified()
                 with torch._C.DisableTorchFunction():
                     self._give(output)
             del output
@@ -189,7 +189,7 @@ class CallsStep(TaskStep, Protocol):
         """Gradients of all calls so far will come."""
 
     def back(self, call: ModelCall[PartRun], grads: list[list[Tensor | None]], factor: float) -> None:
-        """Run the way back of ``call``."""
+        """Run the backward pass of ``call``."""
 
 
 class WholeRun(MicrobatchTask):

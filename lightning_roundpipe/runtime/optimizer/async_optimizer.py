@@ -35,7 +35,7 @@ from lightning_roundpipe.devices.errors import StreamAborted
 from lightning_roundpipe.optim.clipping import Clip, clamp, coefficient, norms, scale
 from lightning_roundpipe.optim.partial_optimizer import Hyperparameters, PartialOptimizer
 from lightning_roundpipe.optim.scaling import unscale
-from lightning_roundpipe.runtime.faults.interrupts import held
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.flat_params import ALONE, holders
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
@@ -55,7 +55,7 @@ LOOK = 0.25
 
 
 @dataclass(frozen=True)
-class _Step:
+class _OptimizerStep:
     """One optimizer step.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Step:
     batch: StepGradients | None
     hyperparameters: Hyperparameters
     clip: Clip | None
-    shadow: PartialOptimizer
+    partial_optimizer: PartialOptimizer
     scale: float
 
     def held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -130,7 +130,7 @@ class _Accumulated:
         self._memory.pop(key, None)
 
 
-class Updates:
+class AsyncOptimizer:
     """Applies gradients to masters, in the order in which batches come.
 
     Args:
@@ -157,14 +157,14 @@ class Updates:
         self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # there may have been another one
         self.torn = self._applying = False
         self.whole = True
-        self._controls: list[CancelScope] = []
+        self._cancel_scopes: list[CancelScope] = []
         self._thread = TaskThread("roundpipe-optimizer", around)
         self._error: BaseException | None = None
         self._batch: StepGradients | None = None
         self._accumulated: dict[ParamBucket, _Accumulated] = {bucket: _Accumulated() for bucket in buckets}
         self._sizes = {bucket: sum(master.numel() for master in bucket.masters) for bucket in buckets}
         self._nbytes = {bucket: sum(master.nbytes for master in bucket.masters) for bucket in buckets}
-        self._shadow: tuple[Optimizer, PartialOptimizer] | None = None
+        self._partial_optimizer: tuple[Optimizer, PartialOptimizer] | None = None
         self._scales = scales or Scales()
         self._scales.fix(self.wanted, self.submitted)
         self._window_is_open = False
@@ -178,45 +178,45 @@ class Updates:
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
-    def begin(self, *, anew: bool) -> None:
+    def begin(self, *, zero_grad: bool) -> None:
         """Before a batch: the one before it was accumulated, if it was not followed by a step.
 
         Args:
-            anew: whether what was accumulated is dropped, as ``zero_grad`` would.
+            zero_grad: whether what was accumulated is dropped, as ``zero_grad`` would.
         """
         self.raise_error()
         self._hide()
         self._accumulate()
-        if anew:
+        if zero_grad:
             self._window_is_open = False
             self._post(self._forget)
 
     def accompany(self, cancel_scope: CancelScope) -> None:
         """A step runs, which fails when an update does, for it would wait for something that never comes."""
-        self._controls = [*self._controls, cancel_scope]
+        self._cancel_scopes = [*self._cancel_scopes, cancel_scope]
         # It may have failed since `begin` looked. Whoever of the two threads writes last sees what the other one wrote.
         if (error := self._error) is not None:
             cancel_scope.fail(error)
 
     def leave(self, cancel_scope: CancelScope) -> None:
         """The step is over."""
-        self._controls = [other for other in self._controls if other is not cancel_scope]
+        self._cancel_scopes = [other for other in self._cancel_scopes if other is not cancel_scope]
 
     def offer(self, gradients: StepGradients) -> None:
         """What the batch gave. Its loss may be differentiated later, or not at all."""
         self._batch = gradients
 
-    @held()
+    @interrupts_deferred()
     def submit(self, optimizer: Optimizer, clip: Clip | None) -> None:
         """The optimizer step that follows the batch [1]."""
         batch, self._batch = self._batch, None
         if batch is not None and batch.scale is None:  # its loss was not differentiated
-            batch.let_go()
+            batch.release()
             batch = None
         self.submitted += 1
         self._window_is_open = False
-        scale, shadow = self._scales.last, self._shadow_of(optimizer)
-        step = _Step(self.submitted, batch, Hyperparameters.of(optimizer), clip, shadow, scale)
+        scale, partial_optimizer = self._scales.last, self._partial_optimizer_of(optimizer)
+        step = _OptimizerStep(self.submitted, batch, Hyperparameters.of(optimizer), clip, partial_optimizer, scale)
         self._post(lambda: self._run(step))
 
     def accumulated(self) -> dict[int, Tensor]:
@@ -306,10 +306,10 @@ class Updates:
         self._rest()
         self.raise_error()
 
-    def let_go_of_masters(self) -> None:
+    def release_masters(self) -> None:
         """Settled: nothing here holds their memory."""
-        if self._shadow is not None:
-            self._shadow[1].let_go()
+        if self._partial_optimizer is not None:
+            self._partial_optimizer[1].release()
 
     def drop(self, error: BaseException) -> None:
         """After a failure: finish what was submitted; the batch that failed gives nothing.
@@ -319,7 +319,7 @@ class Updates:
         """
         batch, self._batch = self._batch, None
         if batch is not None:
-            batch.let_go()
+            batch.release()
         self._rest()
         if self.torn:
             error.add_note(f"roundpipe: the backward pass was running and its optimizer step had begun, {TORN}")
@@ -350,7 +350,7 @@ class Updates:
         if batch is None:
             return
         if batch.scale is None:
-            batch.let_go()
+            batch.release()
             return
         self._window_is_open = True
         self._post(lambda: self._add(batch))
@@ -361,13 +361,13 @@ class Updates:
             if not self._thread.alive:
                 raise RoundPipeError(f"the optimizer's thread has died ({self._thread.died!r})") from self._thread.died
 
-    def _shadow_of(self, optimizer: Optimizer) -> PartialOptimizer:
-        if self._shadow is None or self._shadow[0] is not optimizer:
-            self._shadow = (
+    def _partial_optimizer_of(self, optimizer: Optimizer) -> PartialOptimizer:
+        if self._partial_optimizer is None or self._partial_optimizer[0] is not optimizer:
+            self._partial_optimizer = (
                 optimizer,
                 PartialOptimizer(optimizer, [master for bucket in self.buckets for master in bucket.masters]),
             )
-        return self._shadow[1]
+        return self._partial_optimizer[1]
 
     # -- the optimizer's thread ---------------------------------------------------------------------------------------
 
@@ -381,7 +381,7 @@ class Updates:
                 self.torn, self.whole = self._applying, False  # the step says why
             except BaseException as error:
                 self._error, self.whole = error, False
-                for cancel_scope in self._controls:
+                for cancel_scope in self._cancel_scopes:
                     cancel_scope.fail(error)
 
         self._thread.submit(guarded)
@@ -423,28 +423,28 @@ class Updates:
         for buckets in self._as_they_come(batch, lambda bucket: None):
             for bucket in buckets:
                 self._accumulated[bucket].add(batch.take(bucket))
-                batch.let_go(bucket)
-        batch.let_go()
+                batch.release(bucket)
+        batch.release()
 
-    def _uploaded(self, bucket: ParamBucket, step: _Step) -> None:
+    def _uploaded(self, bucket: ParamBucket, step: _OptimizerStep) -> None:
         """The step's last upload of the bucket is over: its successor sees the update before this one."""
         if self.staleness and not bucket.has(step.number - 1):
             bucket.refresh(trained_only=True)
             bucket.publish(step.number - 1)
 
-    def _gather(self, bucket: ParamBucket, step: _Step) -> dict[int, Tensor]:
+    def _gather(self, bucket: ParamBucket, step: _OptimizerStep) -> dict[int, Tensor]:
         """The bucket's gradients, of all batches since the last step [2]."""
         gathered = self._accumulated[bucket].with_last(step.batch.take(bucket) if step.batch is not None else {})
         self._left.update(gathered)
         return gathered
 
-    def _run(self, step: _Step) -> None:
+    def _run(self, step: _OptimizerStep) -> None:
         self._left, self._left_in = {}, step.batch.sums if step.batch is not None else ()
-        with step.shadow.prepared(step.hyperparameters):  # before gradients come
+        with step.partial_optimizer.prepared(step.hyperparameters):  # before gradients come
             self._step(step)
         self._applying = False
 
-    def _step(self, step: _Step) -> None:
+    def _step(self, step: _OptimizerStep) -> None:
         self._applying = False
         arriving = self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step))
         clip = step.clip if step.clip is not None and step.clip.kind == "norm" else None
@@ -473,19 +473,19 @@ class Updates:
         while there:
             self._apply(step, {bucket: gathered[bucket] if finite else {} for bucket in self._piece(there)})
 
-    def _apply(self, step: _Step, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
+    def _apply(self, step: _OptimizerStep, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
         """Step buckets, those that have gradients, and let everybody know [4]."""
         self._applying = True
         gradients = {key: gradient for mine in gathered.values() for key, gradient in mine.items()}
         if step.clip is not None and step.clip.kind == "value":
             clamp(list(step.held(gradients).values()), step.clip)
-        step.shadow.step(step.hyperparameters, gradients)
+        step.partial_optimizer.step(step.hyperparameters, gradients)
         for bucket in gathered:
             if not self.staleness:
                 bucket.refresh(trained_only=True)
             self._finish(step, bucket)
 
-    def _apply_parts(self, step: _Step, bucket: ParamBucket) -> bool:
+    def _apply_parts(self, step: _OptimizerStep, bucket: ParamBucket) -> bool:
         """Step a large bucket part by part, while the next ones arrive and those before are uploaded [6].
 
         Returns:
@@ -500,7 +500,7 @@ class Updates:
         ):
             return False
         keys = [key for key in dict.fromkeys((*found, *accumulated.present())) if key in values.group_of]
-        if not step.shadow.steps_parts(values, keys):
+        if not step.partial_optimizer.steps_parts(values, keys):
             return False
         self._applying = True
         masters = {id(master): master for master in bucket.masters}
@@ -513,7 +513,7 @@ class Updates:
                 gradient = accumulated.part_with_last(key, last, start, end)
                 if step.clip is not None:
                     clamp([gradient], step.clip)
-                step.shadow.step_part(values, key, gradient, start, end)
+                step.partial_optimizer.step_part(values, key, gradient, start, end)
                 if not self.staleness:
                     bucket.refresh_part(master, start, end)
                     bucket.publish_part(step.number, master, start, end)
@@ -521,10 +521,10 @@ class Updates:
         self._finish(step, bucket)
         return True
 
-    def _finish(self, step: _Step, bucket: ParamBucket) -> None:
+    def _finish(self, step: _OptimizerStep, bucket: ParamBucket) -> None:
         """It has been stepped, and its working copies are up to date."""
         self._accumulated[bucket].forget()
         if step.batch is not None:
-            step.batch.let_go(bucket)
+            step.batch.release(bucket)
         if not self.staleness:
             bucket.publish(step.number)

@@ -29,7 +29,7 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 
 
-class Stage(Protocol):
+class UploadedStage(Protocol):
     """What a slot needs and adds to: ``layers`` are uploaded for it, and gradients are added to ``sums``."""
 
     layers: Sequence[HostLayer]
@@ -69,7 +69,7 @@ class GradReadiness:
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def expect(self, slots: Iterable[Stage], *, uploads: bool = True) -> None:
+    def expect(self, slots: Iterable[UploadedStage], *, uploads: bool = True) -> None:
         """Slots of the step, before the first of them is closed. All are known when its losses are.
 
         Args:
@@ -91,7 +91,7 @@ class GradReadiness:
             self._uploads[bucket].append(upload)
             self._look([bucket])
 
-    def closed(self, slot: Stage) -> None:
+    def closed(self, slot: UploadedStage) -> None:
         """The slot's gradients are on their way [1]."""
         with self._lock:
             for bucket in _buckets(slot):
@@ -138,7 +138,7 @@ class GradReadiness:
         """
         taken: list[ParamBucket] = []
         if wait:
-            intraop_threads.disband()
+            intraop_threads.release_intraop_threads()
         while True:
             try:
                 bucket = self._there.get(block=wait and not taken)
@@ -155,5 +155,5 @@ class GradReadiness:
                 sent(bucket.bucket)
 
 
-def _buckets(slot: Stage) -> set[ParamBucket]:
+def _buckets(slot: UploadedStage) -> set[ParamBucket]:
     return {layer.bucket for layer in slot.layers} | {sums.layer.bucket for sums in slot.sums.values()}

@@ -88,7 +88,7 @@ class StepGradients:
         for total in self._sums:
             total.handed_out = True
         taken = self._taken(self._sums, self._user_code())
-        self.let_go()
+        self.release()
         return [taken.pop(id(master)) for master in self._masters]
 
     def take(self, bucket: ParamBucket) -> dict[int, Tensor]:
@@ -119,7 +119,7 @@ class StepGradients:
 
     @property
     def sums(self) -> Sequence[HostGradSums]:
-        """Per call, in trace order; none once all has been let go."""
+        """Per call, in trace order; none once all have been released."""
         return self._sums
 
     def arrive(self) -> None:
@@ -127,7 +127,7 @@ class StepGradients:
         for total in self._sums:
             total.wait()
 
-    def let_go(self, bucket: ParamBucket | None = None) -> None:
+    def release(self, bucket: ParamBucket | None = None) -> None:
         """Nobody needs the gradients of ``bucket``, or any of them, any more: their memory may be written to."""
         for total in self._sums if bucket is None else self._of[bucket]:
             total.consumed.wake()

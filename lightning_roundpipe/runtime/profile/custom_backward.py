@@ -165,15 +165,15 @@ def code_in(roots: Sequence[Tensor]) -> tuple[str, list[GradEnd]]:
     code, ends = "", []
     while nodes:
         node, output = nodes.pop()
-        entry = getattr(node, "entry", None)
+        graph_cut = getattr(node, "graph_cut", None)
         leaf = hasattr(node, "variable")
-        key = (node, output) if entry is not None else node
+        key = (node, output) if graph_cut is not None else node
         if node is None or key in seen:
             continue
         seen.add(key)
-        if entry is not None:
-            hooks = tuple(entry.hooks.get(output, {}).values())
-            ends.append(GradEnd(f"what {entry.what} returns", GradientEdge(node, output), hooks))
+        if graph_cut is not None:
+            hooks = tuple(graph_cut.hooks.get(output, {}).values())
+            ends.append(GradEnd(f"what {graph_cut.what} returns", GradientEdge(node, output), hooks))
             code = code or (_HOOK if hooks else "")
         elif leaf:
             ends.append(GradEnd("a parameter or another leaf", GradientEdge(node, 0)))

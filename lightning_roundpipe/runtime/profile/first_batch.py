@@ -25,7 +25,7 @@ from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.trace import Trace, distinct_layers
-from lightning_roundpipe.runtime.faults.interrupts import allowed
+from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.memory.budget import check_plan_fits, libraries_note, worker_bytes
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import begin_to_train
@@ -81,7 +81,7 @@ class Planner:
             check_plan_fits(plan, costs, options, self._devices)
         else:
             try:
-                with allowed():  # it may take its time, and nothing has been changed yet
+                with interrupts_allowed():  # it may take its time, and nothing has been changed yet
                     plan = self._cut(costs, trace, microbatches, limit, fuses=fuses)
             except ValueError as error:
                 raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None

@@ -184,7 +184,7 @@ def state_of(value: Any, kind: str) -> list[Any]:
     return [repr(_STATES[type(value)][0](value)) if kind == "generator" else _position(value)]
 
 
-class Attributes:
+class SavedAttributes:
     """Those of some modules, as they are now; without buffers, and without what is in helper objects."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

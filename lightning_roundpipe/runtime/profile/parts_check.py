@@ -35,7 +35,7 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.prediction import CallOrder
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.profile.custom_backward import CustomBackwards
-from lightning_roundpipe.runtime.profile.left_behind import ABSENT, Attributes, LeftBehind, code_of
+from lightning_roundpipe.runtime.profile.left_behind import ABSENT, LeftBehind, SavedAttributes, code_of
 from lightning_roundpipe.runtime.profile.outside_writes import OutsideWrites
 from lightning_roundpipe.runtime.profile.rehearsal import CannotRehearse, Rehearsal, SameDraws, Written, without_dropout
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor, intercepted
@@ -349,7 +349,10 @@ class PartsCheck:
             for buffer, value in buffers:
                 buffer.copy_(value)
 
-        own, learned = Attributes(self._layers_modules()), [(x, x.borrows, x.reaches_out) for x in engine.model.layers]
+        own, learned = (
+            SavedAttributes(self._layers_modules()),
+            [(x, x.borrows, x.reaches_out) for x in engine.model.layers],
+        )
         try:
             with (
                 intercepted([*self._interceptors, *models]),

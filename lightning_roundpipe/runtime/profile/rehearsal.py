@@ -36,7 +36,7 @@ from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.executor import LayerExecutor
 from lightning_roundpipe.runtime.core.outputs import hand_back
 from lightning_roundpipe.runtime.core.prediction import CallOrder
-from lightning_roundpipe.runtime.core.schedule import Slot
+from lightning_roundpipe.runtime.core.slots import Slot
 from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
@@ -121,7 +121,9 @@ class Rehearsal(Evaluation):
     def call_model(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._within or self._cut is None:
             return function(*args, **kwargs)
-        call: ModelCall[_Part] = ModelCall(name, 0, TorchThreadState.capture(self._engine.worker_pool.device_types))
+        call: ModelCall[_RehearsalPart] = ModelCall(
+            name, 0, TorchThreadState.capture(self._engine.worker_pool.device_types)
+        )
         with torch._C.DisableTorchFunction():
             parts = call.split(args, kwargs, self._cut, self._engine.model.bucket_of, self.locate)
         whole, recorders = self.logs, []
@@ -133,7 +135,7 @@ class Rehearsal(Evaluation):
             recorders.append(self.logs)
             with self.within_model():
                 output = function(*part_args, **part_kwargs)
-            call.runs.append(_Part(*flatten(output), self))
+            call.runs.append(_RehearsalPart(*flatten(output), self))
         self._draws.widen()
         self.logs = whole
         issue(whole, gathered(recorders), call.sizes, [float(size) for size in call.sizes])
@@ -163,19 +165,21 @@ class Rehearsal(Evaluation):
             self._backwards.see(place, roots, ends, code, share)
 
     def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        traced, entry = TracedCall(call.layer, 0), None
+        traced, recorded = TracedCall(call.layer, 0), None
         if call.graph:
             traced.flags = tuple(t.requires_grad for t in forward.tensors())
-            sides = {key: tuple(t.requires_grad for t in flat.tensors()) for key, flat in forward.sides.items()}
-            traced.sides = {key: flags for key, flags in sides.items() if any(flags)}
-            entry = RecordedCall(
+            side_outputs = {
+                key: tuple(t.requires_grad for t in flat.tensors()) for key, flat in forward.side_outputs.items()
+            }
+            traced.side_outputs = {key: flags for key, flags in side_outputs.items() if any(flags)}
+            recorded = RecordedCall(
                 call.index, call.layer, 0, call.spec, [], call.requires_grad, call.thread_state, call.state, None,
                 call.context, trainable=call.trainable,
             )  # fmt: skip
-        return hand_back(call, entry, traced, forward, args, kwargs, self._watched)[0]
+        return hand_back(call, recorded, traced, forward, args, kwargs, self._watched)[0]
 
 
-class _Part:
+class _RehearsalPart:
     """A part of a call of the model, for `ModelCall.merge`."""
 
     def __init__(self, leaves: list[Any], spec: Any, rehearsal: Rehearsal) -> None:
@@ -218,8 +222,8 @@ class _Runner(LayerExecutor):
         for master, parameter in zip(call.layer.masters, replica.parameters, strict=True):
             if parameter.requires_grad:
                 ends.append(GradEnd(f"parameter {self._names.get(id(master), 'of layer ' + repr(name))!r}", parameter))
-        assert ran.inlet is not None
-        with self._device.permit(), calling(Inside(name)), ran.inlet:
+        assert ran.detached_inputs is not None
+        with self._device.acquire_core(), calling(Inside(name)), ran.detached_inputs:
             self._backwards.see(f"layer {name!r}", roots, ends, code)
         for parameter in replica.parameters:
             parameter.grad = None  # which code that runs a backward of its own has put there
@@ -299,7 +303,7 @@ class _RehearsalUserCode(UserCodeMode):
 
 def _is_known(tensor: Tensor) -> bool:
     """Whether hooks on ``tensor`` are the strategy's to call."""
-    return isinstance(tensor, nn.Parameter) or hasattr(tensor.grad_fn, "entry")
+    return isinstance(tensor, nn.Parameter) or hasattr(tensor.grad_fn, "graph_cut")
 
 
 def _is_setting(func: Callable[..., Any]) -> bool:

@@ -133,7 +133,7 @@ class CancelScope:
             if self.failed:
                 raise Cancelled
             self._waiters.add(waiter)
-        intraop_threads.disband()
+        intraop_threads.release_intraop_threads()
         try:
             waiter.wait()
         finally:

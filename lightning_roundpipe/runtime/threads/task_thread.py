@@ -77,12 +77,12 @@ class TaskThread:
             self.died = error
 
     def _loop(self) -> None:
-        intraop_threads.enlist()
+        intraop_threads.apply_num_threads()
         with self._around():
             while (task := self._tasks.get()) is not None:
                 task.run()
                 del task
-                intraop_threads.disband()
+                intraop_threads.release_intraop_threads()
 
     def submit(self, function: Callable[[], T]) -> Task[T]:
         task = Task(function)

@@ -5,14 +5,14 @@ thread, and with it the step. So each call is a node of our own between two sect
 
     user code ─► InputGradSink ┆ saved inputs ─► layer (later, on any worker) ─► gradients ┆ Boundary ─► user code
               ▲                ┆                                                           ┆    │
-              └────────────────┼── input gradients ◄── recompute, backward ◄── entry ◄─────┼────┘
+              └────────────────┼── input gradients ◄── recompute, backward ◄── graph cut ◄─┼────┘
 
 * `Boundary` makes the call's outputs. It hangs on a dummy leaf, so that autograd can walk from the loss to it and no
-  further; its backward never waits, it only adds what arrives to the entry. The outputs are fresh aliases without view
-  history: as plain detached leaves, ``h += layer(h)`` would silently give wrong gradients.
+  further; its backward never waits, it only adds what arrives to the graph cut. The outputs are fresh aliases without
+  view history: as plain detached leaves, ``h += layer(h)`` would silently give wrong gradients.
 * `InputGradSink` remembers where the inputs came from without keeping them: calling backward on it pushes the input
   gradients into the user code in front. Where an input is directly another call's output, the gradient is handed to
-  that entry instead, and no graph is walked.
+  that graph cut instead, and no graph is walked.
 * `detached_inputs.DetachedInputs` does on the worker what `Boundary` does in the user code: the layer's inputs are
   non-leaf aliases, so a layer may write into its input as it may in plain training.
 """
@@ -80,7 +80,7 @@ class GraphCut:
         grads: per tensor that comes out, the gradient so far, in parts that lie on different devices.
         home: where what comes out, and so its gradients, live; ``input_home``: where what goes in does.
         hooks: by output, what user code wants to be called with its gradient.
-        arrivals: how often user code has brought gradients.
+        grad_arrivals: how often user code has brought gradients.
         done: whether its gradients have been handed on.
     """
 
@@ -91,7 +91,7 @@ class GraphCut:
     targets: list[tuple[GraphCut, int] | None] = field(default_factory=list)
     sink: InputGradSink | None = None
     hooks: dict[int, dict[int, Callable[[Tensor], Tensor | None]]] = field(default_factory=dict)
-    readiness: int = 0
+    grad_arrivals: int = 0
     done: bool = False
 
     @property
@@ -154,9 +154,9 @@ class GraphCut:
 class _BoundaryFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, entry: GraphCut, outputs: list[Tensor], flags: list[bool]
+        ctx: Any, anchor: Tensor, graph_cut: GraphCut, outputs: list[Tensor], flags: list[bool]
     ) -> tuple[Tensor, ...]:
-        ctx.entry = entry
+        ctx.graph_cut = graph_cut
         ctx.set_materialize_grads(False)
         aliases = tuple(t.data for t in outputs)
         if not all(flags):
@@ -165,13 +165,13 @@ class _BoundaryFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        entry: GraphCut = ctx.entry
+        graph_cut: GraphCut = ctx.graph_cut
         if not driven_backward.depth:
-            _refuse(entry)
-        entry.readiness += 1
+            _refuse(graph_cut)
+        graph_cut.grad_arrivals += 1
         with torch._C.DisableTorchFunction():
             for index, grad in enumerate(grads):
-                entry.add_grad(index, grad, entry.home)
+                graph_cut.add_grad(index, grad, graph_cut.home)
         return None, None, None, None
 
 
@@ -179,9 +179,9 @@ _apply_boundary: Any = super(torch.autograd.Function, _BoundaryFunction).apply
 """Without what ``Function.apply`` does for transforms of ``torch.func``, under which no layer is called."""
 
 
-def _refuse(entry: GraphCut) -> NoReturn:
+def _refuse(graph_cut: GraphCut) -> NoReturn:
     raise RoundPipeError(
-        f"a backward pass inside training_step reached {entry.what}: gradients across layers (torch.autograd.grad, "
+        f"a backward pass inside training_step reached {graph_cut.what}: gradients across layers (torch.autograd.grad, "
         "loss.backward(), create_graph) are not supported. (Under manual optimization "
         "self.manual_backward(loss) and loss.backward() are, and torch.autograd.backward is not.)"
     )
@@ -199,8 +199,8 @@ def refuse_layers_between(outputs: Tensor | Sequence[Tensor], inputs: Tensor | S
             continue
         seen.add(node)
         wanted -= {node, getattr(node, "variable", node)}
-        if (entry := getattr(node, "entry", None)) is not None:
-            layers.append(entry)
+        if (graph_cut := getattr(node, "graph_cut", None)) is not None:
+            layers.append(graph_cut)
         nodes += [following for following, _ in node.next_functions]
     if wanted and layers:
         _refuse(layers[0])
@@ -213,28 +213,28 @@ def witness(tensor: Tensor) -> Tensor:
     return same
 
 
-def boundary(entry: GraphCut, outputs: list[Tensor], flags: list[bool]) -> list[Tensor]:
+def boundary(graph_cut: GraphCut, outputs: list[Tensor], flags: list[bool]) -> list[Tensor]:
     """The call's outputs as the user code sees them.
 
     Args:
-        entry: receives the gradients.
+        graph_cut: receives the gradients.
         outputs: what the layer returned, detached or not; not copied.
         flags: which of them require grad in the real graph.
     """
-    entry.grads = [[] for _ in outputs]
+    graph_cut.grads = [[] for _ in outputs]
     if not any(flags):
         return [t.data for t in outputs]
     with torch.enable_grad():
-        return list(_apply_boundary(ANCHOR, entry, outputs, flags))
+        return list(_apply_boundary(ANCHOR, graph_cut, outputs, flags))
 
 
 def source_of(tensor: Tensor) -> tuple[GraphCut, int] | None:
-    """The entry and output that ``tensor`` is, if it is exactly that: no user code between, no hook on it."""
+    """The graph cut and output that ``tensor`` is, if it is exactly that: no user code between, no hook on it."""
     node = tensor.grad_fn
-    entry = getattr(node, "entry", None)
-    if entry is None or tensor._backward_hooks or tensor.retains_grad:
+    graph_cut = getattr(node, "graph_cut", None)
+    if graph_cut is None or tensor._backward_hooks or tensor.retains_grad:
         return None
-    return entry, tensor.output_nr
+    return graph_cut, tensor.output_nr
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -243,9 +243,9 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> An
     A gradient may come in parts, one for each layer that ``tensor`` goes to. A hook must see their sum: on a layer's
     output it waits for the call's turn; anywhere else a second part is refused.
     """
-    entry, index = getattr(tensor.grad_fn, "entry", None), tensor.output_nr
-    if entry is not None:
-        hooks = entry.hooks.setdefault(index, OrderedDict())
+    graph_cut, index = getattr(tensor.grad_fn, "graph_cut", None), tensor.output_nr
+    if graph_cut is not None:
+        hooks = graph_cut.hooks.setdefault(index, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
@@ -272,7 +272,7 @@ def keep_gradient(tensor: Tensor) -> None:
         if (kept := alive()) is not None:
             kept.grad = grad.detach().clone()
 
-    if getattr(tensor.grad_fn, "entry", None) is not None:
+    if getattr(tensor.grad_fn, "graph_cut", None) is not None:
         hook_gradient(tensor, keep)
     else:
         tensor.retain_grad()

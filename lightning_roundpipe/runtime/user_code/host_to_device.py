@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.base import stage
-from lightning_roundpipe.runtime.user_code.known_values import Known
+from lightning_roundpipe.runtime.user_code.known_values import KnownValues
 
 
 class HostToDeviceCopier:
@@ -30,7 +30,7 @@ class HostToDeviceCopier:
         known: is told of what was brought.
     """
 
-    def __init__(self, accelerator: str | None, devices: Sequence[Device], known: Known) -> None:
+    def __init__(self, accelerator: str | None, devices: Sequence[Device], known: KnownValues) -> None:
         self._accelerator = accelerator
         self._devices = devices
         self._known = known
@@ -83,7 +83,7 @@ class HostToDeviceCopier:
             tensor = tensor.to(dtype)
         staged = stage(tensor, device)
         moved = staged.to(where, non_blocking=True)
-        device.let_go([staged])
+        device.free_after_compute([staged])
         self._known.brought(moved, tensor)
         return moved
 

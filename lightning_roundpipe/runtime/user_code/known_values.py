@@ -49,7 +49,7 @@ class _Unknown(Exception):
     """The host does not have the numbers, or not any more."""
 
 
-class _Source:
+class _HostValue:
     """A host tensor, as it was when it was noted."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -76,14 +76,14 @@ class _Derived:
         return self._value
 
 
-_Value = _Source | _Derived
+_Value = _HostValue | _Derived
 
 
 def _told(leaf: Any) -> Any:
     return leaf.value() if isinstance(leaf, _Value) else leaf
 
 
-class Known:
+class KnownValues:
     """Of one microbatch. It keeps no device memory, and nothing for longer than the tensor that it is about lives.
 
     Args:
@@ -97,9 +97,9 @@ class Known:
     def brought(self, there: Tensor, host: Tensor) -> None:
         """``there`` is a copy of ``host`` [1]."""
         if host.numel() <= MOST and not (there.is_inference() or host.is_inference()):
-            self._values[there] = (there._version, _Source(host))
+            self._values[there] = (there._version, _HostValue(host))
 
-    def follow(self, function: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any) -> None:
+    def record_op(self, function: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any) -> None:
         """The torch function ``name`` has given ``result`` [2]."""
         bare = name.strip("_") if name.startswith("__") else name
         if bare not in _ANY_FORMAT and bare not in _WHOLE_NUMBERS:
@@ -128,7 +128,7 @@ class Known:
                 return value
             if leaf.device.type != "cpu" or leaf.is_inference():
                 raise _Unknown
-            return _Source(leaf)
+            return _HostValue(leaf)
         where = leaf.type if isinstance(leaf, torch.device) else leaf.partition(":")[0] if type(leaf) is str else ""
         return "cpu" if where == self._accelerator else leaf
 

@@ -38,7 +38,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import (
 )
 from lightning_roundpipe.runtime.user_code.host_to_device import HostToDeviceCopier
 from lightning_roundpipe.runtime.user_code.inference_writes import IN_PLACE, touched_by
-from lightning_roundpipe.runtime.user_code.known_values import Known, waits
+from lightning_roundpipe.runtime.user_code.known_values import KnownValues, waits
 
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _TRANSPOSED = {Tensor.T.__get__: "T", Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ class UserCodeMode(TorchFunctionMode):
         self._kept = kept
         self._aside = aside
         self._buffers = HostBuffers() if buffers is None else buffers
-        self._known = Known(accelerator)
+        self._known = KnownValues(accelerator)
         self._bringer = HostToDeviceCopier(accelerator, devices, self._known)
 
     def __torch_function__(
@@ -181,7 +181,7 @@ class UserCodeMode(TorchFunctionMode):
             if func == DATA and self._train and id(args[0]) in self._masters:
                 return self._watched(args[0], result)
             if self._accelerator is not None and func in _TRANSPOSED:
-                self._known.follow(func, _TRANSPOSED[func], args, kwargs, result)
+                self._known.record_op(func, _TRANSPOSED[func], args, kwargs, result)
             return result
         if torch.is_inference_mode_enabled() and name not in _OF_THE_SHAPE:
             touched_by(name, args, kwargs)
@@ -226,7 +226,7 @@ class UserCodeMode(TorchFunctionMode):
             if waits(name, args, kwargs, self._accelerator):
                 return self._aside(lambda: func(*args, **kwargs))
             result = func(*args, **kwargs)
-            self._known.follow(func, name, args, kwargs, result)
+            self._known.record_op(func, name, args, kwargs, result)
             return result
         return func(*args, **kwargs)
 

@@ -38,14 +38,14 @@ class StatePlace:
     """An attribute of a module, or whether a parameter requires grad.
 
     Attributes:
-        spots: the sections of user code that change it.
+        segment_keys: the sections of user code that change it.
         start: its value when the step began; ``latest``: what a microbatch left that has changed it in one place.
     """
 
     def __init__(self, owner: nn.Module | nn.Parameter, name: str) -> None:
         self._owner = owner
         self._name = name
-        self.spots: set[SegmentKey] = set()
+        self.segment_keys: set[SegmentKey] = set()
         self.start: Any = _ABSENT
         self.latest: Any = _ABSENT
 
@@ -79,7 +79,7 @@ class StatePlace:
         value = self.start[0] if isinstance(self.start, tuple) else None
         held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
         tensors = [t for t in held if isinstance(t, Tensor) and t.dim()]
-        return [t for t in tensors if len(self.spots) > 1 or samples in t.shape]
+        return [t for t in tensors if len(self.segment_keys) > 1 or samples in t.shape]
 
     def refuse_inheritance(self) -> None:
         owner = type(self._owner).__name__
@@ -100,9 +100,9 @@ class StatePlace:
             "microbatch_scope='model' it is the last microbatch's alone. Return it from the model."
         )
 
-    def counts_at(self, spot: SegmentKey | None) -> bool:
-        """Whether ``spot`` is the one place that changes it."""
-        return len(self.spots) == 1 and spot in self.spots
+    def counts_at(self, segment_key: SegmentKey | None) -> bool:
+        """Whether ``segment_key`` is the one place that changes it."""
+        return len(self.segment_keys) == 1 and segment_key in self.segment_keys
 
 
 class ModuleStateIsolation:
@@ -141,7 +141,7 @@ class ModuleStateIsolation:
         """A step ends: what is kept now is what the ``last`` microbatch, of so many ``samples``, would have left."""
         self._samples = samples
         for place in self.places.values():
-            place.write(place.latest if len(place.spots) == 1 else last.values.get(place, place.start))
+            place.write(place.latest if len(place.segment_keys) == 1 else last.values.get(place, place.start))
 
     # -- the first batch ----------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class ModuleStateIsolation:
         """Before a microbatch's first section of user code: whatever is there now, user code has not changed it."""
         self._watch.changes()
 
-    def learn(self, spot: SegmentKey) -> None:
+    def learn(self, segment_key: SegmentKey) -> None:
         """After a section of user code."""
         for owner, old, new in self._watch.changes():
             for name in old.keys() | new.keys():
@@ -159,7 +159,7 @@ class ModuleStateIsolation:
                         place = self.places[id(owner), name] = StatePlace(owner, name)
                         value = old.get(name, _ABSENT)
                         place.start = place.latest = (_live(owner, name, value), value)
-                    place.spots.add(spot)
+                    place.segment_keys.add(segment_key)
 
     # -- later --------------------------------------------------------------------------------------------------------
 
@@ -222,26 +222,26 @@ class MicrobatchModuleState:
         if (place := self.inherited.get(id(value))) is not None:
             self._used.add(place)
 
-    def enter(self, spot: SegmentKey | None, *, learning: bool) -> None:
-        """The microbatch goes on with the user code of ``spot``; None when it walks back."""
+    def enter(self, segment_key: SegmentKey | None, *, learning: bool) -> None:
+        """The microbatch goes on with the user code of ``segment_key``; None when it walks back."""
         places = self.module_state.places
         for place in places.values():
             own = self.values.get(place, place.start)
-            counting = place.counts_at(spot) and _unchanged(own, place.start)
+            counting = place.counts_at(segment_key) and _unchanged(own, place.start)
             place.write(place.latest if counting else own)
         if learning and (places or not self._begun):  # else nothing has touched the modules since `leave`
             self.module_state.look()
         self._begun = True
 
-    def leave(self, spot: SegmentKey, *, learning: bool) -> None:
+    def leave(self, segment_key: SegmentKey, *, learning: bool) -> None:
         """It calls a layer, or has come to its end."""
         if learning:
-            self.module_state.learn(spot)
+            self.module_state.learn(segment_key)
         for place in self.module_state.places.values():
             self.values[place] = place.read()
             if place in self._used and not _unchanged(self.values[place], place.start):
                 place.refuse_inheritance()
-            if place.counts_at(spot):
+            if place.counts_at(segment_key):
                 place.latest = self.values[place]
 
 
@@ -260,17 +260,17 @@ class StateWatch:
         self._all_empty: list[Any] = []  # hooks, most of them: thousands that nobody fills, looked at in one go
         self._trainable = [p.requires_grad for p in parameters]
         for index in range(len(modules)):
-            self._remember(index)
+            self._snapshot(index)
         self._all_empty = [c for containers in self._empty for c in containers]
 
     def changes(self) -> list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]]:
         """Owners of attributes that may have changed since the last time: before, and now."""
         found: list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]] = []
-        anew = any(self._all_empty)
+        some_filled = any(self._all_empty)
         for index, module in enumerate(self._modules):
-            if self._moved(index) or (anew and any(self._empty[index])):
+            if self._moved(index) or (some_filled and any(self._empty[index])):
                 before = self._attributes[index]
-                self._remember(index)
+                self._snapshot(index)
                 found.append((module, before, self._attributes[index]))
         if found:
             self._all_empty = [c for containers in self._empty for c in containers]
@@ -288,7 +288,7 @@ class StateWatch:
             return True
         return any(not same(container, contents) for container, contents in self._filled[index])
 
-    def _remember(self, index: int) -> None:
+    def _snapshot(self, index: int) -> None:
         module = self._modules[index]
         own = own_attributes(module)
         self._attributes[index] = {k: frozen(v) for k, v in own.items()}

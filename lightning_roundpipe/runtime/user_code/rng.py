@@ -69,12 +69,12 @@ class Randomness:
         """Whether any segment may draw, as nothing is known of it yet."""
         self.comparing = True
         """While learning: whether to find out which ones do. What never runs under a plan need not be known."""
-        self._on_the_way_back = False
+        self._draws_in_backward = False
 
     @property
-    def on_the_way_back(self) -> bool:
+    def draws_in_backward(self) -> bool:
         """Whether anything drew that runs, or may run again, when training_step has returned."""
-        return self._on_the_way_back or has_forked()
+        return self._draws_in_backward or has_forked()
 
     def may_draw(self, key: Hashable) -> bool:
         """Whether what ``key`` stands for draws, as far as is known."""
@@ -87,12 +87,12 @@ class Randomness:
 
         Args:
             key: what is learned to draw or not to draw: a layer, ``("user code", 3)`` for a segment of user code, or
-                ``"user code"`` for any segment, which are others where a microbatch leaves layers out. ``"way back"``
+                ``"user code"`` for any segment, which are others where a microbatch leaves layers out. ``"backward"``
                 likewise.
             seed: for this execution.
             device: whose generator is drawn from.
             what: for the error.
-            backward: whether this is the way back, when the main thread may use the generator for itself. A
+            backward: whether this is the backward pass, when the main thread may use the generator for itself. A
                 recomputation draws if its forward did.
         """
         if self.learning:
@@ -129,11 +129,11 @@ class Randomness:
         keys = {key, key[0]} if isinstance(key, tuple) else {key}
         if not torch.equal(before[0], after[0]):
             self._torch |= keys
-            self._on_the_way_back |= again
+            self._draws_in_backward |= again
         host = _has_two(device) and not torch.equal(before[1], after[1])
         if host or before[2] != after[2] or not _same_numpy(before[3], after[3]):
             self._host |= keys
-            self._on_the_way_back |= again
+            self._draws_in_backward |= again
 
     @staticmethod
     def _seed(host: bool, seed: int, device: Device) -> None:

@@ -117,7 +117,7 @@ def thread_locals_of(root: nn.Module) -> tuple[threading.local, ...]:
     return tuple({id(value): value for value in held if isinstance(value, threading.local)}.values())
 
 
-def adopt(context: contextvars.Context) -> None:
+def apply_context(context: contextvars.Context) -> None:
     """Give the calling thread the context variables that were set in ``context``, a copy of its own.
 
     ``training_step`` runs in a copy, on a microbatch's thread. What it sets stays set in plain training.

@@ -1,4 +1,4 @@
-"""Who goes first on a device's wire, and in what pieces the others go.
+"""Who goes first on a device's link, and in what pieces the others go.
 
 Activations are on the critical path: a worker has nothing to do until they are there. Weights and gradients are needed
 a stage later, and are much larger. So activations go first; and since a copy that is under way cannot be interrupted,
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-LONGEST_WAIT_S = 1e-3
+MAX_WAIT_S = 1e-3
 """How long activations may wait for a chunk of something else."""
 
-LEAST_BYTES = 1 << 16
+MIN_CHUNK_BYTES = 1 << 16
 """Of a chunk on a GPU: copies of less cost more to start than to make."""
 
 _in_order = False
 
 
 @contextlib.contextmanager
-def in_order_of_issue() -> Iterator[None]:
+def fifo_copies() -> Iterator[None]:
     """Emulated devices that are made inside have one queue for each direction, from which copies go whole, as asked.
 
     To compare with, as one stream for each direction of a GPU would do it. No user wants it.
@@ -36,7 +36,7 @@ def in_order_of_issue() -> Iterator[None]:
         _in_order = False
 
 
-def goes_in_order_of_issue() -> bool:
+def is_fifo() -> bool:
     return _in_order
 
 

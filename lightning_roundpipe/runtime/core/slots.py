@@ -202,11 +202,11 @@ class Slots(Protocol):
     def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
         """The slot of a call's recomputation and backward, in its turn."""
 
-    def hold(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
+    def fused(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
         """The slot of a call whose forward and backward run without anything between them, to keep its graph."""
 
-    def holds(self, call: int) -> bool:
-        """Whether the slot that a call was held in is open still, so that its graph finds its weights."""
+    def keeps_graph(self, call: int) -> bool:
+        """Whether the slot that a fused call ran in is open still, so that its graph finds its weights."""
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
         """What will probably be asked for next."""
@@ -282,10 +282,10 @@ class PlannedSlots:
     def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
         return self._enter(microbatch, self._backward[call])
 
-    def hold(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
+    def fused(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
         return self._enter(microbatch, self._forward[call])
 
-    def holds(self, call: int) -> bool:
+    def keeps_graph(self, call: int) -> bool:
         return self._forward[call] == self._backward[call]
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from patience import longer_each_try
 
-from lightning_roundpipe.devices import Device, wire
+from lightning_roundpipe.devices import Device, copy_priority
 
 MakeDevice = Callable[..., Device]
 RATE = 100_000
@@ -52,7 +52,7 @@ def test_activations_wait_for_one_chunk_at_most(make: MakeDevice, times: float) 
 
 @longer_each_try
 def test_a_chunk_is_as_long_as_they_may_wait(make: MakeDevice, monkeypatch: pytest.MonkeyPatch, times: float) -> None:
-    monkeypatch.setattr(wire, "LONGEST_WAIT_S", 0.2 * times)
+    monkeypatch.setattr(copy_priority, "MAX_WAIT_S", 0.2 * times)
     waited, took, asked = times_of(make(bandwidth=RATE / times), 0.4, 0.05 * times, 0.02)
     rest = 0.2 * times - asked
     assert rest + 0.019 * times < waited < rest + 0.1 * times, "a chunk that has begun is not interrupted"
@@ -79,7 +79,7 @@ def test_chunks_take_no_longer_than_the_whole(make: MakeDevice, times: float) ->
 
 @longer_each_try
 def test_in_order_of_issue_activations_wait_for_all(make: MakeDevice, times: float) -> None:
-    with wire.in_order_of_issue():
+    with copy_priority.fifo_copies():
         device = make(bandwidth=RATE / times)
     waited, _, asked = times_of(device, 0.3, 0.05 * times, 0.02)
     assert waited > 0.3 * times - asked
@@ -90,7 +90,7 @@ def test_in_order_of_issue_activations_wait_for_all(make: MakeDevice, times: flo
 @pytest.mark.parametrize("nbytes", [1, 24, 4096])
 def test_chunks_are_the_whole(nbytes: int) -> None:
     dst, src = torch.zeros(3, 7, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)
-    pieces = wire.chunks(dst, src, nbytes)
+    pieces = copy_priority.chunks(dst, src, nbytes)
     for there, here in pieces:
         assert there.numel() * 8 <= max(nbytes, 8)
         there.copy_(here)
@@ -100,4 +100,4 @@ def test_chunks_are_the_whole(nbytes: int) -> None:
 
 def test_what_is_not_contiguous_goes_whole() -> None:
     dst, src = torch.zeros(7, 3).t(), torch.randn(3, 7)
-    assert [t.shape for pair in wire.chunks(dst, src, 8) for t in pair] == [(3, 7), (3, 7)]
+    assert [t.shape for pair in copy_priority.chunks(dst, src, 8) for t in pair] == [(3, 7), (3, 7)]

@@ -17,7 +17,7 @@ import zoo
 from harness import ours, run
 
 from lightning_roundpipe.devices import intraop_threads
-from lightning_roundpipe.runtime.optimizer.async_optimizer import Updates
+from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 
 linux = pytest.mark.skipif(
     intraop_threads._openmp() is None, reason="torch's OpenMP is not GNU's, which tells a thread's team"
@@ -107,7 +107,9 @@ def test_every_thread_has_the_team_that_torch_was_told() -> None:
 def test_by_default_emulated_devices_share_the_cores() -> None:
     """And the process has afterwards what it had before."""
     found = in_a_process(4)
-    assert found["layer"] == found["user code"] == [max(1, intraop_threads.cores() // intraop_threads.AT_ONCE)]
+    assert (
+        found["layer"] == found["user code"] == [max(1, intraop_threads.cores() // intraop_threads.CONCURRENT_DEVICES)]
+    )
     assert found["after"] == found["before"] >= found["layer"][0]
 
 
@@ -180,10 +182,10 @@ def test_bits_do_not_depend_on_the_number_of_devices() -> None:
 def test_the_size_of_a_team(cores: int, told: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intraop_threads, "cores", lambda: cores)
     torch.set_num_threads(told)
-    assert intraop_threads.team_size() == size
-    with intraop_threads.limited():
+    assert intraop_threads.threads_per_device() == size
+    with intraop_threads.limit_num_threads():
         assert torch.get_num_threads() == size
-        with intraop_threads.limited():
+        with intraop_threads.limit_num_threads():
             assert torch.get_num_threads() == size
         assert torch.get_num_threads() == size
     assert torch.get_num_threads() == told
@@ -192,7 +194,7 @@ def test_the_size_of_a_team(cores: int, told: int, size: int, monkeypatch: pytes
 def test_who_leaves_first_does_not_end_it_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intraop_threads, "cores", lambda: 2)
     torch.set_num_threads(2)
-    one, other = intraop_threads.limited(), intraop_threads.limited()
+    one, other = intraop_threads.limit_num_threads(), intraop_threads.limit_num_threads()
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
@@ -216,9 +218,9 @@ def test_a_thread_leaves_cores_to_others(
     seen: list[int] = []
 
     def leaves() -> None:
-        with pytest.raises(ZeroDivisionError), intraop_threads.leaving(others):
+        with pytest.raises(ZeroDivisionError), intraop_threads.reserve_cores(others):
             seen.append(torch.get_num_threads())
-            intraop_threads.disband()
+            intraop_threads.release_intraop_threads()
             seen.append(torch.get_num_threads())
             raise ZeroDivisionError
         seen.append(torch.get_num_threads())
@@ -250,13 +252,13 @@ def test_the_optimizer_leaves_a_core_to_each_gpu(
     monkeypatch.setattr(intraop_threads, "cores", lambda: 5)
     torch.set_num_threads(4)
     SIZES.clear()
-    real = Updates._apply
+    real = AsyncOptimizer._apply
 
-    def apply(self: Updates, *args: Any) -> None:
+    def apply(self: AsyncOptimizer, *args: Any) -> None:
         SIZES.setdefault(threading.current_thread().name, set()).add(torch.get_num_threads())
         real(self, *args)
 
-    monkeypatch.setattr(Updates, "_apply", apply)
+    monkeypatch.setattr(AsyncOptimizer, "_apply", apply)
     run(ours(num_microbatches=2), Sized(zoo.MLP()), zoo.make_batches("mlp"), devices=workers, watch=False)
     assert SIZES.items() == {"user code": {4}, "roundpipe-optimizer": {3}}.items()
     assert torch.get_num_threads() == 4

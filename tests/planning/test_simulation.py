@@ -7,7 +7,7 @@ from planning.making import call, even, timed
 
 from lightning_roundpipe.planning import Costs, Plan
 from lightning_roundpipe.planning.partition import pipeline_length
-from lightning_roundpipe.planning.simulate import HostTime, Simulation, simulate
+from lightning_roundpipe.planning.simulation import HostTime, Simulation, simulate
 
 
 def rows(simulation: Simulation) -> list[tuple[int, int, int, float, float]]:

@@ -19,7 +19,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import bits, tensors_in
 
 
-class LooseTensors:
+class UnregisteredTensors:
     """Those among ``attributes``, a dict for each of the layer's ``modules``. Some stand for a buffer as well."""
 
     def __init__(self, attributes: Iterable[dict[str, Any]], modules: Iterable[nn.Module]) -> None:
