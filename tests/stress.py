@@ -267,6 +267,7 @@ def _highest() -> Iterator[list[int]]:
         def add(self: Ledger, *args: Any) -> None:
             real(self, *args)
             with self._lock:
+                self._settle()
                 brought = [n for n, purposes in self._entries.values() if purposes[0] == "inputs of the next call"]
                 peaks.append(self._total - sum(brought))
 

@@ -211,7 +211,7 @@ def test_only_what_moves_keeps_steps_apart(name: str, overlaps: bool, monkeypatc
     real = Step.run_planned
 
     def run_planned(self: Step, *args: Any, **kwargs: Any) -> None:
-        seen.append(kwargs["overlaps"])
+        seen.append(self.spec.overlaps)
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(Step, "run_planned", run_planned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -95,9 +96,9 @@ class ThreadStream(QueuedStream):
     def copy(self, dst: Tensor, src: Tensor) -> None:
         to, of = check_copy(dst, src)
         if self._at_once and of.numel() * of.element_size() <= SMALL_BYTES and self._is_idle:
-            self._attempt(move, to, of)
-        else:
-            self._enqueue(partial(self._attempt, self._transfer, to, of))
+            with contextlib.suppress(Exception):  # which the stream's thread will meet as well, and keep
+                return move(to, of)
+        self._enqueue(partial(self._attempt, self._transfer, to, of))
 
     def _transfer(self, to: Tensor, of: Tensor) -> None:
         if self._delays is not None:

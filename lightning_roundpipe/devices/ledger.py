@@ -55,9 +55,11 @@ class Ledger:
             DeviceOutOfMemory: it was not resident, and does not fit.
         """
         if self.limit is None:
-            self._journal.append((key, nbytes, purpose))
-            if len(self._journal) > LONGEST_JOURNAL:
-                with self._lock:
+            with (
+                self._lock
+            ):  # up to which torch.compile traces hooks: it would take the journal's length for a constant
+                self._journal.append((key, nbytes, purpose))
+                if len(self._journal) > LONGEST_JOURNAL:
                     self._settle()
             return
         with self._lock:

@@ -37,13 +37,13 @@ class QueuedStream(Stream):
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._given = self._done = 0
+        self._enqueued = self._finished = 0
         """Pieces of work that were enqueued, and that the thread is done with."""
 
     @property
     def _is_idle(self) -> bool:
         """Whether all work that was enqueued is done, without an error."""
-        return self._given == self._done and self._error is None and self._switch.why is None
+        return self._enqueued == self._finished and self._error is None and self._switch.why is None
 
     def synchronize(self) -> None:
         self.record().wait()
@@ -53,7 +53,7 @@ class QueuedStream(Stream):
         idle = threading.Event()
         with self._lock:
             if self._thread is not None:
-                self._given += 1
+                self._enqueued += 1
                 self._work.put(idle.set)
             else:
                 idle.set()
@@ -75,7 +75,7 @@ class QueuedStream(Stream):
             raise_kept(error, self.name)
         with self._lock:
             self._switch.check()  # under the lock: after join() no work may be put, or its event would never be settled
-            self._given += 1
+            self._enqueued += 1
             self._work.put(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
@@ -87,7 +87,7 @@ class QueuedStream(Stream):
             while (work := self._work.get()) is not None:
                 work()
                 del work  # or the last copy's tensors live until the next one
-                self._done += 1
+                self._finished += 1
 
     def _attempt(self, work: Callable[..., object], *given: Any) -> None:
         """What is to be copied is ``given``: a frame that is cleared lets go of arguments, but not of a closure."""

@@ -216,7 +216,7 @@ def test_delays_are_slept_by_copies_and_permits(
 
 
 def test_an_error_reaches_every_waiter_and_later_caller(make_all: Callable[..., list[Device]]) -> None:
-    device, other = make_all(2)
+    device, other = make_all(2, latency=1e-6)  # or a small copy would be done in this thread
     moves, go = [], threading.Event()
 
     def fail(dst: torch.Tensor, src: torch.Tensor) -> None:
