@@ -138,7 +138,7 @@ class EmulatedDevice(Device):
                     self._ledger.track_until_freed(storage, purpose)
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
-        return saved_for_backward(self._ledger)
+        return saved_for_backward(self._ledger, self._arena_keys)
 
     def peak_bytes(self) -> int:
         return self._ledger.peak()

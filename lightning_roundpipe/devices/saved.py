@@ -8,7 +8,7 @@ wrong. So the check is done here, with torch's words.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class _Saved:
 
 
 class _Uncounted:
-    """The same for a tensor without storage of its own (sparse): checked, but not counted."""
+    """The same for a tensor in an arena, or without storage of its own (sparse): checked, but not counted."""
 
     __slots__ = ("tensor", "version")
 
@@ -56,8 +56,12 @@ def _unpack(saved: _Saved | _Uncounted) -> Tensor:
     return tensor
 
 
-def saved_for_backward(ledger: Ledger) -> torch.autograd.graph.saved_tensors_hooks:
+def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which ``ledger`` counts what autograd saves; hooks of an inner one (checkpointing) go before it.
+
+    Args:
+        ledger: of the device.
+        arenas: keys of storages that are counted anyway, as weights are.
 
     ``torch.func`` transforms refuse to run inside any saved-tensor hooks, so they do inside this.
     """
@@ -67,6 +71,8 @@ def saved_for_backward(ledger: Ledger) -> torch.autograd.graph.saved_tensors_hoo
             return _Uncounted(tensor)
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if key in arenas:
+            return _Uncounted(tensor)
         ledger.add(key, storage.nbytes(), PURPOSE)
         return _Saved(tensor, key, ledger.end)
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_roundpipe.runtime.layer_calls import arguments
 from lightning_roundpipe.runtime.layer_calls.arguments import (
     flatten,
     flatten_call,
@@ -94,3 +95,38 @@ def test_attributes_are_carried_behind_the_arguments() -> None:
     leaves, spec = flatten_call((1,), {"a": 2}, {(0, "aux"): [3]})
     assert leaves == [1, 2, 3]
     assert unflatten_call([4, 5, 6], spec) == ((4,), {"a": 5}, {(0, "aux"): [6]})
+
+
+@pytest.mark.parametrize(
+    ("argument", "immutable"),
+    [
+        (torch.ones(1), True),
+        ((torch.ones(1), (2, None)), True),
+        (torch.Size([2]), True),
+        ([1], False),
+        ({}, False),
+        ((1, ({"a": 2},)), False),
+        (deque([1]), False),
+        ({1}, False),
+        (OrderedDict(a=1), False),
+        (Pair(1, [2]), False),
+        (SimpleNamespace(x=torch.ones(1)), False),
+    ],
+    ids=repr,
+)
+def test_what_a_layer_cannot_change_is_known(argument: Any, immutable: bool) -> None:
+    for args, kwargs in (((argument,), {}), ((), {"a": argument})):
+        assert flatten_call(args, kwargs, {})[1].is_immutable == immutable
+        if immutable:
+            assert [part for part in mutable_parts((args, kwargs)) if part is not kwargs] == []
+
+
+def test_structures_without_end_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "_specs", {})
+    monkeypatch.setattr(arguments, "_shapes", {})
+    monkeypatch.setattr(arguments, "MOST_SHAPES", 3)
+    for length in range(6):
+        value = (([*range(length)],), {})
+        leaves, spec = flatten(value)
+        assert leaves == [*range(length)] and unflatten(leaves, spec) == value
+    assert len(arguments._specs) == len(arguments._shapes) == 3

@@ -221,7 +221,7 @@ class LayerExecutor:
             all_given = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs, carried = unflatten_call(all_given, call.spec)
             replica.set(carried)
-            side_collector = SideOutputCollector(replica, (args, kwargs), flat=call.spec.is_flat)
+            side_collector = SideOutputCollector(replica, (args, kwargs), immutable=call.spec.is_immutable)
             saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)

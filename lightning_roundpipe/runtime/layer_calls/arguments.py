@@ -115,12 +115,15 @@ def _close(contents: Any, shell: Any) -> Any:
 
 register_pytree_node(_Opened, lambda opened: ([opened.contents], opened.shell), _close)
 
-_Shape = tuple[bool, int, tuple[Any, ...]]
-"""Of (arguments, dict): whether there is one that stands for itself, how many there are, the keys of the dict."""
+_Shape = tuple[Any, ...] | None
+"""Of tuples, lists and dicts: (type, shapes of the items), for a dict (type, keys, shapes). None is a leaf."""
+
+MOST_SHAPES = 4096
+"""How many are remembered: a list that grows from call to call has another shape each time."""
 
 _specs: dict[_Shape, TreeSpec] = {}
-_shapes: dict[int, _Shape] = {}
-"""The same the other way round, by id of the structure."""
+_shapes: dict[int, tuple[_Shape, bool]] = {}
+"""By id of the structure, its shape, and whether there is a list or a dict within the outermost two levels."""
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
@@ -134,7 +137,7 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 
 def _flatten(value: Any) -> tuple[list[Any], TreeSpec, bool]:
     """The same, and whether objects were opened, which the structure then holds with all that is in them."""
-    leaves, spec = _flatten_flat(value) or tree_flatten(value, is_leaf=_is_leaf)
+    leaves, spec = _flatten_usual(value) or tree_flatten(value, is_leaf=_is_leaf)
     objects = False
     while any(map(_holds_tensors, leaves)):
         objects = True
@@ -145,34 +148,59 @@ def _flatten(value: Any) -> tuple[list[Any], TreeSpec, bool]:
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """The inverse of `flatten`."""
-    shape = _shapes.get(id(spec))
-    if shape is None:
-        return tree_unflatten(leaves, spec)
-    single, count, keys = shape
-    return leaves[0] if single else tuple(leaves[:count]), dict(zip(keys, leaves[count:], strict=True))
+    known = _shapes.get(id(spec))
+    return tree_unflatten(leaves, spec) if known is None else _filled(known[0], iter(leaves))
 
 
-def _flatten_flat(value: Any) -> tuple[list[Any], TreeSpec] | None:
-    """What most calls are: (arguments, keywords) or (output, what was collected), with no container among them.
+class _Unusual(Exception):
+    """A value has containers of other types."""
 
-    Torch's functions look at every level in Python, which was a fifth of what a call cost.
+
+def _flatten_usual(value: Any) -> tuple[list[Any], TreeSpec] | None:
+    """What most calls are: tuples, lists and dicts. Torch's functions look up each level's type in a registry, in
+    Python, which was a fifth of what a call cost.
     """
-    if type(value) is not tuple or len(value) != 2 or type(value[1]) is not dict:
+    leaves: list[Any] = []
+    try:
+        shape = _shape_of(value, leaves)
+    except _Unusual:
         return None
-    first, named = value
-    single = _is_leaf(first)
-    if not single and type(first) is not tuple:
-        return None
-    given = (first,) if single else first
-    leaves = [*given, *named.values()]
-    if not all(map(_is_leaf, leaves)):
-        return None
-    shape = (single, len(given), tuple(named))
     spec = _specs.get(shape)
     if spec is None:
-        spec = _specs.setdefault(shape, tree_flatten(value, is_leaf=_is_leaf)[1])
-        _shapes[id(spec)] = shape
+        spec = tree_flatten(value, is_leaf=_is_leaf)[1]
+        if len(_specs) < MOST_SHAPES:
+            spec = _specs.setdefault(shape, spec)
+            _shapes[id(spec)] = shape, any(map(_has_mutable, _inner(shape)))
     return leaves, spec
+
+
+def _shape_of(value: Any, leaves: list[Any]) -> _Shape:
+    """The shape of ``value``, whose leaves are added to ``leaves``."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, tuple([_shape_of(item, leaves) for item in value])
+    if kind is dict:
+        return kind, tuple(value), tuple([_shape_of(item, leaves) for item in value.values()])
+    if isinstance(value, _UNUSUAL) and kind is not torch.Size:
+        raise _Unusual
+    leaves.append(value)
+    return None
+
+
+def _filled(shape: _Shape, leaves: Iterator[Any]) -> Any:
+    if shape is None:
+        return next(leaves)
+    items = [_filled(inner, leaves) for inner in shape[-1]]
+    return dict(zip(shape[1], items, strict=True)) if shape[0] is dict else shape[0](items)
+
+
+def _inner(shape: _Shape) -> list[_Shape]:
+    """Of (arguments, keywords), those of each argument."""
+    return [] if shape is None else [item for part in shape[-1] if part is not None for item in part[-1]]
+
+
+def _has_mutable(shape: _Shape) -> bool:
+    return shape is not None and (shape[0] is not tuple or any(map(_has_mutable, shape[-1])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +216,10 @@ class CallSpec:
     objects: bool = False
 
     @property
-    def is_flat(self) -> bool:
-        """Whether the arguments hold no container, and no object with tensors."""
-        return not self.objects and id(self.arguments) in _shapes
+    def is_immutable(self) -> bool:
+        """Whether no argument is, or holds, a container that a layer could change, or an object with tensors."""
+        known = _shapes.get(id(self.arguments))
+        return not self.objects and known is not None and not known[1]
 
 
 def flatten_call(args: Any, kwargs: Any, carried: dict[Any, Any]) -> tuple[list[Any], CallSpec]:
@@ -206,6 +235,9 @@ def unflatten_call(leaves: list[Any], spec: CallSpec) -> tuple[tuple[Any, ...], 
     """The inverse of `flatten_call`."""
     args, kwargs = unflatten(leaves[: spec.count], spec.arguments)
     return args, kwargs, {} if spec.carried is None else unflatten(leaves[spec.count :], spec.carried)
+
+
+_UNUSUAL = (*Container, tuple, _Opened)
 
 
 def _is_leaf(value: Any) -> bool:

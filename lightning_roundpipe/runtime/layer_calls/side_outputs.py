@@ -27,13 +27,13 @@ class SideOutputCollector:
     Args:
         replica: the copy.
         arguments: of the call.
-        flat: whether these are known to hold no container, and no object with tensors.
+        immutable: whether these are known to hold no container, and no object with tensors.
     """
 
-    def __init__(self, replica: Replica, arguments: Any, *, flat: bool) -> None:
+    def __init__(self, replica: Replica, arguments: Any, *, immutable: bool) -> None:
         self._replica = replica
         self._before = replica.attributes()
-        self._parts = [] if flat else [(part, frozen(part)) for part in mutable_parts(arguments)]
+        self._parts = [] if immutable else [(part, frozen(part)) for part in mutable_parts(arguments)]
 
     def collect(self, given: dict[int, Tensor], layer: str) -> SideOutputs:
         """What the call changed; the copy is as before afterwards."""
