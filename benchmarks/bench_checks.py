@@ -29,7 +29,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
 from lightning_roundpipe.runtime.layer_calls import recompute_check
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Accumulators
 from lightning_roundpipe.runtime.user_code.graph_cuts import _Driven

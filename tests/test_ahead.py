@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.memory import ahead_within, device_bytes, device_items
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.core.executor import LayerExecutor
-from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 
 PLAN = Plan.parse("forward 0-1 2; fused 3; backward 2 0-1; round 2")
 AHEAD = replace(PLAN, recompute_ahead=True)

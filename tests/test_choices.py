@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from lightning_roundpipe.runtime.core import executor
-from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.core import layer_executor
+from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
 from lightning_roundpipe.runtime.layer_calls import recompute_check
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecorder, DiscreteOpReplayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
@@ -201,7 +201,7 @@ def test_who_does_not_choose_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -
             super().__init__(*args)
             made.append("")
 
-    monkeypatch.setattr(executor, "DiscreteOpRecorder", Counted)
+    monkeypatch.setattr(layer_executor, "DiscreteOpRecorder", Counted)
     for microbatches, calls_made in ((3, 6 * 3), (1, 6)):
         made.clear()
         run(ours(num_microbatches=microbatches), zoo.make_module("llama"), zoo.make_batches("llama"), devices=2)

@@ -50,14 +50,14 @@ def test_one_worker_holds_what_was_planned(name: str, lora: bool, plan: str, opt
 
 def test_calls_in_flight_are_part_of_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is as late as the host lets it be, so that all that may be in flight is."""
-    most, planned, real = 0, {}, Worker.retire
+    most, planned, real = 0, {}, Worker.keep_until_computed
 
-    def retire(self: Worker, *tensors: Any) -> None:
+    def keep_until_computed(self: Worker, *tensors: Any) -> None:
         nonlocal most
         real(self, *tensors)
         most = max(most, len(self._in_flight))
 
-    monkeypatch.setattr(Worker, "retire", retire)
+    monkeypatch.setattr(Worker, "keep_until_computed", keep_until_computed)
     batch, peaks = zoo.make_batches("llama", 1, 8)[0], {}
     for lead in (0, 60_000):
         most = 0

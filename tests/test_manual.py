@@ -18,7 +18,7 @@ from harness import assert_identical, assert_same, ours
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.modes.manual import ManualRun, ManualStep
 from lightning_roundpipe.runtime.user_code.interception import current
 

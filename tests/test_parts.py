@@ -22,7 +22,7 @@ from without import take_out
 from lightning_roundpipe.config import Emulation
 from lightning_roundpipe.devices import Event, make_devices
 from lightning_roundpipe.optim.partial_optimizer import PartialOptimizer
-from lightning_roundpipe.runtime.core.slots import Slot
+from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker import Worker, _merged
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.dtypes import Formats

@@ -19,7 +19,7 @@ from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
 from lightning_roundpipe.runtime.batch.logs import HostMetrics
 from lightning_roundpipe.runtime.batch.microbatches import memory_of
 from lightning_roundpipe.runtime.core.context import EngineContext
-from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
 from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.step import Step

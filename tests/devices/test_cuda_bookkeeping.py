@@ -99,10 +99,10 @@ def test_a_worker_keeps_what_is_in_flight_until_it_has_waited(
 
     monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
     try:
-        worker.retire(tensor)
+        worker.keep_until_computed(tensor)
         del tensor
         for _ in range(IN_FLIGHT):
-            worker.retire(torch.zeros(100))
+            worker.keep_until_computed(torch.zeros(100))
         assert there == [True]
         assert torch.UntypedStorage._expired(storage)
     finally:

@@ -12,8 +12,8 @@ from harness import assert_identical, assert_same, ours, run
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
-from lightning_roundpipe.runtime.core.slots import Slot
+from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
+from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker import Worker
 
 

@@ -11,7 +11,7 @@ from patience import join, start
 from torch import nn
 
 from lightning_roundpipe.devices import StreamAborted
-from lightning_roundpipe.runtime.core.slots import Slot
+from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.optimizer.grad_readiness import Dropped, GradReadiness

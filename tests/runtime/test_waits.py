@@ -76,7 +76,7 @@ class Wait:
 
 WAITS = [
     # Memory of the weights: an upload over a stage that is still running, a call before its weights are there.
-    Wait("runtime.core.worker:Worker.prepare", "stream.wait(arena.free)", "order"),
+    Wait("runtime.core.worker:Worker.prepare", "stream.wait(arena.last_use)", "order"),
     Wait("runtime.core.worker:Worker.ready", "self.device.compute.wait(upload)", "numbers", CUT, "weights_up"),
     Wait(
         "runtime.core.worker:Worker.close_slot",
@@ -87,7 +87,7 @@ WAITS = [
     # Versions: an upload that waits for an update, user code that reads a weight itself, a sum that is to be
     # accumulated.
     Wait("runtime.core.worker:Worker._upload_of", "slot.cancel_scope.wait(waiter)", "numbers", CUT, "updating"),
-    Wait("runtime.memory.versions:Versioned.wait", "cancel_scope.wait(waiter)", "numbers", CUT, "updating"),
+    Wait("runtime.memory.version_waits:Versioned.wait", "cancel_scope.wait(waiter)", "numbers", CUT, "updating"),
     Wait(
         "runtime.memory.grad_buffers:HostGradSums.make_room",
         "cancel_scope.wait(before.consumed)",
@@ -95,17 +95,17 @@ WAITS = [
         SUMMED,
         "adding",
     ),
-    Wait("runtime.core.worker:Arena.release", "self.free.wait()", "numbers", FUSED, "gradients_down"),
+    Wait("runtime.core.worker:Arena.release", "self.last_use.wait()", "numbers", FUSED, "gradients_down"),
     # Memory of the gradients: an arena is used again, a sum is continued, a sum is read.
     Wait(
         "runtime.core.worker:Worker._open_gradients",
-        "self.device.compute.wait(arena.free)",
+        "self.device.compute.wait(arena.last_use)",
         "numbers",
         CUT,
         "gradients_down",
     ),
     # On an emulated device the line before it has waited for the same already, in the thread that enqueues the upload.
-    Wait("runtime.core.worker:Worker._open_gradients", "stream.wait(arena.free)", "order"),
+    Wait("runtime.core.worker:Worker._open_gradients", "stream.wait(arena.last_use)", "order"),
     Wait("runtime.core.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
     Wait("runtime.core.worker:Worker._open_gradients", "self.device.compute.wait(end)", "numbers", WIDE, "weights_up"),
     Wait("runtime.core.worker:Worker._send_gradients", "stream.wait(self.device.compute.record())", "order"),
@@ -161,10 +161,10 @@ WAITS = [
         "activations_down",
     ),
     # Turns, rounds, and user code.
-    Wait("runtime.core.slots:Slot.enter", "cancel_scope.wait(waiter)", "numbers"),
-    Wait("runtime.core.slots:Slot._wait_closed", "cancel_scope.wait(waiter)", "numbers", WIDE),
+    Wait("runtime.core.turns:Slot.enter", "cancel_scope.wait(waiter)", "numbers"),
+    Wait("runtime.core.turns:Slot._wait_closed", "cancel_scope.wait(waiter)", "numbers", WIDE),
     Wait(
-        "runtime.core.slots:Slot.wait_for_predecessor",
+        "runtime.core.turns:Slot.wait_for_predecessor",
         "self.predecessor._wait_closed(cancel_scope)",
         "numbers",
         WIDE,
@@ -210,9 +210,9 @@ ELSEWHERE = {
         "upload.wait()",
     ),  # test_a_unit_is_sent_when_its_uploads_are_over
     (
-        "runtime.core.slots:Slot.approach",
+        "runtime.core.turns:Slot.approach",
         "cancel_scope.wait(waiter)",
-    ),  # test_turns_of_slots.py: test_one_microbatch_ahead_and_no_more
+    ),  # test_turns.py: test_one_microbatch_ahead_and_no_more
     (
         "runtime.core.worker_pool:WorkerPool.rest",
         "device.compute.synchronize()",
@@ -246,10 +246,10 @@ ELSEWHERE = {
         "total.wait()",
     ),  # test_a_step_that_fails_leaves_whole_updates
     (
-        "runtime.memory.layer_buffers:Buffers._uploaded",
+        "runtime.memory.module_buffers:ReplicaBuffers._uploaded",
         "self._device.compute.wait(made.ready)",
     ),  # test_running_statistics
-    ("runtime.memory.layer_buffers:HostBuffers._settle", "made.ready.wait()"),  # test_running_statistics
+    ("runtime.memory.module_buffers:HostBuffers._settle", "made.ready.wait()"),  # test_running_statistics
     ("runtime.engine:Engine.train_batch", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
     ("runtime.engine:Engine.train_manually", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
     ("runtime.engine:Engine.evaluate", "self.model.buffers.settle()"),  # test_statistics_are_there_after_a_step
@@ -284,7 +284,7 @@ ELSEWHERE = {
     ("runtime.batch.logs:_Download.__init__", "stream.wait(device.compute.record())"),
     ("runtime.batch.logs:_Download.wait", "self._end.wait()"),
     ("runtime.batch.logs:_arrived", "return value.wait() if isinstance(value, _Download) else value"),
-    ("runtime.core.worker:Worker.retire", "flying.oldest.wait()"),  # test_the_host_does_not_run_far_ahead
+    ("runtime.core.worker:Worker.keep_until_computed", "flying.oldest.wait()"),  # test_the_host_does_not_run_far_ahead
 }
 """Tested below, in a way of its own, or where it says."""
 
@@ -518,7 +518,7 @@ class NormedAndRead(Normed):
 
 
 MADE = {
-    ("Buffers._uploaded", "self._device.compute.wait(made.ready)"): Normed,
+    ("ReplicaBuffers._uploaded", "self._device.compute.wait(made.ready)"): Normed,
     ("HostBuffers._settle", "made.ready.wait()"): NormedAndRead,
 }
 
@@ -533,7 +533,7 @@ def test_running_statistics(missing: tuple[str, str] | None, kind: type[Normed])
     strategy = ours(num_microbatches=4, layers=["Sequential"], plan=plan)
     with pytest.MonkeyPatch.context() as patch, Ordering() as ordering:
         if missing is not None:
-            take_out(patch, f"runtime.memory.layer_buffers:{missing[0]}", missing[1])
+            take_out(patch, f"runtime.memory.module_buffers:{missing[0]}", missing[1])
         harness.run(strategy, kind(), list(torch.randn(4, 8, 8)), devices=4, watch=False)
     assert bool(ordering.faults) is (missing is not None), ordering.faults
 
@@ -617,7 +617,7 @@ def calls_of(device: Device, lead: int, calls: list[Any]) -> tuple[list[int], in
         numbers = iter(range(len(calls)))
         patch.setattr(device.compute, "record", lambda: Far(next(numbers)))
         for call in calls:
-            worker.retire(*call)
+            worker.keep_until_computed(*call)
             most = max(most, worker._in_flight.nbytes)
     worker.close()
     return waited, most

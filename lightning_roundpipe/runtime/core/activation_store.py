@@ -5,7 +5,7 @@ Going over the host is also the way from one worker to the next: no peer access 
 its own worker does not travel.
 
     save, send ── on the way down as soon as it is known what is needed ── [1]
-    bring ── on the way up, before its turn (see `prefetch`); nobody waits ── [2]
+    bring ── on the way up, before its turn (see `activation_prefetch`); nobody waits ── [2]
     on, transfer ── the call itself: compute waits for what is not there yet ── [3]
     drop ── given back when no call here needs it any more ── [4]
 """
@@ -29,7 +29,7 @@ from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.user_code.inference_writes import version_of
 
 
-class Room:
+class PrefetchBudget:
     """Bytes that may lie on a worker before they are needed; ``limit`` None: as many as there are."""
 
     def __init__(self, limit: int | None = 0) -> None:
@@ -57,7 +57,7 @@ class _Here(NamedTuple):
     tensor: Tensor
     end: Event
     tracked: TrackedTensors
-    ahead: list[tuple[Room, int]]
+    ahead: list[tuple[PrefetchBudget, int]]
 
     def needed(self) -> None:
         """It is not ahead any more. Any thread may say so."""
@@ -165,7 +165,7 @@ class ActivationStore:
             return self.on(target, copy)
         return self.fresh(target, copy)
 
-    def bring(self, device: Device, copy: HostTensor, room: Room) -> None:
+    def bring(self, device: Device, copy: HostTensor, room: PrefetchBudget) -> None:
         """Begin to bring ``copy`` to ``device``, unless it is there or there is no ``room`` for it [2]."""
         self.move_to(device)
         self._brought(device, copy, room)
@@ -180,7 +180,7 @@ class ActivationStore:
         self._ahead.add(device)
         return self._used(device, copy)
 
-    def _brought(self, device: Device, copy: HostTensor, room: Room | None = None) -> _Here | None:
+    def _brought(self, device: Device, copy: HostTensor, room: PrefetchBudget | None = None) -> _Here | None:
         """``room`` None: it is needed now."""
         with self._bringing:  # the worker may recompute ahead while the microbatch arrives
             copies = self._here.setdefault(device, {})

@@ -18,7 +18,7 @@ from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerpr
 from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputs
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
-from lightning_roundpipe.runtime.memory.layer_buffers import BufferValue
+from lightning_roundpipe.runtime.memory.module_buffers import BufferValue
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Lender
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
@@ -86,7 +86,7 @@ class Call:
 
 
 @dataclass
-class Ran:
+class LayerExecution:
     """One execution of a layer's code. ``given`` are the tensors that it was given, by position."""
 
     detached_inputs: DetachedInputs | None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from threading import local
 
 from lightning_roundpipe.config import Options
-from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
 from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory

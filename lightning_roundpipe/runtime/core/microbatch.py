@@ -26,16 +26,16 @@ from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.runtime.batch.logs import LogRecorder
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing
 from lightning_roundpipe.runtime.batch.microbatches import detached, loss_of, seed_of
+from lightning_roundpipe.runtime.core.activation_prefetch import ActivationPrefetcher
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.core.outputs import check_inputs, hand_back, learn, refuse_hooked_module
 from lightning_roundpipe.runtime.core.prediction import NextCallPredictor
-from lightning_roundpipe.runtime.core.prefetch import ActivationPrefetcher
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.slots import Slot, Slots
-from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten_call, is_cache, refuse_caches
 from lightning_roundpipe.runtime.layer_calls.recompute_check import is_checked

@@ -15,7 +15,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.crossing import Crossing
 from lightning_roundpipe.runtime.core.call import Call, Forward
-from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.layer_calls.output_collectors import hand_over
 from lightning_roundpipe.runtime.layer_calls.precedent import Precedent

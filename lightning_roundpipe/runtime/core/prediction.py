@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_roundpipe.runtime.core.call import Call
-from lightning_roundpipe.runtime.core.slots import Slots
-from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.core.turns import Slots
 from lightning_roundpipe.runtime.layer_calls.precedent import Precedent
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer

@@ -17,12 +17,12 @@ import torch
 
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-from lightning_roundpipe.runtime.core.slots import Slot
-from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
+from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 
-class Ahead:
+class RecomputeAhead:
     """Of one step.
 
     Args:

@@ -17,7 +17,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
-from lightning_roundpipe.runtime.memory.versions import Versioned
+from lightning_roundpipe.runtime.memory.version_waits import Versioned
 from lightning_roundpipe.runtime.threads.sync import Priority
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import user_of
 from lightning_roundpipe.runtime.user_code.module_state import MicrobatchModuleState, SegmentKey

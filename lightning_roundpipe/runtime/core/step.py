@@ -1,6 +1,6 @@
 """One training batch: its microbatches, their turns, and what comes out of all of them.
 
-    batch ── split ──► microbatch threads (`run`) ──► slots (`schedule`) ──► workers (`worker`)
+    batch ── split ──► microbatch threads (`microbatch`) ──► `turns` ──► workers (`worker`)
                                                                               │
     merged loss and outputs ◄── weights of the microbatches ◄── sums on the host ◄┘
 
@@ -27,11 +27,11 @@ from lightning_roundpipe.runtime.batch.joining import join
 from lightning_roundpipe.runtime.batch.logs import lost, shadowed_log, undecided
 from lightning_roundpipe.runtime.batch.loss_weights import Weighing, Weights
 from lightning_roundpipe.runtime.core.context import EngineContext, StepSpec
-from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-from lightning_roundpipe.runtime.core.recompute_ahead import Ahead
-from lightning_roundpipe.runtime.core.slots import PlannedSlots, Slot
+from lightning_roundpipe.runtime.core.recompute_ahead import RecomputeAhead
+from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall, distinct_layers
+from lightning_roundpipe.runtime.core.turns import PlannedSlots, Slot
 from lightning_roundpipe.runtime.faults.notes import add_waiting_note
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -199,8 +199,8 @@ class Step:
         finally:
             self.ended()
 
-    def _ahead(self) -> Ahead:
-        return Ahead(self.engine, self.cancel_scope, lambda: self.runs)
+    def _ahead(self) -> RecomputeAhead:
+        return RecomputeAhead(self.engine, self.cancel_scope, lambda: self.runs)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

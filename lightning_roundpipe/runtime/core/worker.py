@@ -5,7 +5,7 @@
     close slot i: gradients go down from their arena ── [4]         arena A is free for slot i+2N ── [5]
 
 All of this happens on the worker's own thread, in the order in which it was asked for, so nothing here needs a lock.
-What may be asked for when is decided by turns (`schedule`).
+What may be asked for when is decided by turns (`turns`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.model.rounded import RoundedWeight
-from lightning_roundpipe.runtime.core.activation_store import Room
-from lightning_roundpipe.runtime.core.slots import Slot
+from lightning_roundpipe.runtime.core.activation_store import PrefetchBudget
+from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.layer_buffers import Buffers
+from lightning_roundpipe.runtime.memory.module_buffers import ReplicaBuffers
 from lightning_roundpipe.runtime.reporting.events import EventSource
 from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
 from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread
@@ -81,13 +81,13 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 class Arena:
-    """A device buffer that is used again and again. ``free`` is the end of the compute that read it last."""
+    """A device buffer that is used again and again. ``last_use`` is the end of the compute that read it last."""
 
     def __init__(self, device: Device, purpose: str) -> None:
         self._device = device
         self._purpose = purpose
         self.buffer: Tensor | None = None
-        self.free: Event | None = None
+        self.last_use: Event | None = None
 
     def has(self, nbytes: int) -> bool:
         """Whether it need not grow for ``nbytes``."""
@@ -99,12 +99,12 @@ class Arena:
 
     def release(self) -> None:
         """Give the memory back, once what was enqueued on it is done: a gradient may still be on its way down."""
-        if self.free is not None:
-            self.free.wait()
+        if self.last_use is not None:
+            self.last_use.wait()
         if self.buffer is not None:
             self._device.free(self.buffer)
         self.buffer = None
-        self.free = None
+        self.last_use = None
 
     def cut(self, sizes: Iterable[int]) -> list[Tensor]:
         assert self.buffer is not None, f"{self._purpose} used before it was allocated"
@@ -130,11 +130,11 @@ class Worker:
         self.index = device.index
         self.weights = [Arena(device, "weights"), Arena(device, "weights of the next stage")]
         self.gradients = [Arena(device, "gradients"), Arena(device, "gradients of the last stage")]
-        self.room = Room()
+        self.room = PrefetchBudget()
         """For what is brought to it before it is needed."""
         self._turn = 0
         self._gradient_turn = 0
-        self._replicas: dict[int, tuple[Replica, Buffers]] = {}
+        self._replicas: dict[int, tuple[Replica, ReplicaBuffers]] = {}
         self._device_gradients: dict[int, DeviceGradSums] = {}
         self._segments: dict[int, Tensor] = {}
         self.lead = 0
@@ -192,7 +192,7 @@ class Worker:
         self.forget()
         for arena in (*self.weights, *self.gradients):
             if deadline is not None:
-                arena.free = None  # what was on its way will not arrive
+                arena.last_use = None  # what was on its way will not arrive
             arena.release()
 
     # -- slots --------------------------------------------------------------------------------------------------------
@@ -227,8 +227,8 @@ class Worker:
         self._turn = 1 - self._turn
         arena = self.weights[slot.arena]
         stream = self.device.weights_up
-        if arena.free is not None:
-            stream.wait(arena.free)
+        if arena.last_use is not None:
+            stream.wait(arena.last_use)
         for layer, segment in zip(slot.layers, arena.cut(layer.nbytes for layer in slot.layers), strict=True):
             later = _LaterUpload(self, slot, layer, segment)
             if layer.bucket.when(slot.version, later.finish, later.part):
@@ -295,9 +295,9 @@ class Worker:
             return
         arena = self.gradients[self._gradient_turn]
         stream = self.device.weights_up
-        if arena.free is not None:
-            self.device.compute.wait(arena.free)
-            stream.wait(arena.free)
+        if arena.last_use is not None:
+            self.device.compute.wait(arena.last_use)
+            stream.wait(arena.last_use)
         for (call, host), segment in zip(sums.items(), arena.cut(s.layout.nbytes for s in sums.values()), strict=True):
             gradients = self._device_gradients[call] = DeviceGradSums(host, segment)
             if any(gradients.present):
@@ -319,10 +319,10 @@ class Worker:
             self._send_gradients(slot)
         assert slot.arena is not None
         arena = self.weights[slot.arena]
-        arena.free = done
+        arena.last_use = done
         if arena.buffer is not None:
             self.device.compute.poison(arena.buffer)
-            arena.free = self.device.compute.record()
+            arena.last_use = self.device.compute.record()
         self._segments = {}
         slot.close()
 
@@ -344,7 +344,7 @@ class Worker:
         arena = self.gradients[self._gradient_turn]
         if arena.buffer is not None:
             stream.poison(arena.buffer)
-        arena.free = stream.record()
+        arena.last_use = stream.record()
         self._gradient_turn = 1 - self._gradient_turn
         self._device_gradients = {}
 
@@ -354,16 +354,16 @@ class Worker:
         """The worker's copy of ``layer``; its parameters mean something only while a slot that holds it is open."""
         return self._copy(layer)[0]
 
-    def buffers(self, layer: HostLayer) -> Buffers:
+    def buffers(self, layer: HostLayer) -> ReplicaBuffers:
         return self._copy(layer)[1]
 
-    def _copy(self, layer: HostLayer) -> tuple[Replica, Buffers]:
+    def _copy(self, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
         known = self._replicas.get(layer.index)
         if known is None:
             replica = Replica(layer.module, self.device.torch_device, layer.state, layer.rounded)
             known = self._replicas[layer.index] = (
                 replica,
-                Buffers(layer.name, layer.buffers, layer.mutable_buffers, replica, self.device),
+                ReplicaBuffers(layer.name, layer.buffers, layer.mutable_buffers, replica, self.device),
             )
         return known
 
@@ -410,7 +410,7 @@ class Worker:
             return True
         return any(arena.contains(tensor) for arena in (*self.weights, *self.gradients))
 
-    def retire(self, *tensors: Any) -> None:
+    def keep_until_computed(self, *tensors: Any) -> None:
         """Keep ``tensors`` until the compute enqueued so far is done, and do not let the host run too far ahead.
 
         Each call that is enqueued adds boundary tensors to what the device holds. So there are `IN_FLIGHT` calls, or as
@@ -444,7 +444,7 @@ class Worker:
         """After a failure, when the device is at rest: what was enqueued on the arenas will not happen any more."""
         self.forget()
         for arena in (*self.weights, *self.gradients):
-            arena.free = None
+            arena.last_use = None
 
 
 def _flat(nested: Iterable[Any]) -> list[Tensor]:

@@ -31,7 +31,7 @@ from lightning_roundpipe.model.reachable import changes
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
 from lightning_roundpipe.runtime.memory.dtypes import Formats, widen
 from lightning_roundpipe.runtime.memory.flat_params import FlatBuffer, ParamSlice, aligned
-from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
+from lightning_roundpipe.runtime.memory.module_buffers import HostBuffers
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 
 _PORTIONS, _LEAST_PORTION = 16, 2**22

@@ -9,8 +9,8 @@ from torch import nn
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.host_layer import host_layers, make_buckets
-from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
 from lightning_roundpipe.runtime.memory.mapped_files import mapped_weights
+from lightning_roundpipe.runtime.memory.module_buffers import HostBuffers
 
 
 class HostModel:

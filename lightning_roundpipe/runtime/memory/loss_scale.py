@@ -7,7 +7,7 @@ A step waits for it as it waits for weights; as these come later, it is there by
 from __future__ import annotations
 
 from lightning_roundpipe.optim.scaling import LossScale
-from lightning_roundpipe.runtime.memory.versions import Versioned
+from lightning_roundpipe.runtime.memory.version_waits import Versioned
 
 
 class Scales(Versioned):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.flat_params import FlatBuffer
-from lightning_roundpipe.runtime.memory.versions import Versioned
+from lightning_roundpipe.runtime.memory.version_waits import Versioned
 
 Part = Callable[[nn.Parameter, int, int], None]
 """Is given a master, and the first and last of its numbers that are there."""

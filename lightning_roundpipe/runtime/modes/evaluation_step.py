@@ -10,8 +10,8 @@ from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.slots import Slots
 from lightning_roundpipe.runtime.core.trace import Trace
+from lightning_roundpipe.runtime.core.turns import Slots
 from lightning_roundpipe.runtime.core.worker_pool import GRACE
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation

@@ -30,14 +30,14 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.batch.microbatches import seed_of
 from lightning_roundpipe.runtime.core.call import Call
 from lightning_roundpipe.runtime.core.context import EngineContext
-from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.prediction import LayerCallPredictor
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.slots import Slot
+from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.core.step import Step
-from lightning_roundpipe.runtime.core.tape import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
+from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker_pool import WatchedCancelScope
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings

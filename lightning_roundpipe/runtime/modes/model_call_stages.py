@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from lightning_roundpipe.planning.costs import Phase
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.span import Span
-from lightning_roundpipe.runtime.core.slots import PlannedSlots, Slot
 from lightning_roundpipe.runtime.core.trace import Trace
+from lightning_roundpipe.runtime.core.turns import PlannedSlots, Slot
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
@@ -51,7 +51,7 @@ def _within(span: Span, calls: range) -> Span | None:
 
 @dataclass(frozen=True)
 class DirectionStages:
-    """The stages of one direction of a model call; see `schedule.Stages`."""
+    """The stages of one direction of a model call; see `turns.Stages`."""
 
     phase: Phase
     spans: tuple[Span, ...]

@@ -20,11 +20,11 @@ from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.runtime.batch.logs import gathered, issue
 from lightning_roundpipe.runtime.core.context import EngineContext
-from lightning_roundpipe.runtime.core.dynamic_schedule import SlotsOnArrival
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
-from lightning_roundpipe.runtime.core.slots import PlannedSlots, Slots
+from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.core.step import Step
 from lightning_roundpipe.runtime.core.trace import Trace
+from lightning_roundpipe.runtime.core.turns import PlannedSlots, Slots
 from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, DirectionStages, ModelCallStages, portions_of
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_tasks import PartRun, WholeRun

@@ -26,8 +26,8 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask, TaskStep
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
-from lightning_roundpipe.runtime.core.slots import Slots
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall
+from lightning_roundpipe.runtime.core.turns import Slots
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import Surroundings
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer

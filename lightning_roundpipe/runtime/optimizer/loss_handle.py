@@ -33,7 +33,7 @@ class StepGradients:
         sums: per call, in trace order.
         proxies: user code's stand-ins, in microbatch order.
         factor: corrects the provisional total of the loss weights.
-        arrivals: says when those of a bucket are complete, if they are taken bucket by bucket, and ``.grad`` stays as
+        readiness: says when those of a bucket are complete, if they are taken bucket by bucket, and ``.grad`` stays as
             it is. Without it all of them are complete.
 
     Attributes:

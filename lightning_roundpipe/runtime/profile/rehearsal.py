@@ -31,14 +31,14 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.batch import microbatches
 from lightning_roundpipe.runtime.batch.logs import LogRecorder, gathered, issue
 from lightning_roundpipe.runtime.batch.losses import COUNTED, reduction_of
-from lightning_roundpipe.runtime.core.call import Call, Forward, Ran
+from lightning_roundpipe.runtime.core.call import Call, Forward, LayerExecution
 from lightning_roundpipe.runtime.core.context import EngineContext
-from lightning_roundpipe.runtime.core.executor import LayerExecutor
+from lightning_roundpipe.runtime.core.layer_executor import LayerExecutor
 from lightning_roundpipe.runtime.core.outputs import hand_back
 from lightning_roundpipe.runtime.core.prediction import CallOrder
-from lightning_roundpipe.runtime.core.slots import Slot
-from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
+from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.layer_calls.arguments import flatten
 from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -205,7 +205,7 @@ class _Runner(LayerExecutor):
         self._draws, self._backwards = draws, backwards
         self._names = {id(p): name for name, p in engine.model.module.named_parameters()}
 
-    def _run(self, slot: Slot, call: Call, *args: Any, **kwargs: Any) -> Ran:
+    def _run(self, slot: Slot, call: Call, *args: Any, **kwargs: Any) -> LayerExecution:
         outside, self._draws.hooked = self._draws.hooked, False
         try:
             ran = super()._run(slot, call, *args, **kwargs)
@@ -216,7 +216,7 @@ class _Runner(LayerExecutor):
             self._draws.hooked = outside
         return ran
 
-    def _look_back(self, call: Call, ran: Ran, roots: list[Tensor], code: str) -> None:
+    def _look_back(self, call: Call, ran: LayerExecution, roots: list[Tensor], code: str) -> None:
         name, replica = call.layer.name, self._worker.replica(call.layer)
         ends = [GradEnd(f"an argument of layer {name!r}", t) for t in ran.given.values() if t.requires_grad]
         for master, parameter in zip(call.layer.masters, replica.parameters, strict=True):

@@ -29,7 +29,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.lean_loss import LOSS_ARGUMENTS
 from lightning_roundpipe.runtime.batch.losses import COUNTED, WITH_REDUCTION, Counts, Sums, reduction_of
 from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.layer_buffers import HostBuffers
+from lightning_roundpipe.runtime.memory.module_buffers import HostBuffers
 from lightning_roundpipe.runtime.user_code.graph_cuts import (
     hook_gradient,
     keep_gradient,

@@ -12,7 +12,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.layer_buffers import Buffers, BufferValue, HostBuffers
+from lightning_roundpipe.runtime.memory.module_buffers import BufferValue, HostBuffers, ReplicaBuffers
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 
 
@@ -37,7 +37,9 @@ class Sides:
         self.layer = HostLayer(0, "layer", module, device, {})
         self.layer.buffers = shared if shared is not None else self.layer.buffers
         self.replica = Replica(module, torch.device("cpu"))
-        self.buffers = Buffers(self.layer.name, self.layer.buffers, self.layer.mutable_buffers, self.replica, device)
+        self.buffers = ReplicaBuffers(
+            self.layer.name, self.layer.buffers, self.layer.mutable_buffers, self.replica, device
+        )
         self.copy: Any = self.replica.module
 
     def forward(self, thorough: bool = False, change: Any = None, settle: bool = True) -> dict[int, BufferValue]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
-from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.user_code.graph_cuts import InputGradSink, boundary, driven_backward, source_of
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 

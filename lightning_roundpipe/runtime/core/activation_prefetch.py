@@ -19,8 +19,8 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call
-from lightning_roundpipe.runtime.core.slots import Slot, Slots
-from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
+from lightning_roundpipe.runtime.core.turns import Slot, Slots
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor

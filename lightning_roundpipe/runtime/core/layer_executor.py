@@ -20,12 +20,12 @@ from lightning_roundpipe.model.reachable import reachable_values
 from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
-from lightning_roundpipe.runtime.core.call import Call, Forward, Ran
+from lightning_roundpipe.runtime.core.call import Call, Forward, LayerExecution
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
 from lightning_roundpipe.runtime.core.graph_leaks import reaches_out
-from lightning_roundpipe.runtime.core.slots import Slot
-from lightning_roundpipe.runtime.core.tape import RecordedCall
+from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
+from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker import Worker
 from lightning_roundpipe.runtime.faults.notes import FaultPlace, noted
 from lightning_roundpipe.runtime.layer_calls.arguments import (
@@ -149,7 +149,7 @@ class LayerExecutor:
             result.fingerprint = CallFingerprint.of(result.tensors(), values)
         if call.graph and not (call.kept or call.learning):
             result.drop_graph()
-        worker.retire(leaves, ran.tensors())
+        worker.keep_until_computed(leaves, ran.tensors())
         return result
 
     def _before(self, call: Call, leaves: list[Any]) -> dict[int, Tensor] | None:
@@ -158,7 +158,9 @@ class LayerExecutor:
             return None
         return {i: t.clone() for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.layout is torch.strided}
 
-    def _foretold(self, slot: Slot, call: Call, leaves: list[Any], activations: ActivationStore) -> Ran | None:
+    def _foretold(
+        self, slot: Slot, call: Call, leaves: list[Any], activations: ActivationStore
+    ) -> LayerExecution | None:
         """Run the layer without grad, as its precedent allows; None if it did anything else, which is then undone."""
         precedent = call.precedent
         if precedent is None or call.graph:
@@ -183,7 +185,7 @@ class LayerExecutor:
                 before = activations.fresh(self._device, call.saved[i])
                 if not torch.equal(bits(leaf), bits(before)):
                     leaf.data.copy_(before)
-                self._worker.retire(before)
+                self._worker.keep_until_computed(before)
 
     def _run(
         self,
@@ -193,7 +195,7 @@ class LayerExecutor:
         kind: str,
         replay: DiscreteOpReplayer | None = None,
         as_written: Counter | None = None,
-    ) -> Ran:
+    ) -> LayerExecution:
         """The layer's own code, in everything that was around it when user code called it.
 
         ``as_written``: counts it, uncompiled.
@@ -236,7 +238,9 @@ class LayerExecutor:
         if written:
             self._refuse_written(call.layer, written)
         refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], name)
-        ran = Ran(detached_inputs, FlatValue.of(output, given), side_collector.collect(given, name), given, recording)
+        ran = LayerExecution(
+            detached_inputs, FlatValue.of(output, given), side_collector.collect(given, name), given, recording
+        )
         if ran.side_outputs or output[1]:
             call.layer.observers.act()
         if carried:
@@ -276,7 +280,7 @@ class LayerExecutor:
                 )
             layer.rewritten.add(i)
 
-    def _differs_without_grad(self, slot: Slot, call: Call, leaves: list[Any], first: Ran) -> bool:
+    def _differs_without_grad(self, slot: Slot, call: Call, leaves: list[Any], first: LayerExecution) -> bool:
         """Whether the layer computes other bits in no-grad mode, where torch may choose another kernel.
 
         Attention is such a case, and so is code that fails without. The forward of such a layer has to run with grad as
@@ -297,7 +301,7 @@ class LayerExecutor:
 
         return differs(first.tensors(), second, self._worker.replica(call.layer).drop_written) or compiled
 
-    def _differs_outside(self, slot: Slot, call: Call, leaves: list[Any], first: Ran) -> bool:
+    def _differs_outside(self, slot: Slot, call: Call, leaves: list[Any], first: LayerExecution) -> bool:
         """Whether it does under torch's default format outside a step, where its recomputation may be."""
         return self._writes(call, first) or differs_outside(
             first.tensors(),
@@ -306,7 +310,7 @@ class LayerExecutor:
             self._formats.outside,
         )
 
-    def _writes(self, call: Call, ran: Ran) -> bool:
+    def _writes(self, call: Call, ran: LayerExecution) -> bool:
         written = any(t._version for t in ran.given.values())
         return bool(ran.side_outputs or written or self._worker.buffers(call.layer).changed(thorough=True))
 
@@ -422,7 +426,7 @@ class LayerExecutor:
             measured.returning_bytes = storage_bytes(_tensors(grads))
         if sums is not None:
             sums.detach(parameters, factor)
-        worker.retire(outputs, parts, grads, detached_inputs.grads)
+        worker.keep_until_computed(outputs, parts, grads, detached_inputs.grads)
         return detached_inputs.grads
 
     def _there(self, recorded: RecordedCall) -> list[Tensor]:
@@ -478,7 +482,7 @@ class LayerExecutor:
         for key, count in recorded.side_outputs.items():
             outputs += again(ran.side_outputs, key, count, recorded.layer.name)
         device.track_until_freed(outputs, OUTPUTS)
-        worker.retire(leaves)
+        worker.keep_until_computed(leaves)
         return ran.detached_inputs, outputs
 
     def _compare(
@@ -567,7 +571,7 @@ class _Computing:
                 recorder.count(self._kind, self._microbatch, where.call, self._counter.work.seconds)
 
 
-def _results(ran: Ran, recorded: RecordedCall) -> list[Tensor]:
+def _results(ran: LayerExecution, recorded: RecordedCall) -> list[Tensor]:
     """Of the output, and then the mutated inputs."""
     return ran.output.tensors() + [ran.given[i] for i in sorted(recorded.mutates)]
 

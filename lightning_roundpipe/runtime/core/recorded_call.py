@@ -14,7 +14,7 @@ from lightning_roundpipe.runtime.layer_calls.discrete_ops import Choices
 from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint
 from lightning_roundpipe.runtime.layer_calls.side_outputs import Key
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
-from lightning_roundpipe.runtime.memory.layer_buffers import BufferValue
+from lightning_roundpipe.runtime.memory.module_buffers import BufferValue
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 

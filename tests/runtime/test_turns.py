@@ -16,7 +16,7 @@ from patience import PATIENCE_S, join, start, until
 from torch import Tensor, nn
 
 from lightning_roundpipe.planning.schedule import Plan
-from lightning_roundpipe.runtime.core.slots import PlannedSlots, Slot
+from lightning_roundpipe.runtime.core.turns import PlannedSlots, Slot
 from lightning_roundpipe.runtime.threads.sync import Cancelled, CancelScope
 
 NO_LAYER: Any = None

@@ -11,7 +11,7 @@
 The order (slot, microbatch) is total, and a microbatch holds at most the turn that it is running, so there is always
 somebody who may go on: the lowest. A microbatch that skips a stage leaves it without having entered it.
 
-`PlannedSlots` hands out the slots of a plan; `SlotsOnArrival` (`dynamic_schedule`) makes one of every call as it comes.
+`PlannedSlots` hands out the slots of a plan; `SlotsOnArrival` (`slots_on_arrival`) makes one of every call as it comes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Slot:
         uploaded: when each layer's weights are in the arena, once the upload has been enqueued.
         awaited: woken when that is so, for layers whose version was not there yet.
         cancelled: whether it will not come, so that nothing more is uploaded for it.
-        arrivals: told of each upload, by a step that expects them.
+        readiness: told of each upload, by a step that expects them.
     """
 
     def __init__(

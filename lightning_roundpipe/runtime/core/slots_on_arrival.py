@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning_roundpipe.runtime.core.slots import Slot
+from lightning_roundpipe.runtime.core.turns import Slot
 
 if TYPE_CHECKING:
     from lightning_roundpipe.planning.costs import Phase

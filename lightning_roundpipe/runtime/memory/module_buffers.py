@@ -128,7 +128,7 @@ class _Loaded(NamedTuple):
     here_version: int
 
 
-class Buffers:
+class ReplicaBuffers:
     """The buffers of one layer's copy on one worker.
 
     Args:
