@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from lightning_roundpipe.devices.thread_event import ThreadEvent
 
 SMALL_BYTES = 256 << 10
 """The largest copy that a thread does itself rather than wake the stream's: some 30 µs, as waking takes."""
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
 
 
 class InlineStream(Stream):
@@ -96,9 +100,13 @@ class ThreadStream(QueuedStream):
     def copy(self, dst: Tensor, src: Tensor) -> None:
         to, of = check_copy(dst, src)
         if self._at_once and of.numel() * of.element_size() <= SMALL_BYTES and self._is_idle:
-            with contextlib.suppress(Exception):  # which the stream's thread will meet as well, and keep
-                return move(to, of)
-        self._enqueue(partial(self._attempt, self._transfer, to, of))
+            try:
+                move(to, of)
+            except Exception as error:
+                # The stream keeps it, as one of its thread's. The callers' frames, with what they hold, stay behind.
+                self._enqueue(partial(self._attempt, _fail, error.with_traceback(None)))
+        else:
+            self._enqueue(partial(self._attempt, self._transfer, to, of))
 
     def _transfer(self, to: Tensor, of: Tensor) -> None:
         if self._delays is not None:
