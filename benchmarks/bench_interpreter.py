@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common import batches, quiet, trainer
+from common import Stopwatch, batches, quiet, trainer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,25 +26,6 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning import Plan
 
 LAYERS, WIDTH, TOKENS, VOCABULARY = 28, 16, 8, 32
-
-
-class CpuSeconds(pl.Callback):
-    """CPU seconds of each optimizer step of ``every`` batches."""
-
-    roundpipe_looks_away = True
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._start = 0.0
-        self.seconds: list[float] = []
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % self._every == 0:
-            self._start = time.process_time()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % self._every == 0:
-            self.seconds.append(time.process_time() - self._start)
 
 
 class Narrow(pl.LightningModule):
@@ -96,7 +76,7 @@ def equal_stages(stages: int, microbatches: int) -> Plan:
 def measure(options: argparse.Namespace, devices: int, plan: Plan | None) -> float:
     """Median CPU seconds of a step; without a plan, of plain Lightning."""
     microbatches = options.microbatches
-    watch = CpuSeconds(1 if plan else microbatches)
+    watch = Stopwatch(1 if plan else microbatches, time.process_time)
     strategy = RoundPipeStrategy(num_microbatches=microbatches, plan=str(plan)) if plan else "auto"
     data = torch.randint(VOCABULARY, ((options.steps + 1) * microbatches, TOKENS))
     fitter = trainer(strategy, devices, callbacks=watch, accumulate_grad_batches=1 if plan else microbatches)

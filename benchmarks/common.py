@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,22 +17,28 @@ from lightning_roundpipe.devices import emulated_work
 
 
 class Stopwatch(pl.Callback):
-    """Seconds of each optimizer step of ``batches`` batches, from the first batch's start to the last one's end."""
+    """Seconds of each optimizer step of ``batches`` batches, from the first batch's start to the last one's end.
+
+    Args:
+        batches: that an optimizer step takes.
+        clock: ``time.process_time`` counts the CPU seconds of all threads.
+    """
 
     roundpipe_looks_away = True
 
-    def __init__(self, batches: int = 1) -> None:
+    def __init__(self, batches: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
         self._batches = batches
+        self._clock = clock
         self._start = 0.0
         self.seconds: list[float] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % self._batches == 0:
-            self._start = time.perf_counter()
+            self._start = self._clock()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % self._batches == 0:
-            self.seconds.append(time.perf_counter() - self._start)
+            self.seconds.append(self._clock() - self._start)
 
 
 def quiet() -> None:

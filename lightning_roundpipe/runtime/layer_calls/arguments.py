@@ -123,7 +123,7 @@ MOST_SHAPES = 4096
 
 _specs: dict[_Shape, TreeSpec] = {}
 _shapes: dict[int, tuple[_Shape, bool]] = {}
-"""By id of the structure, its shape, and whether there is a list or a dict within the outermost two levels."""
+"""By id of a call's structure: its shape, and whether one of the arguments is, or holds, a list or a dict."""
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
