@@ -67,7 +67,7 @@ class ThreadStream(QueuedStream):
     """A copy stream.
 
     A small copy on an idle stream is done in the calling thread, unless the emulation makes copies take time: waking
-    the stream's thread takes longer than the copy. CUDA does the same with small copies of pageable memory.
+    the stream's thread takes longer than the copy.
 
     Args:
         name: also of its thread.
