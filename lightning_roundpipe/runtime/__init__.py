@@ -1,1 +1,1 @@
-"""The engine that walks a plan: microbatches, turns, the tape, workers, and what travels between host and device."""
+"""The engine that runs a plan: microbatches, turns, the tape, workers, and copies between host and device."""

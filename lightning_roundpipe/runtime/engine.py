@@ -1,4 +1,4 @@
-"""What outlives a step: layers, workers, the trace and the plan, and the counter of slots."""
+"""The engine: all that outlives a step, and the entry points for training, evaluation and manual optimization."""
 
 from __future__ import annotations
 
@@ -56,19 +56,23 @@ from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState
 from lightning_roundpipe.runtime.user_code.thread_state import thread_locals_of
 
 _LOOKS = 4
-"""Batches whose memory is compared with that of the one before."""
+"""Number of batches, from the first on, whose memory is compared with that of the batch before."""
 
 
 class Engine:
-    """Trains one LightningModule on a set of devices.
+    """Trains and evaluates one LightningModule on a set of devices.
+
+    The class is large because it is the composition root: it builds every long-lived part of the runtime, and keeps
+    the order of their calls around a batch in one place (gradients of the last batch, weights, the step, its failure,
+    the optimizer's thread).
 
     Args:
         module: the user's LightningModule, with its weights on the CPU.
-        devices: one per worker.
-        options: checked options of the strategy.
-        inform: called with what the user should know once.
-        formats: that layers and user code compute in.
-        fitting: whether there is going to be training, without which a module needs no layers.
+        devices: one device per worker.
+        options: the strategy's options, already checked.
+        inform: function that shows a message to the user; each message is shown once.
+        formats: number formats of layers and user code.
+        fitting: whether the module will be trained. A module without layers is an error only then.
     """
 
     def __init__(
@@ -78,30 +82,31 @@ class Engine:
         forwards = forwards_of(options)
         formats = formats or Formats()
         self.options, self.formats = options, formats
-        with interrupts_allowed():  # copies all weights, and there is no thread yet
+        with interrupts_allowed():  # copies all weights, and no thread has been started yet
             found = layers_that_fit(module, options, devices, formats, fitting=fitting)
             model = HostModel(module, found.layers, devices[0], formats, apart=bool(options.staleness))
         self.model, self.learned = model, (learned := Learned(model))
         self._accumulators = Accumulators()
         self.updates: AsyncOptimizer | None = None
-        """The optimizer's thread; None while gradients are handed to ``.grad`` and the caller steps."""
+        """The optimizer's thread. None while gradients go to ``.grad`` and the caller runs the optimizer."""
         thread_locals = thread_locals_of(module)
         self.weights_uploaded = 0
         self._step_in_flight: Step | None = None
-        """The last batch's step, if its outputs have been given out and its backward has not been waited for."""
+        """The last batch's step, if its outputs were returned and its backward may still be running."""
         self._around = contextlib.ExitStack()
         self._switched_off: list[str] | None = None
         self._given: StepGradients | None = None
-        """What the last batch's loss hands out."""
+        """The gradients behind the loss that the last batch returned."""
         self._moves = self._refills = False
-        """Whether layers read what changes from step to step; whether batches come in the same memory."""
+        """Whether layers read state that changes from step to step; whether the data loader reuses a batch's memory."""
         self._looks, self._batch = 0, dict[int, tuple[Any, int]]()
         self._looked_at = False
-        """Whether somebody may have seen weights, or written to them, since the last batch."""
+        """Whether user code may have read or written weights since the last batch, or a step has failed."""
         self.rehearsing: Callable[[], contextlib.AbstractContextManager[Iterable[tuple[str, Any]]]] = lambda: (
             contextlib.nullcontext(())
         )
-        """Around a rehearsal: yields, by name, what user code may change that is not the module's."""
+        """Context manager around a rehearsal. It yields (name, object) pairs of what user code may change outside the
+        module, such as learning rate schedulers."""
         self._trainable = model.trainable()
         self.structure = Structure(module, [x.module for x in model.layers])
         self.hints = Hints(module, inform)
@@ -112,7 +117,7 @@ class Engine:
         dtype, limit = options.reduce_dtype, options.watchdog_timeout
         self.worker_pool = WorkerPool(
             devices, limit, sums=dtype is not None, prefetch=bool(options.prefetch)
-        )  # whose threads somebody has to stop from here on
+        )  # has started threads: from here on, a failing constructor must call close()
         summing = self.worker_pool.summing
         reduction = Reduction(getattr(torch, dtype), summing) if summing is not None else None
         watched = functools.partial(is_watched, options, formats, learned)
@@ -156,18 +161,18 @@ class Engine:
         *,
         zero_grad: bool = True,
     ) -> Any:
-        """Run ``function`` (training_step) on the microbatches of ``batch``, and their backward.
+        """Run ``function`` (``training_step``) on the microbatches of ``batch``, and their backward.
 
         Args:
-            function: called with a microbatch and ``rest``.
-            batch: what the dataloader gave.
-            rest: the other arguments of training_step, given to every microbatch.
-            seed: numbers that identify the batch; all random states of the step derive from them.
-            zero_grad: whether gradients of earlier batches that no optimizer step has used are to be dropped.
+            function: called with a microbatch, followed by ``rest``.
+            batch: the batch that the data loader returned.
+            rest: the other arguments of ``training_step``, passed to every microbatch.
+            seed: numbers that identify the batch. Every random state of the step is derived from them.
+            zero_grad: whether to drop gradients that earlier batches accumulated and no optimizer step has used.
 
         Returns:
-            The merged output; the backward of its loss gives the masters their gradients, or has `async_optimizer` take
-            them.
+            The merged output of ``training_step``. The backward of its loss puts gradients into ``.grad``, or sets the
+            factor with which `AsyncOptimizer` takes them.
         """
         self._prepare(zero_grad=zero_grad)
         self._look_at(batch)
@@ -217,7 +222,6 @@ class Engine:
         return output
 
     def _step_of(self, cut: Cut, seed: tuple[int, ...], *, overlaps: bool) -> Step:
-        """The step that runs ``cut``."""
         context, updates, before = self.context, self.updates, self._step_in_flight
         if cut.sizes is None:
             return ModelStep(context, seed, self.cutter.sizes_of, updates, before, overlaps=overlaps)
@@ -225,9 +229,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _rehearsal(self) -> Iterator[Iterable[tuple[str, Any]]]:
-        """Layers may be called as in evaluation, before a batch is trained; see `rehearsing`."""
+        """Context manager in which layers may be called forward only, before a batch is trained; see `rehearsing`."""
         self._drain()
-        if self.updates is not None:  # where an error stops the devices, gradients on their way would be lost
+        if self.updates is not None:  # an error would stop the devices, and gradients in flight would be lost
             self.updates.settle()
         self._set_up_step()
         try:
@@ -245,7 +249,15 @@ class Engine:
     @interrupts_deferred()
     @remedied()
     def train_manually(self, function: Callable[[], Any], seed: tuple[int, ...]) -> Any:
-        """``function()``, a training_step that differentiates and steps by itself."""
+        """Run ``function()``, a ``training_step`` under manual optimization.
+
+        Args:
+            function: ``training_step`` with its arguments bound. It calls backward and optimizers itself.
+            seed: numbers that identify the batch.
+
+        Returns:
+            What ``function`` returned.
+        """
         self._prepare(zero_grad=False)
         step, switched_off = ManualStep(self.context, seed, self.updates), self._set_up_step()
         try:
@@ -260,14 +272,17 @@ class Engine:
         return output
 
     def _prepare(self, *, zero_grad: bool) -> None:
-        """Before a batch: what became of the last one's gradients is known now."""
+        """Settle the last batch's gradients, then prepare the weights for a new batch.
+
+        By now it is known whether the last loss was differentiated, and whether an optimizer step followed.
+        """
         given, self._given = self._given, None
-        unused = given is not None and given.scale is None  # nobody asked for them
+        unused = given is not None and given.scale is None  # the loss was never differentiated
         if self.updates is not None:
             if unused:
                 self._drain()
             if given is not None and self._step_in_flight is None:
-                given.arrive()  # should this step fail, the devices stop, and the update would be cut short
+                given.arrive()  # if this step fails, the devices stop, and the update would be incomplete
             self.updates.begin(zero_grad=zero_grad)
         elif given is not None and unused:
             given.release()
@@ -275,12 +290,17 @@ class Engine:
 
     @property
     def _may_overlap(self) -> bool:
-        """Whether a step's backward may go on while the main thread does other things, such as to begin the next one.
+        """Whether a step's backward may continue after its outputs were returned, beside the next step.
 
-        Not if it draws random numbers, for generators are the main thread's then; if user code keeps things on modules,
-        which are what training_step finds next; if it logs, which ends with training_step; or if a layer goes by
-        torch's default format, which is another one then; nor if a layer reads what changes meanwhile, or the next
-        batch is fetched into the memory of this one.
+        Updates must go through the optimizer's thread, and there must be a plan. Each other condition rules out
+        something that the main thread changes in the meantime:
+
+        * modules on which user code keeps values: the next ``training_step`` reads them;
+        * random generators, if backward draws: the main thread uses them;
+        * logging in backward: logs are issued when ``training_step`` returns;
+        * torch's default dtype, if a layer depends on it: it is set only within a step;
+        * the memory of the batch, if the next batch is fetched into it;
+        * state that layers read and user code changes between steps.
         """
         return (
             self.updates is not None
@@ -294,7 +314,7 @@ class Engine:
         )
 
     def _state_moves(self) -> bool:
-        """Whether a layer was seen to read what user code changes from step to step."""
+        """Return whether a layer was seen to read state that changes from step to step, and tell the user once."""
         moving = (layer for layer in self.model.layers if layer.moving)
         if not self._moves and (layer := next(moving, None)) is not None:
             self._moves = True
@@ -302,7 +322,7 @@ class Engine:
         return self._moves
 
     def _look_at(self, batch: Any) -> None:
-        """Whether a batch is in the memory of another one before it, which is looked at for the first ones only."""
+        """Find out whether the data loader fills the memory of the batch before; compares the first batches only."""
         if self._looks == _LOOKS:
             return
         self._looks += 1
@@ -313,15 +333,19 @@ class Engine:
 
     @contextlib.contextmanager
     def _failing(self, step: Step) -> Iterator[None]:
-        """An update that fails while the step runs fails the step; a step that fails leaves whole updates behind."""
+        """Tie ``step`` to the optimizer's thread, and clean up if it fails.
+
+        An update that fails while the step runs fails the step. A step that fails is ended together with the one
+        before it; the optimizer's thread then finishes the updates that were submitted.
+        """
         updates = self.updates
         if updates is not None:
             updates.accompany(step.cancel_scope)
         try:
             yield
         except BaseException as error:
-            self._looked_at = True  # versions are not what was submitted
-            self._gradients.drop()  # half a step is in them, or will never arrive
+            self._looked_at = True  # versions may lag behind the submitted updates: publish again before the next step
+            self._gradients.drop()  # they hold part of a step, or wait for downloads that will never finish
             self.model.buffers.drop()
             before, self._step_in_flight = self._step_in_flight, None
             for broken in (before, step):
@@ -332,7 +356,7 @@ class Engine:
             raise
 
     def _drain(self) -> None:
-        """Wait for a step that is on its way, and raise what has gone wrong with it."""
+        """Wait for the step in flight, if any, and raise its error."""
         step = self._step_in_flight
         try:
             if step is not None:
@@ -346,7 +370,7 @@ class Engine:
             self._around.close()
 
     def _end(self, step: Step, *, failed: bool = False) -> None:
-        """Nothing of the step is on its way any more."""
+        """Account for ``step``, of which nothing is in flight any more, and release it."""
         if self.updates is not None:
             self.updates.leave(step.cancel_scope)
         if not failed:
@@ -357,7 +381,11 @@ class Engine:
         step.release()
 
     def _set_up_step(self) -> list[str]:
-        """What holds until nothing is on its way. Returns what `without_caches` does."""
+        """Enter the settings that hold until no step is in flight.
+
+        Returns:
+            The list that `without_caches` yields: what it has switched off.
+        """
         if self._switched_off is None:
             self._switched_off = self._around.enter_context(without_caches(self.model.module))
             self._around.enter_context(self.worker_pool.devices[0].step_settings())
@@ -365,8 +393,11 @@ class Engine:
 
     @interrupts_deferred()
     def enable_async_optimizer(self, enabled: bool) -> None:
-        """From now on `async_optimizer` applies gradients when it is told to; or, if not, they are handed to
-        ``.grad``.
+        """Choose who applies gradients from now on.
+
+        Args:
+            enabled: True: `AsyncOptimizer`, on its own thread. False: gradients go to ``.grad``, and the caller runs
+                the optimizer. What an open accumulation window has gathered so far moves to ``.grad``.
         """
         if enabled != (self.updates is not None):
             self._drain()
@@ -377,7 +408,7 @@ class Engine:
             )
             if before is not None:
                 before.retire()
-                gradients = before.accumulated()  # of an accumulation window that goes on
+                gradients = before.accumulated()  # the accumulation window stays open
                 for master in self.model.masters:
                     if (gradient := gradients.get(id(master))) is not None:
                         master.grad = gradient.to(master)
@@ -385,9 +416,12 @@ class Engine:
     @interrupts_deferred()
     @remedied()
     def settle(self) -> None:
-        """Before anybody looks at weights or at the optimizer's state, or writes to them: nothing is on its way."""
+        """Wait until nothing is in flight, so that the caller may read and write weights and optimizer state.
+
+        Within ``training_step`` only the submitted updates are waited for, as the step itself is in flight.
+        """
         self._looked_at = True
-        if isinstance(run := current(), MicrobatchTask):  # in training_step itself
+        if isinstance(run := current(), MicrobatchTask):  # called by training_step
             if self.updates is not None:
                 run.segments.aside(self.updates.settle)
             return
@@ -398,7 +432,11 @@ class Engine:
     @interrupts_deferred()
     @remedied()
     def evaluate(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)`` (a validation, test or predict step), forward only."""
+        """Run ``function(*args, **kwargs)``, a validation, test or predict step: forward only.
+
+        Returns:
+            What ``function`` returned.
+        """
         self.worker_pool.refuse_broken()
         self._drain()
         if self.updates is not None:
@@ -412,7 +450,7 @@ class Engine:
             self._metrics.bring_to_host()
             return output
         except BaseException:
-            self._gradients.drop()  # what was on its way to them will not arrive
+            self._gradients.drop()  # downloads into them may have been aborted
             raise
         finally:
             self.weights_uploaded += sum(evaluation.recorder.nbytes(("upload_weights",), len(self.worker_pool.workers)))
@@ -440,15 +478,16 @@ class Engine:
             device.reset_peak()
 
     def _sync_weights(self, *, newest: bool) -> None:
-        """What user code has done to weights since the last batch is what travels.
+        """Bring what user code did to weights since the last batch into the buffers that uploads read.
 
         Args:
-            newest: whether all updates are to be seen, whatever the staleness. They are settled, then.
+            newest: whether uploads must see all updates, whatever the staleness. They are settled first.
         """
         updates = self.updates
         if updates is not None and self._looked_at:
             updates.settle()
-            updates.release_masters()  # whose memory user code may hold: it must be alone with it, or with nothing
+            # `reattach` counts the tensors that share a master's memory: the optimizer's aliases are not user code's.
+            updates.release_masters()
         for layer in self.model.layers:
             layer.reattach()
         self.model.undisturbed = updates is None or self._looked_at or not updates.begun
@@ -465,19 +504,22 @@ class Engine:
 
     @interrupts_deferred()
     def reserve_gradients(self) -> None:
-        """Before the first batch, which is measured: host memory for the gradients of a call of each layer."""
-        with interrupts_allowed():  # it may be half of what training takes, and nothing runs yet
+        """Allocate host memory for the gradients of one call of each layer.
+
+        Called before the first batch, whose times are measured: page-locking memory within it would distort them.
+        """
+        with interrupts_allowed():  # may allocate half of the memory that training takes, and nothing runs yet
             self._gradients.reserve()
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """See ``RoundPipeStrategy.report``."""
+        """Return the report of the last finished step, see ``RoundPipeStrategy.report``; empty before there is one."""
         return self._report() if self._report is not None else Report()
 
     def close(self) -> None:
-        """Stop all threads and give everything on the devices back. What was submitted is applied."""
-        with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
+        """Apply the updates that were submitted, stop all threads, and free all device memory."""
+        with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
             rest.callback(self.worker_pool.close)
             rest.callback(self._metrics.end)
             rest.callback(self._accumulators.end)

@@ -1,4 +1,4 @@
-"""What a finished step really did, for ``RoundPipeStrategy.report``."""
+"""The report on a finished step, for ``RoundPipeStrategy.report``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH = 80
 
 
 class Report(dict[str, Any]):
-    """A report as `RoundPipeStrategy.report` describes it, whose ``str`` is a summary of it."""
+    """A report with the keys that `RoundPipeStrategy.report` documents; ``str()`` gives a summary."""
 
     def __str__(self) -> str:
         if not self:
@@ -45,12 +45,12 @@ class Report(dict[str, Any]):
 
 
 def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Report]:
-    """A function that makes the report when it is asked for, as most steps' is not.
+    """Return a function that builds the report of ``step``. Most reports are never asked for.
 
     Args:
-        step: one that is over.
-        retries: of allocations in it, by worker.
-        uploaded: bytes of weights, in all steps so far.
+        step: a finished step.
+        retries: number of allocation retries in the step, by worker.
+        uploaded: bytes of weights uploaded in all steps so far.
     """
     options, costs, devices = step.engine.options, step.engine.learned.costs, step.engine.worker_pool.devices
     recorder, plan, workers = step.spec.recorder, step.plan, len(devices)
@@ -59,7 +59,7 @@ def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Rep
     planned = None
     if plan is not None and costs is not None:
         planned = peak_bytes(plan, costs, options, devices)
-    # Only rows are kept: the step itself holds every boundary tensor.
+    # Keep plain rows: a reference to the step would keep every boundary tensor alive.
     slots = [
         {
             "slot": s.index,

@@ -1,1 +1,1 @@
-"""What a step is made of: the schedule, workers, transfers, the tape, the executor, microbatches, and how they wait."""
+"""The parts of a step: the schedule, workers, transfers, the tape, the layer executor, microbatches and their turns."""

@@ -1,13 +1,13 @@
-"""What a call needs from elsewhere is on its way before the call's turn has come.
+"""Prefetch of activations and gradients: copies start before the turn of the call that needs them.
 
-Else every microbatch would wait, in its turn and with its worker idle, for a copy down and another one up. So:
+Without prefetch, every microbatch would wait during its turn, its worker idle, for a download and then an upload.
 
-    what a call needs goes to the host as soon as it is known ── [1]
-    and on to the worker when the microbatch is the next one there, while the one before it computes ── [2]
-    within a stage, the next call's saved inputs follow while this one runs backward ── [3]
+    download to the host as soon as it is known that a call needs the tensor ── [1]
+    upload to the worker when the microbatch is next in line there, while the one before it computes ── [2]
+    within a stage, upload the next call's saved inputs while this call runs backward ── [3]
 
-One microbatch ahead and no more, or boundary tensors would pile up on workers that are behind; and only as far as the
-memory budget leaves room beside what the plan needs. What finds none is brought in its turn.
+Only one microbatch is prefetched per worker, or boundary tensors would pile up on workers that are behind. Prefetched
+tensors take only the memory that the budget leaves beside the plan's needs; the others are uploaded in their turn.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 
 
 class ActivationPrefetcher:
-    """For one microbatch.
+    """Prefetches what one microbatch's next calls need.
 
     Args:
-        microbatch: its number.
-        workers: all of them.
-        slots: where it is going to run.
-        activations: its tensors.
+        microbatch: number of the microbatch.
+        workers: all workers.
+        slots: tells in which slot a call will run.
+        activations: the microbatch's host tensors and their copies on workers.
     """
 
     def __init__(self, microbatch: int, workers: Sequence[Worker], slots: Slots, activations: ActivationStore) -> None:
@@ -44,7 +44,14 @@ class ActivationPrefetcher:
         self._slot: Slot | None = None
 
     def inputs(self, call: Call, locate: Callable[[Tensor], Device | None]) -> None:
-        """In front of a forward call: its inputs. Waits until the microbatch is the next one at the latest."""
+        """Prefetch the inputs of a forward call.
+
+        If anything has to be uploaded, this blocks until the microbatch runs, or is next in line, in the call's slot.
+
+        Args:
+            call: the call, before it asks for its turn.
+            locate: returns the device that holds a tensor; None for the host.
+        """
         slot = self._slots.upcoming(self._microbatch, call.index, backward=False)
         if slot is None:
             return
@@ -56,10 +63,10 @@ class ActivationPrefetcher:
             self._bring(slot, copies)
 
     def gradients(self, recorded: RecordedCall) -> list[HostTensor]:
-        """In front of a backward call: what it starts from, and the gradients of its outputs.
+        """Prefetch what a backward call needs: its saved inputs and the gradients of its outputs. Blocks as `inputs`.
 
         Returns:
-            Copies that are this call's alone.
+            The host copies of the gradients, which no other call shares; pass them to `done`.
         """
         slot = self._slots.upcoming(self._microbatch, recorded.call, backward=True)
         if slot is None:
@@ -71,41 +78,50 @@ class ActivationPrefetcher:
         return sent
 
     def following(self, slot: Slot, tape: Sequence[RecordedCall]) -> None:
-        """While a backward call runs in ``slot``: what the next one there starts from [3]."""
+        """Prefetch the saved inputs of the next call on the ``tape`` if it runs in ``slot`` too [3].
+
+        Called just before a backward call is handed to the worker.
+        """
         recorded = tape[-1] if tape and slot is self._slot else None
         if recorded is not None and recorded.call in slot.calls:
             self._bring_if_room(slot, _starts_from(recorded))
 
     def saved(self, recorded: RecordedCall) -> None:
-        """``recorded`` starts from copies, which other recorded calls may share."""
+        """Count ``recorded`` as a user of its saved inputs, which other recorded calls may share."""
         for copy in _saved(recorded):
             copy.wanted += 1
 
     def done(self, recorded: RecordedCall, sent: Sequence[HostTensor]) -> None:
-        """``recorded`` is off the tape: what no other one starts from is given back."""
+        """Release what ``recorded`` needed for its backward, except saved inputs that other recorded calls share.
+
+        Args:
+            recorded: a call that has left the tape.
+            sent: the host copies that `gradients` returned for it.
+        """
         saved = _saved(recorded)
         for copy in saved:
             copy.wanted -= 1
         self._activations.drop([*sent, *(copy for copy in saved if copy.wanted <= 0)])
 
     def after(self, slot: Slot, call: int, tape: Sequence[RecordedCall] = ()) -> None:
-        """The call is done: give up the turn if it was the stage's last one, and what was brought for it.
+        """Finish a call. If it is the microbatch's last in ``slot``, drop what was uploaded there and pass the turn.
 
-        Gradients for the next call on the ``tape`` go before that: behind what the next microbatch computes they would
-        wait for it, too.
+        First send the gradients that the next call on the ``tape`` needs, unless hooks have yet to see them: a download
+        that is enqueued after the turn has passed would wait for the compute of the next microbatch.
         """
         if tape and not tape[-1].hooks:
             following = self._slots.upcoming(self._microbatch, tape[-1].call, backward=True)
             if following is not None:
                 self._send(tape[-1], self._workers[following.worker].device)
         if slot is self._slot and self._slots.is_over(slot, call):
-            # First, because in the next slot its worker may begin to recompute ahead. What was recomputed ahead here
-            # may have needed nothing more, so that the microbatch never moved to this worker.
+            # Before the turn passes: from then on, the worker of the next slot may recompute ahead and upload tensors
+            # that must stay. The device is named because after a recomputation ahead there may have been nothing left
+            # to upload, so that the store never moved to this device.
             self._activations.leave(self._workers[slot.worker].device)
         self._slots.after(self._microbatch, slot, call)
 
     def _send(self, recorded: RecordedCall, device: Device) -> list[HostTensor]:
-        """The gradients of its outputs that are not on ``device`` [1]."""
+        """Start downloading the output gradients that are not on ``device`` [1], and return their host copies."""
         parts = [(part, home) for grads in recorded.grads for part, home in grads if home is not device]
         return [self._activations.send(part, home) for part, home in parts]
 
@@ -129,5 +145,5 @@ def _saved(recorded: RecordedCall) -> list[HostTensor]:
 
 
 def _starts_from(recorded: RecordedCall) -> list[HostTensor]:
-    """What has to be there for its backward beside gradients."""
+    """Return the host tensors that the recomputation of ``recorded`` reads; none if its graph exists already."""
     return [] if recorded.graph is not None or recorded.recomputed is not None else _saved(recorded)

@@ -1,13 +1,13 @@
-"""The tensors that cross a layer call, saved once on the host and brought to whichever worker needs them.
+"""Storage of the tensors that cross layer calls: each is saved once on the host and uploaded where it is needed.
 
-A microbatch hands the same mask and rotary tables to every layer, so what is saved is remembered by tensor and version.
-Going over the host is also the way from one worker to the next: no peer access is assumed. What the next stage finds on
-its own worker does not travel.
+A microbatch passes the same mask and rotary tables to every layer, so saved tensors are looked up by identity and
+version. Tensors also travel from one worker to another over the host, as no peer access is assumed. A tensor that is
+already on the worker of the next stage is not copied.
 
-    save, send ── on the way down as soon as it is known what is needed ── [1]
-    bring ── on the way up, before its turn (see `activation_prefetch`); nobody waits ── [2]
-    on, transfer ── the call itself: compute waits for what is not there yet ── [3]
-    drop ── given back when no call here needs it any more ── [4]
+    save, send ── start the download as soon as it is known that the tensor is needed ── [1]
+    bring ── start the upload before the call's turn (see `activation_prefetch`), blocking no thread ── [2]
+    on, transfer ── the call itself: the compute stream waits for copies that are not finished ── [3]
+    drop ── free the copy when no call on this worker needs it any more ── [4]
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_roundpipe.runtime.user_code.inference_writes import version_of
 
 
 class PrefetchBudget:
-    """Bytes that may lie on a worker before they are needed; ``limit`` None: as many as there are."""
+    """The bytes of a worker's memory that prefetched tensors may take. A ``limit`` of None means no limit."""
 
     def __init__(self, limit: int | None = 0) -> None:
         self.limit = limit
@@ -38,7 +38,7 @@ class PrefetchBudget:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> bool:
-        """Whether there is room for them. If so, they are to be given back."""
+        """Reserve ``nbytes`` and return True, or return False if they exceed the limit."""
         with self._lock:
             if self.limit is not None and self._taken + nbytes > self.limit:
                 return False
@@ -51,7 +51,15 @@ class PrefetchBudget:
 
 
 class _Here(NamedTuple):
-    """A copy that is on the worker, or on its way there until ``end``. ``ahead``: the room that it takes until used."""
+    """A host tensor's copy on a worker.
+
+    Attributes:
+        copy: the host tensor.
+        tensor: its copy on the worker.
+        end: the end of the upload.
+        tracked: counts ``tensor`` as resident on the device.
+        ahead: the budget that ``tensor`` takes, and its bytes, as its only element; empty once it has been used.
+    """
 
     copy: HostTensor
     tensor: Tensor
@@ -60,20 +68,20 @@ class _Here(NamedTuple):
     ahead: list[tuple[PrefetchBudget, int]]
 
     def needed(self) -> None:
-        """It is not ahead any more. Any thread may say so."""
-        with contextlib.suppress(IndexError):
+        """Return the bytes to the prefetch budget; thread-safe, and a no-op when repeated."""
+        with contextlib.suppress(IndexError):  # pop() is atomic: of several threads, one gets the element
             room, nbytes = self.ahead.pop()
             room.give_back(nbytes)
 
 
 class ActivationStore:
-    """One microbatch's saved tensors, and their copies on the worker where it is now.
+    """One microbatch's saved tensors, and their copies on the worker that it runs on.
 
     Args:
-        microbatch: its number.
-        recorder: takes down copies.
-        staging: the device whose host memory tensors of the host are saved in, so that uploads of them are asynchronous
-            too; None where any host memory serves.
+        microbatch: number of the microbatch, for the report.
+        recorder: records all copies.
+        staging: device whose page-locked host memory host tensors are saved in, so that their uploads are asynchronous
+            too. None: ordinary host memory is good enough.
     """
 
     def __init__(self, microbatch: int, recorder: Recorder, staging: Device | None = None) -> None:
@@ -85,14 +93,19 @@ class ActivationStore:
         self._here: dict[Device, dict[int, _Here]] = {}
         self._device: Device | None = None
         self._ahead: set[Device] = set()
-        """Where the microbatch has not been since something was recomputed there for it."""
+        """Devices that hold tensors for a recomputation ahead, and that the microbatch has not moved to since."""
         self._bringing = threading.Lock()
         self._pending: list[tuple[Device, Event]] = []
 
     # -- to the host
 
     def save(self, tensor: Tensor, device: Device | None) -> HostTensor:
-        """The host copy of ``tensor`` as it is now [1]. ``device`` is where it lives, None for the host."""
+        """Return the host copy of ``tensor`` with its present values, and start the download if it is new [1].
+
+        Args:
+            tensor: the tensor to save.
+            device: the device that holds it; None for the host.
+        """
         known = self._saved.get(id(tensor))
         version = version_of(tensor)
         if known is not None and known[0]() is tensor and known[1] == version:
@@ -104,7 +117,10 @@ class ActivationStore:
         return copy
 
     def send(self, tensor: Tensor, device: Device | None) -> HostTensor:
-        """Begin what `transfer` of a tensor to which nobody writes will ask for [1]; it is kept until then."""
+        """Start the download that a later `transfer` of ``tensor`` will need [1], and keep ``tensor`` until then.
+
+        ``tensor`` must not be written to in between: unlike `save`, this does not look at its version.
+        """
         known = self._sent.get(id(tensor))
         if known is None:
             known = self._sent[id(tensor)] = (tensor, self._download(tensor.detach(), device))
@@ -124,19 +140,19 @@ class ActivationStore:
         return copy
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor of the host, in memory that a GPU copies from without the host waiting."""
+        """Return a copy of a host tensor, in memory from which a GPU copies asynchronously."""
         if self._staging is None or tensor.layout is not torch.strided:
             return tensor.clone()
         try:
             return stage(tensor, self._staging)
-        except RuntimeError:  # elements that share memory, in a way that torch writes to none of them
+        except RuntimeError:  # elements overlap in memory, and torch refuses to write to such a tensor
             return tensor.clone()
 
     def settle(self) -> None:
-        """Order everything that follows on the compute streams after the downloads of what was saved so far.
+        """Make the compute streams wait for the downloads of all tensors saved so far.
 
-        User code may overwrite a tensor as soon as the layer has returned; without this the download could read what
-        came after.
+        User code may overwrite a tensor as soon as the layer has returned. Without this wait, the download could read
+        the new values.
         """
         for device, ready in self._pending:
             could = None if ready.done() else device.compute.record(timed=True)
@@ -146,13 +162,19 @@ class ActivationStore:
         self._pending.clear()
 
     def end_forward(self) -> None:
-        """Nothing is saved any more: from here on a copy lives as long as its call is on the tape."""
+        """Forget the saved tensors: from here on, a host copy lives as long as a call on the tape holds it."""
         self._saved.clear()
 
     # -- to a worker
 
     def transfer(self, tensor: Tensor, source: Device | None, target: Device | None) -> Tensor:
-        """``tensor`` as it is on ``target``; over the host if that is another device [3]. None is the host."""
+        """Return ``tensor`` on ``target``, copied over the host if it is elsewhere [3].
+
+        Args:
+            tensor: the tensor to move.
+            source: the device that holds it; None for the host.
+            target: the device to move it to; None for the host, in which case the calling thread waits.
+        """
         if source is target:
             return tensor
         sent = self._sent.pop(id(tensor), None)
@@ -166,23 +188,26 @@ class ActivationStore:
         return self.fresh(target, copy)
 
     def bring(self, device: Device, copy: HostTensor, room: PrefetchBudget) -> None:
-        """Begin to bring ``copy`` to ``device``, unless it is there or there is no ``room`` for it [2]."""
+        """Move the microbatch to ``device`` and start uploading ``copy`` if it is not there and fits ``room`` [2]."""
         self.move_to(device)
         self._brought(device, copy, room)
 
     def on(self, device: Device, copy: HostTensor) -> Tensor:
-        """``copy`` on ``device``, brought there once while the microbatch stays [3]."""
+        """Move the microbatch to ``device`` and return ``copy`` there; uploaded once while the microbatch stays [3]."""
         self.move_to(device)
         return self._used(device, copy)
 
     def ahead_on(self, device: Device, copy: HostTensor) -> Tensor:
-        """``copy`` on ``device``, where the microbatch will come later: what it has elsewhere stays there."""
+        """Return ``copy`` on ``device``, for a recomputation before the microbatch moves there.
+
+        Unlike `on`, this keeps the microbatch's tensors on the device that it is on now.
+        """
         self._ahead.add(device)
         return self._used(device, copy)
 
     def _brought(self, device: Device, copy: HostTensor, room: PrefetchBudget | None = None) -> _Here | None:
-        """``room`` None: it is needed now."""
-        with self._bringing:  # the worker may recompute ahead while the microbatch arrives
+        """Upload ``copy`` unless it is on ``device``. Return None if it exceeds ``room``, where None is no limit."""
+        with self._bringing:  # the worker may recompute ahead while the microbatch's thread prefetches
             copies = self._here.setdefault(device, {})
             here = copies.get(id(copy))
             if here is None:
@@ -208,7 +233,7 @@ class ActivationStore:
         return here.tensor
 
     def fresh(self, device: Device, copy: HostTensor) -> Tensor:
-        """``copy`` on ``device``, brought there once more, to be kept for as long as anybody likes [3]."""
+        """Upload ``copy`` to ``device`` into memory of its own, which the caller may keep [3]."""
         tensor, end = self._upload(device, copy, lent=False)
         device.compute.wait(end)
         return tensor
@@ -225,32 +250,35 @@ class ActivationStore:
         return tensor, end
 
     def move_to(self, device: Device | None) -> None:
-        """The microbatch goes on elsewhere: what it had on the last worker is dropped. None: it has ended."""
+        """Move the microbatch to ``device``, and drop its tensors elsewhere except those for recomputations ahead.
+
+        None means that the microbatch has ended: all its tensors are dropped.
+        """
         if device is None:
             self._ahead.clear()
         elif device is not self._device:
             self._ahead.discard(device)
         else:
             return
-        for other in list(self._here):  # workers add to it meanwhile
+        for other in list(self._here):  # a copy: workers that recompute ahead add to the dict concurrently
             if other is not device and other not in self._ahead:
                 self._drop(other, list(self._here[other]))
         self._device = device
 
     def leave(self, device: Device | None = None) -> None:
-        """No call on ``device``, by default here, will be followed by another one: all that is there is dropped."""
+        """Drop the microbatch's tensors on ``device``, by default the one it is on: its last call there is done."""
         device = device or self._device
         if device is not None:
             self._ahead.discard(device)
             self._drop(device, list(self._here.get(device, ())))
 
     def drop(self, copies: Iterable[HostTensor]) -> None:
-        """Nobody here needs ``copies`` any more [4]. Behind the compute that used them."""
+        """Drop ``copies`` from the present device [4]; memory is reused only after the compute that reads them."""
         if self._device is not None:
             self._drop(self._device, [id(copy) for copy in copies])
 
     def forget_dead(self) -> None:
-        """Drop the copies of tensors that nobody holds any more. Where there is no tape, nobody needs them."""
+        """Drop the copies of tensors that user code has freed. For evaluation, where no tape needs them."""
         self._saved = {key: known for key, known in self._saved.items() if known[0]() is not None}
         alive = {id(copy) for _, _, copy in self._saved.values()}
         for device, copies in self._here.items():

@@ -1,4 +1,4 @@
-"""A layer call as user code made it, and what its forward gave."""
+"""The data of a layer call: its arguments and how it runs (`Call`), and the results of its forward (`Forward`)."""
 
 from __future__ import annotations
 
@@ -25,30 +25,36 @@ from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 @dataclass
 class Call:
-    """A layer call as the user code made it.
+    """A layer call: what user code passed, and how `LayerExecutor` is to run it.
+
+    It has many fields because it carries everything about the call from the microbatch's thread to the worker's: the
+    arguments, the modes of the calling thread, and each thing that the first batch finds out about a layer.
 
     Attributes:
-        seed: of its random numbers; None draws from the caller's state.
-        leaves: flattened arguments and carried attributes; a tensor stands as itself if it is on the worker already,
-            else as its `HostTensor`.
-        originals: the same as user code gave them; ``saved``: and as they lie on the host, where they were saved.
-        requires_grad: per leaf.
-        trainable: per parameter of the layer, whether it required grad when it was called.
-        graph: whether to run with grad: to keep the graph (fused), to learn what requires grad (first batch, or without
-            a precedent), or because the layer computes other bits without.
-        probe: whether to find out if it does.
-        walk: whether to look if the graph leads out of the layer.
+        index: position of the call in the trace.
+        seed: seed of its random numbers; None lets it draw from the caller's generators.
+        leaves: flattened arguments and carried attributes. A tensor is itself if it is on the worker already, else its
+            `HostTensor`.
+        originals: the same leaves as user code passed them.
+        saved: host copies of tensor leaves, by position, if the call may be recomputed.
+        requires_grad: whether each leaf requires grad.
+        trainable: whether each of the layer's parameters required grad at the call.
+        graph: whether to run with grad: to keep the graph (fused stage), to learn which outputs require grad (first
+            batch, or no precedent), or because the layer returns different bits without grad.
+        probe: whether to find out if the layer returns different bits without grad.
+        walk: whether to search the graph for paths that lead out of the layer.
         kept: whether the graph is kept for the backward.
-        recomputed: whether the layer may be run again for its backward, so that its inputs have to be saved.
-        learning: whether there is no plan yet, or none at all.
-        measure: whether to find out how much memory it takes.
-        checked: whether its recomputation is compared with it.
-        precedent: what the last step's call in the same manner gave.
-        may_mutate: positions of inputs that the layer is known to write to; None while learning.
-        forward_bytes: what it took on its worker without a graph, if it was probed.
-        bare: whether nothing of it can require grad, unless the layer reaches out.
-        tentative: whether it is on the tape only to see if the layer does.
-        lender: the microbatch, which has stand-ins of parameters that are not the layer's.
+        recomputed: whether the call may be recomputed for its backward, so that its inputs must be saved.
+        learning: whether the step records its calls: there is no plan yet, or none at all.
+        measure: whether to measure the memory that the call takes.
+        checked: whether the recomputation is compared with the forward.
+        precedent: results of the last step's call in the same manner.
+        may_mutate: positions of the inputs that the layer is known to write to; None while learning.
+        forward_bytes: memory that the forward took on the worker without a graph, if the call was probed.
+        bare: whether grad mode is on but neither inputs nor parameters require grad. Outputs can require grad only if
+            the layer reaches a trained tensor by another way.
+        tentative: whether a bare call is put on the tape to find that out.
+        lender: the microbatch, which lends stand-ins for parameters of other modules.
     """
 
     index: int
@@ -81,13 +87,21 @@ class Call:
 
     @functools.cached_property
     def manner(self) -> Manner | None:
-        """What a precedent has to have in common with it."""
+        """How the layer is called: a precedent applies only if its manner is equal."""
         return Manner.of(self.spec, self.originals, self.requires_grad, self.trainable, self.thread_state, self.state)
 
 
 @dataclass
 class LayerExecution:
-    """One execution of a layer's code. ``given`` are the tensors that it was given, by position."""
+    """Results of one execution of a layer's code.
+
+    Attributes:
+        detached_inputs: the start of its graph; None if it ran without grad.
+        output: its return value.
+        side_outputs: the attributes, lists and dicts that it changed.
+        given: the tensors that it was called with, by position.
+        recording: the discrete choices that it made, if they were recorded.
+    """
 
     detached_inputs: DetachedInputs | None
     output: FlatValue
@@ -101,15 +115,22 @@ class LayerExecution:
 
 @dataclass
 class Forward:
-    """What a forward gave: the layer's output with what it collected, and its side outputs, with their graph if there
-    is one.
+    """Results of a layer call's forward. The tensors carry their graph if the call keeps one, or while learning.
 
     Attributes:
+        output: the layer's return value, with what its output collectors gathered.
+        side_outputs: the attributes, lists and dicts that the layer changed.
+        detached_inputs: the start of the graph; None if there is none.
         mutated: inputs that the layer wrote to, by position.
-        foretold: whether the call ran without grad and did what its precedent had done.
-        overlapping: which tensors of the output share memory with others or with inputs, and positions of such inputs.
-        fingerprint: what its recomputation is compared with, if it is.
-        choices: to be chosen again when it is recomputed; ``chosen``: what is on its way to the host of them.
+        buffers: values of the layer's buffers before the call, by position, for the recomputation.
+        activation_bytes: memory that the call took on the worker, if it was measured.
+        differs_without_grad: whether the layer returns different bits without grad, if it was probed.
+        overlapping: positions of output tensors that share memory with others or with inputs, and positions of these
+            inputs.
+        foretold: whether the call ran without grad and its results matched its precedent.
+        fingerprint: what the recomputation is compared with; None if it is not checked.
+        choices: discrete choices, which the recomputation repeats.
+        chosen: the packed choices on the worker, whose download may still run.
     """
 
     output: FlatValue
@@ -126,13 +147,14 @@ class Forward:
     chosen: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Of the output, and then the mutated inputs."""
+        """Return the tensors of the output, followed by the mutated inputs in order of position."""
         return self.output.tensors() + [self.mutated[i] for i in sorted(self.mutated)]
 
     def drop_graph(self) -> None:
-        """Here and now: by the time the microbatch's thread gets round to it, the next microbatch has the worker.
+        """Replace all tensors by detached ones that still tell whether they required grad.
 
-        Tensors still say whether they require grad.
+        The worker's thread calls this. By the time the microbatch's thread could, the next microbatch may be computing
+        on the worker, and its memory would add to that of this graph.
         """
         for flat in (self.output, *self.side_outputs.values()):
             flat.leaves = [_without_graph(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]

@@ -1,4 +1,4 @@
-"""What a step is given: `EngineContext` by the engine, once for all steps, and `StepSpec` when it begins."""
+"""The inputs of a step: `EngineContext`, which the engine makes once for all steps, and `StepSpec`, made per step."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What outlives a step.
+    """The parts of the engine that steps use and that outlive them.
 
     Attributes:
-        model: the user's, in host memory.
-        executors: one per worker, which run calls of layers.
-        gradients: host memory for those of calls.
-        learned: what earlier batches have shown.
-        thread_locals: of the user's code, which its threads take over.
-        next_step: the number of the next step.
+        options: the strategy's options.
+        model: the user's model in host memory.
+        worker_pool: workers, their slot queues, and the threads of microbatches.
+        executors: the layer executor of each worker.
+        gradients: host memory for the gradients of calls.
+        learned: knowledge about the model and user code from earlier batches.
+        hints: shows messages to the user, each once.
+        user_lock: lock that a thread holds while it runs user code.
+        thread_locals: thread-local objects of user code, whose values the step's threads take over.
+        next_step: function that returns the number of the next step.
     """
 
     options: Options
@@ -45,24 +49,27 @@ class EngineContext:
     next_step: Callable[[], int]
 
     def thread_state(self) -> TorchThreadState:
-        """The calling thread's modes, as other threads of the step take them over."""
+        """Capture the calling thread's torch modes, for the step's other threads to enter."""
         return TorchThreadState.capture(self.worker_pool.device_types, self.thread_locals)
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What of a step is fixed when it begins.
+    """The properties of a step that are fixed when it begins.
 
     Attributes:
-        number: in the order of steps.
-        seed: of its batch.
-        version: of the weights that it computes with.
-        cut: whether what it runs is cut into microbatches.
-        overlaps: whether its backward may go on when its outputs have been given out.
-        undisturbed: whether no optimizer wrote to masters when it began.
-        updates: the optimizer's thread; None where gradients are handed to ``.grad``.
-        thread_state: modes of the thread that it began in.
-        module_state: what its microbatches keep on modules; None where nobody else could find it.
+        number: position in the order of steps.
+        seed: numbers from which the random states of its batch are derived.
+        version: version of the weights that it computes with.
+        cut: whether the batch, or the model's calls in it, are cut into microbatches.
+        overlaps: whether its backward may continue after its outputs were returned.
+        undisturbed: whether no update was writing to masters when it began.
+        updates: the optimizer's thread; None if gradients go to ``.grad``.
+        thread_state: torch modes of the thread that began it.
+        module_state: keeps apart what microbatches set on modules; None if there is one microbatch only, or if they
+            run in order and see what the one before has set.
+        recorder: records calls and copies.
+        cancel_scope: carries the step's first error to all its threads.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Where a layer's graph begins on its worker, and what its gradients end up in; the other end is `boundary`."""
+"""`DetachedInputs`: the start of a layer's graph on a worker. User code sees the other side, `graph_cuts.boundary`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import ANCHOR
 
 
 class DetachedInputs:
-    """A layer's inputs on the worker, as non-leaf aliases whose gradients end up in ``grads`` (one per tensor).
+    """A layer's inputs on the worker, as non-leaf aliases that are cut off from user code's graph.
 
-    A context in which gradients may arrive.
+    The layer's backward runs with this object entered as a context manager; a gradient that arrives at any other time
+    is an error.
+
+    Args:
+        layer: name of the layer, for errors.
 
     Attributes:
-        within: another one, for all of the layer's backward.
+        grads: gradient of each input tensor; None where there is none.
+        within: context manager that is entered around the layer's backward too.
     """
 
     def __init__(self, layer: str) -> None:
@@ -38,7 +43,7 @@ class DetachedInputs:
         self.within.__exit__(*error)
 
     def arrive(self, grads: Sequence[Tensor | None]) -> None:
-        """Take the gradients of the inputs that require them."""
+        """Store the gradients of those inputs that require grad."""
         if not self._expected:
             raise RoundPipeError(
                 f"a gradient entered layer {self._layer!r} past its outputs: a tensor computed inside was kept by a "
@@ -50,7 +55,7 @@ class DetachedInputs:
         self.grads = found
 
     def open(self, tensors: list[Tensor], flags: list[bool]) -> list[Tensor]:
-        """Aliases of ``tensors``; those with a flag require grad."""
+        """Return aliases of ``tensors`` for the layer; those whose flag is set require grad."""
         self.grads = [None] * len(tensors)
         self._positions = [i for i, flag in enumerate(flags) if flag]
         aliases = [t.data for t in tensors]
@@ -75,4 +80,4 @@ class _DetachedInputsFunction(torch.autograd.Function):
 
 
 _apply: Any = super(torch.autograd.Function, _DetachedInputsFunction).apply
-"""Without what ``Function.apply`` does for transforms of ``torch.func``, under which no layer is called."""
+"""The C++ ``apply``, without the work of ``Function.apply`` for ``torch.func``: layers are not called under it."""

@@ -1,7 +1,7 @@
-"""Graphs that lead out of a layer by a way that its arguments are not.
+"""Detection of graphs that lead out of a layer by another way than its arguments.
 
-A worker's backward may walk as far as a microbatch's stand-ins for parameters: there gradients belong. What arrives at
-the user code behind a layer, or at a master, is lost.
+A worker's backward may run into a microbatch's stand-ins for parameters, which collect gradients. A gradient that
+reaches user code's graph or a master parameter itself would be lost, so such a graph is an error.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ def reaches_out(
     *,
     new: bool = False,
 ) -> bool:
-    """Walk the graph of a layer's ``outputs``: it may end in its inputs, its parameters and leaves made inside.
+    """Walk the graph of a layer's outputs and check where it ends.
+
+    It may end in the layer's inputs and parameters, in leaves created inside the layer, and in stand-ins for
+    parameters of other modules.
 
     Args:
-        new: whether there was none when the layer ran first, so that its backward is not expected.
+        outputs: tensors that the layer returned.
+        detached_inputs: the start of the layer's graph, where the walk stops.
+        parameters: the parameters of the worker's replica.
+        layer: name of the layer, for errors.
+        new: whether the call was expected to have no graph, so that its backward is not planned: then stand-ins are
+            an error too.
 
     Returns:
-        Whether it also ends in stand-ins for other parameters.
+        Whether the graph ends in a stand-in.
 
     Raises:
         RoundPipeError: if it leads anywhere else.
@@ -65,7 +73,7 @@ def reaches_out(
 
 
 def _refuse_new(layer: str) -> NoReturn:
-    """A frozen layer, whose inputs require no grad either, computes with something that is trained."""
+    """Raise for a frozen layer, called with inputs that require no grad, that computes with a trained tensor."""
     raise RoundPipeError(
         f"layer {layer!r}, of which nothing is trained, computes with a trained tensor that it has from a hook, a "
         "closure, a cache or an object, and did not when it ran first: its gradient would be lost. Pass the tensor to "

@@ -1,4 +1,4 @@
-"""One call of one layer on a worker: forward, or recomputation and backward. Runs on the worker's thread."""
+"""Execution of a layer call on a worker: forward, recomputation and backward. Runs on the worker's thread."""
 
 from __future__ import annotations
 
@@ -55,20 +55,24 @@ from lightning_roundpipe.runtime.user_code.process_state import alone
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 OUTPUTS, GRADIENTS = "outputs of calls", "gradients between calls"
-"""What a device counts them as."""
+"""Purposes under which a device counts resident tensors."""
 
 
 class LayerExecutor:
-    """Runs calls on one worker.
+    """Runs layer calls on one worker.
+
+    The class uses many modules because everything that must surround a layer's code meets here: the replica and its
+    buffers, the caller's modes and seed, compiled code, hooks, and what the first batch looks for. `_run` enters them
+    for forward and recomputation alike, so that both run under the same conditions.
 
     Args:
-        worker: whose thread this runs on.
-        randomness: seeds calls that draw, in training; evaluation draws from the caller's generator.
-        formats: that layers are computed in.
-        watched: whether it is to be found out what layers do with their weights.
-        forwards: how layers are run.
-        masters: ids of all parameters.
-        counter: something to count the operations of a call with, if a plan is going to be made from shapes.
+        worker: the worker on whose thread this runs.
+        randomness: returns the object that seeds calls in training; calls without a seed use the caller's generators.
+        formats: number formats that layers compute in.
+        watched: returns whether to record what layers do with their weights.
+        forwards: returns the function that runs a layer, as written or compiled.
+        masters: ids of all master parameters.
+        counter: returns a counter for the operations of a call, or None if the plan is not made from shapes.
     """
 
     def __init__(
@@ -91,12 +95,24 @@ class LayerExecutor:
         self._counter = counter
 
     def forward(self, slot: Slot, call: Call, activations: ActivationStore) -> Forward:
-        """Run the layer once; see `Call` for how."""
+        """Run a call's forward.
+
+        Args:
+            slot: the slot whose turn it is.
+            call: the call, whose fields say how to run it.
+            activations: uploads inputs that are on the host, and downloads recorded choices.
+
+        Returns:
+            The outputs, on the worker, and what else the forward has shown.
+
+        Raises:
+            RoundPipeError: if the layer does something that a call on a worker cannot reproduce.
+        """
         worker, device = self._worker, self._device
         replica = worker.replica(call.layer)
         buffers = worker.buffers(call.layer)
         if call.measure:
-            activations.leave()  # as if it came from elsewhere
+            activations.leave()  # measure as if the microbatch came from another worker
         could = worker.ready(slot, call.layer)
         leaves = [activations.on(device, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in call.leaves]
         slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
@@ -115,7 +131,7 @@ class LayerExecutor:
             foretold = self._foretold(slot, call, leaves, activations)
             ran = foretold or self._run(slot, call, leaves, "forward")
             refuse_hidden(ran.output.leaves, call.layer.name)
-            device.track_until_freed(ran.tensors(), OUTPUTS)  # until user code is done with them, too
+            device.track_until_freed(ran.tensors(), OUTPUTS)  # user code holds them longer than this block
             activation = meter.read() if meter is not None else 0
         if call.walk and ran.detached_inputs is not None:
             if call.bare and any(t.requires_grad for t in ran.tensors()):
@@ -153,7 +169,10 @@ class LayerExecutor:
         return result
 
     def _before(self, call: Call, leaves: list[Any]) -> dict[int, Tensor] | None:
-        """The inputs as they are now, if it is not known which of them the layer writes to, and no version will say."""
+        """Clone the inputs of a layer's first call in inference mode, where tensors have no versions that count writes.
+
+        Comparing with the clones then shows which inputs the layer overwrites.
+        """
         if not call.thread_state.inference or len(leaves) in call.layer.overwrites:
             return None
         return {i: t.clone() for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.layout is torch.strided}
@@ -161,7 +180,12 @@ class LayerExecutor:
     def _foretold(
         self, slot: Slot, call: Call, leaves: list[Any], activations: ActivationStore
     ) -> LayerExecution | None:
-        """Run the layer without grad, as its precedent allows; None if it did anything else, which is then undone."""
+        """Run the layer without grad if it has a precedent; see `precedent.attempt`.
+
+        Returns:
+            The results, or None if there is no precedent or the layer did not follow it. In the latter case its writes
+            are undone and ``call`` is changed to run with grad.
+        """
         precedent = call.precedent
         if precedent is None or call.graph:
             return None
@@ -175,7 +199,7 @@ class LayerExecutor:
         return ran
 
     def _undo(self, call: Call, leaves: list[Any], activations: ActivationStore) -> None:
-        """Bring the layer's copy and the inputs to what they were before the call."""
+        """Restore the replica, its buffers and the inputs to their state before the call."""
         self._worker.replica(call.layer).drop_written()
         buffers = self._worker.buffers(call.layer)
         buffers.discard(thorough=True)
@@ -196,9 +220,15 @@ class LayerExecutor:
         replay: DiscreteOpReplayer | None = None,
         as_written: Counter | None = None,
     ) -> LayerExecution:
-        """The layer's own code, in everything that was around it when user code called it.
+        """Run the layer's code under the modes, context variables and random state that were active at the call.
 
-        ``as_written``: counts it, uncompiled.
+        Args:
+            slot: the slot whose turn it is.
+            call: the call; ``call.graph`` decides whether to build a graph.
+            leaves: its arguments on the worker.
+            kind: kind of event to record; empty records none.
+            replay: repeats the discrete choices of the forward.
+            as_written: counts the operations; the layer then runs uncompiled.
         """
         forwards = self._forwards if as_written is None else LayerCompiler()
         counter = as_written or (self._counter() if kind == "forward" and not forwards.compiled else None)
@@ -248,27 +278,33 @@ class LayerExecutor:
         return ran
 
     def _borrowing(self, layer: HostLayer, lender: Lender | None) -> contextlib.AbstractContextManager[Any]:
-        """For a layer that computes with parameters of other modules, or that has not run yet; not compiled ones."""
+        """Return the mode that lends stand-ins for parameters of other modules.
+
+        Not needed for compiled layers, and for those that were seen to use none.
+        """
         if lender is None or self._forwards.compiled or layer.borrows == []:
             return contextlib.nullcontext()
         return Borrowing(self._masters, lender, self._device.torch_device, layer.borrows or [])
 
     def _observed(self, layer: HostLayer, *, again: bool) -> contextlib.AbstractContextManager[None]:
-        """Hooks that only look are left out where the layer runs ``again``; a compiled one has them in its code."""
+        """Watch the forward hooks inside the layer. If it runs ``again``, leave out those that only observe.
+
+        Compiled code contains its hooks, so there is nothing to leave out.
+        """
         if self._forwards.compiled:
             return contextlib.nullcontext()
         return layer.observers.watched(self._worker.replica(layer).modules, again=again)
 
     def _recording(self, call: Call, leaves: list[Any]) -> DiscreteOpRecorder | None:
-        """To write down what the call chooses, if it is recomputed and may choose at all."""
+        """Return a recorder of discrete choices if the call is recomputed and the layer may make any."""
         may = call.recomputed and call.layer.may_choose(call.state, relearn=call.measure)
         return DiscreteOpRecorder(self._device.torch_device, _tensors(leaves)) if may else None
 
     def _refuse_written(self, layer: HostLayer, positions: list[int]) -> None:
-        """What a layer writes to its own parameters would be lost, unless they are what they were.
+        """Raise if the layer changed its own parameters, as a write to the replica is lost.
 
-        Putting a parametrization on and taking it off again is such a case (PEFT does it around fused experts). What
-        was seen once to change nothing is not compared again.
+        A write that leaves the same values is allowed: registering and removing a parametrization does that (PEFT does
+        it around fused experts). Parameters that were seen once to keep their values are not compared again.
         """
         parameters = self._worker.replica(layer).parameters
         for i in set(positions) - layer.rewritten:
@@ -281,11 +317,13 @@ class LayerExecutor:
             layer.rewritten.add(i)
 
     def _differs_without_grad(self, slot: Slot, call: Call, leaves: list[Any], first: LayerExecution) -> bool:
-        """Whether the layer computes other bits in no-grad mode, where torch may choose another kernel.
+        """Return whether the layer returns different bits without grad, where torch may choose another kernel.
 
-        Attention is such a case, and so is code that fails without. The forward of such a layer has to run with grad as
-        its recomputation does, or the result would depend on which stage it is in. A layer with side effects is not run
-        a second time to find out. One that is compiled is taken to: it is run again for its time, without its compiler.
+        Attention does so, and some code raises without grad. The forward of such a layer must run with grad, as its
+        recomputation does: else the result would depend on the stage that the layer is in.
+
+        A layer with side effects is not run a second time; it is taken to differ. So is a compiled layer, which runs a
+        second time only because the first run includes compilation: the second one measures its time.
         """
         compiled = self._forwards.compiled
         if not call.probe or self._writes(call, first):
@@ -302,7 +340,10 @@ class LayerExecutor:
         return differs(first.tensors(), second, self._worker.replica(call.layer).drop_written) or compiled
 
     def _differs_outside(self, slot: Slot, call: Call, leaves: list[Any], first: LayerExecution) -> bool:
-        """Whether it does under torch's default format outside a step, where its recomputation may be."""
+        """Return whether the layer returns other bits under the default dtype that torch has outside a step.
+
+        A backward that continues after its step's outputs were returned would be recomputed under that dtype.
+        """
         return self._writes(call, first) or differs_outside(
             first.tensors(),
             lambda: self._run(slot, call, leaves, "").tensors(),
@@ -321,9 +362,9 @@ class LayerExecutor:
         return randomness.segment(layer.index, call.seed, self._device, layer.title, backward=kind == "recompute")
 
     def _count_as_written(self, slot: Slot, call: Call, leaves: list[Any]) -> None:
-        """Count what a compiled layer computes, where a static plan needs that: its own code runs once more.
+        """Count a compiled layer's operations for a static plan, by running the code as it is written once more.
 
-        Operations inside of compiled code are not seen, and what it is compiled to depends on the compiler.
+        The counter does not see operations inside compiled code, and what these are depends on the compiler.
         """
         forward, backward = self._counter(), self._counter()
         if forward is None or backward is None:
@@ -343,17 +384,17 @@ class LayerExecutor:
         buffers.load()
 
     def _watching(self, layer: HostLayer) -> contextlib.AbstractContextManager[Any]:
-        """Where that is to be found out, takes down what is done with the weights of ``layer``."""
+        """Return a mode that records each use of the layer's weights, if the first batch asks for it."""
         if not self._watched():
             return contextlib.nullcontext()
         return CastWatcher(layer.uses, self._worker.replica(layer).parameters)
 
     def _safe(self, leaves: list[Any]) -> list[Any]:
-        """Outputs that lie in an arena (a layer that returns its weight) must not change with the next slot."""
+        """Clone outputs that lie in an arena, such as a returned weight: the next slot would overwrite them."""
         return [leaf.clone() if isinstance(leaf, Tensor) and self._worker.owns(leaf) else leaf for leaf in leaves]
 
     def _mutated(self, call: Call, given: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Inputs that the layer has written to. The aliases that it was given started at version 0."""
+        """Return the inputs that the layer wrote to, by position. The aliases that it was given start at version 0."""
         if call.thread_state.inference:
             return {i: given[i] for i in call.layer.overwrites.get(len(call.leaves), ()) if i in given}
         found = {i: t for i, t in given.items() if not t.is_inference() and t._version > 0}
@@ -375,18 +416,21 @@ class LayerExecutor:
         lender: Lender,
         measured: TracedCall | None = None,
     ) -> list[Tensor | None]:
-        """Recompute the call unless its graph was kept, and run its backward.
+        """Recompute a call, unless its graph exists already, and run its backward.
 
         Args:
             slot: the slot whose turn it is.
             recorded: the call, with its output gradients.
-            activations: bring saved inputs and gradients here.
-            factor: what its parameters' gradients are still to be multiplied by.
-            lender: the microbatch.
-            measured: where to note how much memory it takes, if that is to be known.
+            activations: uploads saved inputs and gradients.
+            factor: factor by which the parameters' gradients are multiplied before they are added to the sums.
+            lender: the microbatch, which lends stand-ins for parameters of other modules.
+            measured: traced call to which measured memory is written; None measures nothing.
 
         Returns:
-            Per tensor argument, its gradient on this worker's device.
+            The gradient of each tensor argument, on this worker's device; None where there is none.
+
+        Raises:
+            Exception: what an earlier recomputation ahead of this call raised.
         """
         worker = self._worker
         recorded.raise_failed()
@@ -404,7 +448,7 @@ class LayerExecutor:
         recorded.found = tuple(o.requires_grad for o in outputs)
         replica = worker.replica(recorded.layer)
         parameters = replica.parameters
-        replica.train(recorded.trainable)  # a later call may have been one with other parameters frozen
+        replica.train(recorded.trainable)  # a later call may have run with other parameters frozen
         if sums is not None:
             sums.attach(parameters, factor)
         where = EventSource(slot.index, slot.phase, recorded.call, recorded.layer.name)
@@ -417,7 +461,7 @@ class LayerExecutor:
             buffers = worker.buffers(recorded.layer)
             held = buffers.written()
             with given, alone(name, self._device), computing, inside, detached_inputs, watching, borrowing:
-                retain = bool(recorded.layer.reaches_out)  # other calls may get to the same graph
+                retain = bool(recorded.layer.reaches_out)  # other calls may reach the same stand-in's graph
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=retain)
                 self._device.track_until_freed(_tensors(detached_inputs.grads), GRADIENTS)
             buffers.refuse_written(held)
@@ -430,13 +474,13 @@ class LayerExecutor:
         return detached_inputs.grads
 
     def _there(self, recorded: RecordedCall) -> list[Tensor]:
-        """The gradients of its outputs that are on this worker already."""
+        """Return those parts of the output gradients that are on this worker already."""
         return [part for found in recorded.grads for part, home in found if home is self._device]
 
     def recompute_ahead(self, slot: Slot, recorded: RecordedCall, activations: ActivationStore, lender: Lender) -> None:
-        """Keep the graph of a call whose gradient is not there yet; see `recompute_ahead`."""
+        """Recompute a call whose gradient has not arrived yet, and keep the graph; see the module `recompute_ahead`."""
         recomputed = self._recompute(slot, recorded, activations, lender, ahead=True)
-        if not recorded.done or recorded.wants_backward():  # else its microbatch has found that no gradient reaches it
+        if not recorded.done or recorded.wants_backward():  # else the microbatch has found that no gradient reaches it
             recorded.recomputed = recomputed
 
     def _recompute(
@@ -494,7 +538,7 @@ class LayerExecutor:
         recorded: RecordedCall,
         leaves: list[Any],
     ) -> None:
-        """Refuse a recomputation that gave something else than the forward."""
+        """Raise if a recomputation returned other values than the forward."""
 
         def again() -> CallFingerprint:
             self._worker.replica(recorded.layer).drop_written()
@@ -507,16 +551,18 @@ class LayerExecutor:
 
 
 class _Computing:
-    """A context in which a call computes, with its core, its name for a profiler, and its times.
+    """Context manager around a call's compute: holds the core, names the call for a profiler, and records its times.
+
+    Forwards and recomputations that are known to be short also hold the launch lock, see `devices.launch_lock`.
 
     Args:
-        worker: that it computes on.
-        slot: in which.
-        kind: of event; empty for a run that is not taken down.
-        where: of the event.
-        layer: whose call it is.
-        microbatch: its number.
-        counter: counts the call's operations.
+        worker: worker that the call runs on.
+        slot: slot that it runs in.
+        kind: kind of event to record; empty records none.
+        where: source of the event.
+        layer: the called layer.
+        microbatch: number of the microbatch.
+        counter: counts the call's operations; None counts none.
     """
 
     __slots__ = (
@@ -572,7 +618,7 @@ class _Computing:
 
 
 def _results(ran: LayerExecution, recorded: RecordedCall) -> list[Tensor]:
-    """Of the output, and then the mutated inputs."""
+    """Return the tensors of the output, followed by the mutated inputs in order of position."""
     return ran.output.tensors() + [ran.given[i] for i in sorted(recorded.mutates)]
 
 

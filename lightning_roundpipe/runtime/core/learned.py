@@ -1,4 +1,4 @@
-"""What batches have shown so far of the model and of user code, which later steps go by."""
+"""What earlier batches have shown about the model and user code. Later steps rely on it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 
 class Learned:
-    """Of one engine; threads of a step read it, and add to it.
+    """One engine's knowledge about its model. The threads of a step read it and add to it.
 
     Args:
-        model: whose batches they are.
+        model: the model that is trained.
 
     Attributes:
-        trace: what microbatches call, once a plan is made, or as far as it is known.
-        recent: what the last batch of one microbatch called, as a guess at what the next one calls.
-        plans: whether the running step is one that a plan is made from.
+        trace: the calls of a microbatch, merged from the batches that a plan is made from; None before the first one.
+        recent: the calls of the last batch that was one microbatch, used to predict those of the next one.
+        plan: the plan that steps run under; None while there is none.
+        costs: the costs from which the plan was made.
+        plans: whether a plan is to be made from the running step.
         shares: whether user code computes with state that microbatches share.
         in_order: whether microbatches run one after another in every step.
-        order: what was called after what, where calls come in any order.
-        read_by_user_code: what the next step's user code waits for before it takes the lock.
+        order: which call followed which, for steps that call layers in any order.
+        module_state: attributes that microbatches set on modules.
+        randomness: which calls and sections of user code draw random numbers.
+        read_by_user_code: buckets that user code reads. The next step waits for them before it takes the user-code
+            lock.
         logs_in_backward: whether user code logs in backward.
-        log_rules: how logged values of parts are merged, where that is not as a mean; see `logs.RULES`.
-        mixes: whether targets that are spread unlike the samples were seen to make no difference.
+        log_rules: how logged values of microbatches are merged, where that is not a mean; see `logs.RULES`.
+        mixes: whether a loss may add something else to a cross entropy although targets are spread over microbatches
+            unlike the samples: a comparison showed no difference, or the user is warned of it anyway.
     """
 
     def __init__(self, model: HostModel) -> None:
@@ -41,7 +47,7 @@ class Learned:
         self.forget()
 
     def forget(self) -> None:
-        """Other parameters are trained now, or weights are used otherwise: traces and plans hold no more."""
+        """Drop traces, plans and what was learned with them: the next batch learns the model anew."""
         self.trace: Trace | None = None
         self.recent: Trace | None = None
         self.plan: Plan | None = None
@@ -53,8 +59,9 @@ class Learned:
         self._walked: set[tuple[int, int]] = set()
 
     def probes(self, call: TracedCall) -> bool:
-        """Whether ``call`` is to be run without grad as well: a plan is made from this step, and it is the first one of
-        its layer and use.
+        """Return whether to run ``call`` without grad as well, and remember it.
+
+        That is so once for each layer and use, in a step from which a plan is made.
         """
         key = (call.layer.index, call.use)
         if not self.plans or key in self._probed:
@@ -63,7 +70,10 @@ class Learned:
         return True
 
     def walks(self, call: TracedCall) -> bool:
-        """Whether the graph of ``call`` is looked at: in all of what a plan is made from, else once."""
+        """Return whether to search the graph of ``call`` for paths that lead out of the layer, and remember it.
+
+        That is so for all calls of a step from which a plan is made, and else once for each layer and use.
+        """
         key = (call.layer.index, call.use)
         if key in self._walked:
             return self.plans

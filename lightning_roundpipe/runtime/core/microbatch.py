@@ -1,13 +1,13 @@
-"""One microbatch on its way through a step: the user's training_step on a thread of its own, its tape, its backward.
+"""One microbatch's way through a step: the user's ``training_step`` on its own thread, its tape, and its backward.
 
-    start ── wait for the microbatch before to reach its first layer ── [1]
+    start ── wait until the microbatch before has reached its first layer ── [1]
     user code ── under the user-code lock, with this microbatch's random state ── [2]
-    layer call ── lock released ─► turn ─► worker ─► lock taken again ── [3]
-    loss ── weighted, backward through the last user code, in the fused slot's turn; output given ── [4]
-    tape ── deepest call first: turn ─► worker ─► gradients to the calls and the user code in front ── [5]
+    layer call ── release the lock ─► turn ─► worker ─► take the lock again ── [3]
+    loss ── weight it, run backward through the last user code in the fused slot's turn, publish the output ── [4]
+    tape ── deepest call first: turn ─► worker ─► gradients go to the calls and the user code in front ── [5]
 
-The thread never holds the user-code lock while it waits for a turn, or the other way round: that, and the total order
-of turns, is why nothing here can wait in a circle.
+The thread never waits for a turn while it holds the user-code lock. Slots and microbatches are totally ordered, so
+waits cannot form a cycle.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ from lightning_roundpipe.runtime.user_code.rng import derive
 
 
 class TaskStep(Protocol):
-    """A step, as its microbatches see it.
+    """The interface of a step that its microbatches use.
 
     Attributes:
-        sizes: samples of each microbatch.
+        sizes: number of samples of each microbatch.
+        weighing: how much each microbatch counts in the loss of the batch.
     """
 
     sizes: list[int]
@@ -67,22 +68,27 @@ class TaskStep(Protocol):
     def spec(self) -> StepSpec: ...
 
     def sums_of(self, call: TracedCall) -> HostGradSums | None:
-        """Where the gradients of a call are summed."""
+        """Return the host sums of a call's gradients; None if nothing in its layer is trained."""
 
     def is_fused(self, call: int) -> bool:
-        """Whether the call is in the fused stage."""
+        """Return whether the call is in the fused stage."""
 
 
 class MicrobatchTask:
-    """A microbatch of one step.
+    """A microbatch of one step: runs ``training_step``, and the backward of its loss, on its own thread.
+
+    It is the context that intercepted layers call into, and the lender of stand-ins for parameters. The class is large
+    because it follows one thread from the first line of user code to the last gradient. The subjects on the way have
+    classes of their own (sections of user code, prefetch, prediction, outputs); their order, and the state between
+    them, is here.
 
     Args:
-        engine: what outlives the step.
-        step: what it shares with the others.
-        index: its number.
-        trace: what it is expected to call; None to record it (``learning``).
-        slots: where its calls run.
-        recent: what it probably calls, though any other calls are as right. Only while learning.
+        engine: the parts of the engine that outlive the step.
+        step: the step that the microbatch belongs to.
+        index: number of the microbatch.
+        trace: the calls that it is expected to make; None records them (``learning``).
+        slots: the slots that its calls run in.
+        recent: while learning, the calls that it will probably make. Other calls are just as valid.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class MicrobatchTask:
         self.logs = LogRecorder(engine.worker_pool.devices, self.mode.counts.behind)
         self.started = Waiter()
         self.passed = Waiter()
-        """Woken when its output is there, computed once ``computed`` has passed; only its backward is left."""
+        """Woken when ``output`` is set and only the tape is left; the output is computed once ``computed`` is done."""
         self.computed: Event | None = None
         self.output: Any = None
         self.weight, self.differentiable = 0.0, False
@@ -114,7 +120,7 @@ class MicrobatchTask:
         self.tape: list[RecordedCall] = []
         self.reached = 0
         self._off_trace = self.trace.has_skipped_calls
-        """Whether layers were left out, so that sections of user code cannot be told by their number."""
+        """Whether microbatches skip layers, so that the number of a section of user code does not identify it."""
         self._uses: Counter[int] = Counter()
         self._announced = self.walking = False
         self._segment_key: SegmentKey = (-1, 0)
@@ -124,13 +130,21 @@ class MicrobatchTask:
         self._surroundings: Surroundings | None = None
         self._watched = SharedOutputs()
         self._written: list[nn.Parameter] = []
-        """Masters that were written to by their ``.data``, of which workers may have other values."""
+        """Masters that user code wrote to by way of ``.data``: uploaded copies may be out of date."""
         self._gauge: PeakMemoryMeter | None = None
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], predecessor: Waiter | None) -> None:
-        """Run ``function`` (the user's training_step) and the backward of its loss."""
+        """Run ``function`` (the user's ``training_step``) and the backward of its loss.
+
+        Errors do not propagate to the caller: they fail the step, which raises them in the main thread.
+
+        Args:
+            function: the user's ``training_step``.
+            args: its arguments.
+            predecessor: woken when the microbatch before has reached its first layer; None for the first one.
+        """
         try:
             if predecessor is not None:
                 self._cancel_scope.wait(predecessor)  # [1]
@@ -142,7 +156,7 @@ class MicrobatchTask:
                     self.activations.move_to(None)
             self._slots.finish(self.index)
         except BaseException as error:
-            self._cancel_scope.fail(error)  # which raises it in the main thread
+            self._cancel_scope.fail(error)  # the main thread raises it
         finally:
             self._announce()
             self.passed.wake()
@@ -196,7 +210,11 @@ class MicrobatchTask:
     # -- layer calls --------------------------------------------------------------------------------------------------
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the intercepted layer does instead of running [3]. Called by user code."""
+        """Run a layer call on a worker [3]. User code calls this by way of the intercepted layer.
+
+        Returns:
+            The layer's output as user code sees it.
+        """
         with torch._C.DisableTorchFunction():
             self._refuse(layer)
             call, recorded, traced = self._prepare(layer, args, kwargs)
@@ -223,7 +241,7 @@ class MicrobatchTask:
             return output
 
     def _refuse(self, layer: HostLayer) -> None:
-        """Calls that could not be right."""
+        """Raise for calls whose results or gradients would be wrong."""
         if self._phase == "backward":
             raise RoundPipeError(
                 f"layer {layer.name!r} was called during backward, as torch.utils.checkpoint around layers does. The "
@@ -235,9 +253,11 @@ class MicrobatchTask:
         self._watched.assert_unmodified()
 
     def _check_weights(self, layer: HostLayer) -> None:
-        """At a call of ``layer``: what a worker gets are the weights that it has now.
+        """Make sure that the worker will compute with the weights that ``layer`` has now.
 
-        A batch of one microbatch may write to weights of which no graph has been made yet, as momentum teachers do.
+        A step of one microbatch may write to the weights of a layer that has no call on the tape, as momentum teachers
+        do: the new values are uploaded. A write that every microbatch would repeat, or that a recomputation would see,
+        is an error.
         """
         if self._step.spec.cut or not self.learning:
             self._refuse_own_writes()
@@ -254,14 +274,14 @@ class MicrobatchTask:
             layer.assert_unmodified()
         if (updates := self._step.spec.updates) is not None:
             self.segments.aside(updates.settle)
-        self._slots.finish(self.index)  # what is on its way is dropped
+        self._slots.finish(self.index)  # drop uploads that were started ahead: they read the old values
         layer.reattach()
         layer.bucket.refresh()
         layer.snapshot()
         self._written = [master for master in self._written if not any(master is other for other in mine)]
 
     def _refuse_own_writes(self) -> None:
-        """``training_step`` runs once for each microbatch, and so would what it writes."""
+        """Raise if ``training_step`` wrote to weights: it runs once for each microbatch, and so would the write."""
         if written := self.mode.written_by_data():
             raise RoundPipeError(
                 f"training_step writes to parameter {self.engine.model.name_of(written[0])!r} by its .data, while "
@@ -270,7 +290,7 @@ class MicrobatchTask:
             )
 
     def _refuse_taped(self, layer: HostLayer) -> None:
-        """Its earlier call would be computed once more, with other weights."""
+        """Raise if a call of ``layer`` is on the tape: its recomputation would use other weights than its forward."""
         if any(recorded.layer is layer for recorded in self.tape):
             raise RoundPipeError(
                 f"parameters of layer {layer.name!r} were written to within training_step, after a call whose backward "
@@ -278,7 +298,7 @@ class MicrobatchTask:
             )
 
     def _check_after(self) -> None:
-        """When training_step has returned."""
+        """Check for writes to weights after ``training_step`` has returned."""
         if self._step.spec.cut or not self.learning:
             self._refuse_own_writes()
             return
@@ -321,7 +341,10 @@ class MicrobatchTask:
         return call, self._record_call(call, traced) if taped else None, traced
 
     def _seed_of(self, layer: HostLayer) -> int | None:
-        """By what is called, not by the place in the trace, which may grow while it is learned."""
+        """Derive the seed of a call from the layer and its use, not from its place in the trace.
+
+        The place may change while the trace is learned, and random numbers must not depend on that.
+        """
         use = self._uses[layer.index]
         self._uses[layer.index] += 1
         return derive(*self._step.spec.seed, self.index, layer.index, use)
@@ -338,7 +361,7 @@ class MicrobatchTask:
         return index, self.trace.calls[index]
 
     def _record_call(self, call: Call, traced: TracedCall) -> RecordedCall:
-        """The call's place on the tape, with where its inputs' gradients go."""
+        """Make the call's entry for the tape, connected to the calls and the user code that its inputs come from."""
         recorded = RecordedCall(
             call.index, call.layer, self.index, call.spec, [], call.requires_grad, call.thread_state, call.state,
             call.seed, call.context, input_home=self._device, mutates=traced.mutates, trainable=call.trainable,
@@ -348,7 +371,7 @@ class MicrobatchTask:
 
     def _run_forward(self, call: Call, recorded: RecordedCall | None, traced: TracedCall) -> tuple[Forward, Slot]:
         fused = not self.learning and self._step.is_fused(call.index)
-        # Probably the last call: its graph is kept, but should another one come, it is recomputed after all.
+        # Probably the last call: its graph is kept. If another call follows, this one is recomputed after all.
         held = recorded is not None and self._predictor.is_last(call.index)
         call.kept = recorded is not None and (fused or held)
         call.recomputed = recorded is not None and not fused
@@ -358,7 +381,7 @@ class MicrobatchTask:
             call.precedent = self._predictor.precedent(call)
         alike = call.precedent.alike if call.precedent else False
         call.graph = recorded is not None and (fused or traced.needs_grad_mode or (self.learning and not alike))
-        call.graph = call.graph or call.bare  # which costs nothing where nothing requires grad
+        call.graph = call.graph or call.bare  # grad mode costs nothing where nothing requires grad
         sure = recorded is not None and not call.tentative
         call.probe = sure and (self.engine.learned.probes(traced) or alike is None)
         call.walk = (recorded is not None and self.learning and self.engine.learned.walks(traced)) or call.bare
@@ -386,14 +409,16 @@ class MicrobatchTask:
             return worker.run(lambda: executor.forward(slot, call, self.activations), self._cancel_scope), slot
 
     def _watch_inputs(self, call: Call, recorded: RecordedCall, traced: TracedCall, tensors: dict[int, Tensor]) -> None:
-        """A kept graph starts from the inputs themselves; from copies, if user code writes to them (``h +=
-        layer(h)``).
+        """Protect a kept graph from user code that overwrites its inputs (``h += layer(h)``).
+
+        The graph starts from the inputs themselves, or from clones if the first batch has shown that user code writes
+        to them. The others are watched, and `check_inputs` compares their versions before the backward.
         """
         if call.recomputed and not (call.kept or self.engine.learned.plans):
-            return  # what is recomputed from was saved before the call
+            return  # the recomputation starts from the host copies, saved before the call
         for i, tensor in tensors.items():
             if isinstance(call.leaves[i], HostTensor) and not self.learning:
-                continue  # the layer gets a copy anyway
+                continue  # the layer computes from an uploaded copy anyway
             if i in traced.overwritten:
                 device = self._locate(tensor)
                 with device.activate() if device is not None else contextlib.nullcontext():
@@ -410,7 +435,7 @@ class MicrobatchTask:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _backward_of_loss(self, loss: Tensor) -> None:
-        """Backward from the loss through the user code behind the last layer [4], in which user code may run, too."""
+        """Run backward from the loss through the user code behind the last layer [4]; hooks of user code run too."""
         self._phase, self.mode.returning = "backward", True
         self.differentiable = loss.requires_grad
         step, scales = self._step, self.engine.model.formats.scales
@@ -425,19 +450,27 @@ class MicrobatchTask:
             torch.autograd.backward(loss, seeded, retain_graph=True)
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
-        """The stand-in of ``master`` for a layer on ``device``, in its worker's thread."""
+        """Return the stand-in of ``master`` for a layer on ``device``. The worker's thread calls this.
+
+        Raises:
+            RoundPipeError: if the optimizer may still be writing to ``master``.
+        """
         self.segments.refuse_late(master)
         proxy = self.mode.proxies.of(master)
         return proxy if proxy.device == device else self.mode.proxies.on(proxy, device)
 
     def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
-        """Take a gradient that autograd is about to put into ``master`` itself; see `bypassed_gradients`."""
+        """Take a gradient that autograd is about to accumulate into ``master`` itself; see `bypassed_gradients`.
+
+        Returns:
+            True: autograd drops the gradient.
+        """
         self.segments.used_unseen(master)
         self.mode.proxies.passed(master, grad)
         return True
 
     def _walk_tape(self) -> None:
-        """Every call of the tape, deepest first [5]."""
+        """Run the backward of every call on the tape, deepest first [5]."""
         while self.tape:
             recorded = self.tape.pop()
             recorded.done = True
@@ -475,17 +508,17 @@ class MicrobatchTask:
         self._prefetcher.after(slot, recorded.call, self.tape)
 
     def _hand_over(self, graph_cut: GraphCut, index: int, grad: Tensor | None, device: Device | None) -> None:
-        """Add to another call's gradient, on the device where that gradient is already."""
+        """Add ``grad`` to output ``index`` of another call, on the device that holds that gradient so far."""
         if grad is not None and not graph_cut.done and graph_cut.grads[index]:
             there = graph_cut.grads[index][0][1]
             grad, device = self.activations.transfer(grad, device, there), there or device
         place = device or self.engine.worker_pool.devices[0]
-        with place.activate():  # it may be added to another one, in the order of what made both
+        with place.activate():  # the addition runs on the stream on which both parts were computed
             graph_cut.add_grad(index, grad, device)
 
     @contextlib.contextmanager
     def _user_code_again(self, device: Device | None) -> Iterator[None]:
-        """User code runs once more, when the microbatch walks back."""
+        """Enter a section of user code during the tape walk."""
         with (
             self._step.spec.thread_state.entered(),
             noted(lambda: FaultPlace(f"the code {self._last}", "backward", self.index, self._slot, device)),

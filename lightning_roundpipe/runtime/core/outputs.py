@@ -1,6 +1,6 @@
-"""What a call gave, handed to user code: outputs that hang on the tape, what was written to inputs, side outputs.
+"""Delivery of a call's results to user code: outputs connected to the tape, writes to inputs, side outputs.
 
-And before the call's backward, a look at what user code has done to its inputs since.
+`check_inputs` and `refuse_hooked_module` run before the call's backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from lightning_roundpipe.runtime.user_code.inference_writes import touched
 
 
 def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, *, taped: bool) -> None:
-    """Note what the first batch shows of a call."""
+    """Write what the first batch shows about a call to ``traced``.
+
+    Args:
+        call: the call as it ran.
+        traced: its entry in the trace.
+        forward: its results.
+        crossing: tracks which tensors the microbatch's calls share.
+        taped: whether the call has an entry for the tape.
+    """
     foretold = call.precedent if forward.foretold else None
     traced.flags = foretold.flags if foretold else tuple(t.requires_grad for t in forward.tensors())
     side_outputs = {key: tuple(t.requires_grad for t in flat.tensors()) for key, flat in forward.side_outputs.items()}
@@ -48,7 +56,7 @@ def learn(call: Call, traced: TracedCall, forward: Forward, crossing: Crossing, 
 
 
 def _strided(leaves: Iterable[Any]) -> list[Tensor]:
-    """Tensors that have a storage."""
+    """Return the strided tensors among ``leaves``; others have no storage to count."""
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
 
 
@@ -61,7 +69,20 @@ def hand_back(
     kwargs: dict[str, Any],
     watched: SharedOutputs,
 ) -> tuple[Any, bool]:
-    """The layer's output as user code sees it, and whether ``recorded`` is to be put on the tape."""
+    """Deliver a forward's results to user code.
+
+    Args:
+        call: the call as it ran.
+        recorded: its entry for the tape, which is connected to the outputs; None if gradients cannot flow through it.
+        traced: what the first batch has shown about the call.
+        forward: its results.
+        args: positional arguments as user code passed them; lists and dicts among them are updated in place.
+        kwargs: keyword arguments, likewise.
+        watched: takes the outputs that share memory, to which user code must not write.
+
+    Returns:
+        The layer's output as user code sees it, and whether ``recorded`` belongs on the tape.
+    """
     outputs = forward.tensors()
     known = traced.side_outputs if recorded is not None else {}
     through = {key: flags for key, flags in known.items() if key in forward.side_outputs}
@@ -87,7 +108,7 @@ def hand_back(
     returned = [next(rest) for _ in forward.output.tensors()]
     with torch.set_grad_enabled(call.thread_state.grad):
         for position in sorted(forward.mutated):
-            # User code sees, and differentiates through, what the layer wrote into its inputs.
+            # Repeat the layer's write on user code's own tensor, so that autograd differentiates through it.
             call.originals[position].copy_(next(rest))
             touched(call.originals[position])
     outputs_shared, inputs_shared = forward.overlapping
@@ -103,13 +124,19 @@ def hand_back(
 
 
 def check_inputs(recorded: RecordedCall, traced: TracedCall, *, learning: bool) -> None:
-    """Before a call's backward: whether user code has written to the inputs that its graph computes from."""
+    """Check, before a call's backward, whether user code has overwritten inputs that its graph computes from.
+
+    The first batch remembers such inputs, so that later graphs start from clones of them.
+
+    Raises:
+        RoundPipeError: if a later batch overwrites an input for the first time.
+    """
     overwritten = recorded.overwritten() - traced.mutates
     recorded.given.clear()
     if learning:
         traced.overwritten |= overwritten
         if overwritten:
-            recorded.graph = None  # it would compute from what was written
+            recorded.graph = None  # its backward would compute from the overwritten values: recompute instead
     elif overwritten:
         raise RoundPipeError(
             f"code between layers wrote in place to argument {min(overwritten)} of layer {recorded.layer.name!r} after "
@@ -118,7 +145,10 @@ def check_inputs(recorded: RecordedCall, traced: TracedCall, *, learning: bool) 
 
 
 def refuse_hooked_module(recorded: RecordedCall) -> None:
-    """Backward hooks on a layer itself run in user code, where its gradient may come in parts."""
+    """Raise if a layer has backward hooks and its output's gradient arrived in several parts.
+
+    Hooks on the layer itself run in user code, once for each part.
+    """
     module = recorded.layer.module
     if recorded.grad_arrivals > 1 and (module._backward_hooks or module._backward_pre_hooks):
         raise RoundPipeError(

@@ -1,4 +1,4 @@
-"""A guess at what a step of one microbatch calls next, from what the last one called. Being wrong costs only time."""
+"""Prediction of the next layer call from the calls of earlier batches. A wrong prediction only costs time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 
 class NextCallPredictor:
-    """What is said to the slots ahead of time, for one microbatch.
+    """Predicts the calls of one microbatch, and lets their slots upload weights ahead of time.
 
     Args:
-        slots: get to know what will probably come.
-        sums_of: where a call's gradients are summed.
-        recent: the calls of the last such step; None: only the backward is foreseen.
+        slots: the slots that are told of predicted calls.
+        sums_of: returns the host sums of a call's gradients.
+        recent: the calls of the last step of one microbatch; None predicts the backward only.
     """
 
     def __init__(
@@ -30,23 +30,23 @@ class NextCallPredictor:
         self._recent = recent
 
     def see(self, index: int, layer: HostLayer) -> None:
-        """What call ``index`` is. A microbatch that leaves the way of the last one is not foreseen any further."""
+        """Observe that call ``index`` calls ``layer``. If the last step did not, stop predicting forward calls."""
         if self._recent is not None and not self._recent.has(index, layer):
             self._recent = None
 
     def is_last(self, index: int) -> bool:
-        """Whether there is probably no call after ``index``."""
+        """Return whether ``index`` is predicted to be the last call."""
         return self._recent is not None and self._recent.ends_with(index)
 
     def precedent(self, call: Call) -> Precedent | None:
-        """What ``call`` gave in the last step, if it was made in the same manner there."""
+        """Return the results of the last step's ``call``, if it was called in the same manner; else None."""
         if self._recent is None:
             return None
         known = self._recent.calls[call.index].precedent
         return known if known is not None and known.manner == call.manner else None
 
     def after_forward(self, microbatch: int, index: int, tape: Sequence[RecordedCall], trace: Trace) -> None:
-        """Let the weights of what comes after call ``index`` travel meanwhile."""
+        """Start uploading the weights of the call predicted to follow ``index``, while that call still runs."""
         if self._recent is None:
             return
         if self._recent.ends_with(index):
@@ -59,7 +59,7 @@ class NextCallPredictor:
             self._slots.foresee(microbatch, "forward", index + 1, following.layer, None)
 
     def backward(self, microbatch: int, tape: Sequence[RecordedCall], trace: Trace) -> None:
-        """The deepest call that is still on the tape will come, unless no gradient reaches it."""
+        """Predict the backward of the deepest call on the tape. It may not come: a gradient may not reach it."""
         if tape:
             recorded = tape[-1]
             sums = self._sums_of(trace.calls[recorded.call])
@@ -67,9 +67,9 @@ class NextCallPredictor:
 
 
 class CallOrder:
-    """What was called last time after which two layers. Outlives a batch.
+    """Which layer followed each pair of consecutive layers the last time. Outlives a batch.
 
-    Two, because a shared layer is followed by different ones.
+    Pairs, because different layers follow a layer that is used several times.
     """
 
     def __init__(self) -> None:
@@ -77,27 +77,27 @@ class CallOrder:
         self._last = (-1, -1)
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Begin a batch: forget the last two layers, keep the order."""
         self._last = (-1, -1)
 
     def see(self, layer: HostLayer) -> None:
-        """``layer`` is called."""
+        """Observe a call of ``layer``."""
         self._following[self._last] = layer
         self._last = (self._last[1], layer.index)
 
     def following(self) -> HostLayer | None:
-        """What will probably be called next."""
+        """Return the layer that is predicted to be called next; None if unknown."""
         return self._following.get(self._last)
 
 
 class LayerCallPredictor(NextCallPredictor):
-    """Of a step that calls layers in any order, and whose user code may write to weights at any time.
+    """Predictor for manual optimization: layers are called in any order, and user code writes to weights at any time.
 
     Args:
-        slots: get to know what will probably come.
-        sums_of: where a call's gradients are summed.
-        order: of earlier calls; updated.
-        ahead: whether to foresee forward calls.
+        slots: the slots that are told of predicted calls.
+        sums_of: returns the host sums of a call's gradients.
+        order: order of earlier calls; updated.
+        ahead: whether to predict forward calls.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class LayerCallPredictor(NextCallPredictor):
             self._slots.foresee(microbatch, "forward", index + 1, following, None)
 
     def is_late(self, layer: HostLayer) -> bool:
-        """Whether ``layer``, which is called now, was uploaded ahead and has been written to since."""
+        """Return whether ``layer``, which is called now, was predicted and then written to: its upload is stale."""
         uploading, self._uploading = self._uploading, None
         return uploading is not None and uploading[0] is layer and uploading[1] != layer.written()
 
     def stay_behind(self) -> None:
-        """User code may write to weights without anybody seeing it."""
+        """Stop predicting: from now on user code may write to weights without moving a version counter."""
         self._ahead = False

@@ -1,12 +1,13 @@
-"""Recomputation ahead of its gradient: what a worker does while the microbatch whose turn it is is still elsewhere.
+"""Recomputation ahead of the gradient: a worker recomputes a stage while its next microbatch is still elsewhere.
 
-    a backward slot's turn passes to a microbatch that is not there ── [1]   or one that has the turn has come further
-    worker: the deepest call of the slot that is not recomputed yet ── [2]   from what its forward saved
-            and the one in front of it, until the whole stage is ── [3]      one microbatch's graphs are kept
-    the microbatch arrives with its gradient ── [4]                          and finds graphs, as far as they are made
+    the turn of a backward slot passes to a microbatch that is not there yet,
+    or the microbatch that has the turn gets further in its forward ── [1]
+    worker: recompute the slot's deepest call that is not recomputed yet, from its saved inputs ── [2]
+            then the call in front of it, up to the whole stage; only this microbatch's graphs are kept ── [3]
+    the microbatch arrives with its gradient and uses the graphs that exist by then ── [4]
 
-Nothing waits for any of this, and calls are recomputed in the order in which their gradients arrive, so being ahead
-never delays anybody who is there. Results are the same to the bit: a call's random state is its own.
+No thread waits for a recomputation ahead. Calls are recomputed in the order in which their gradients arrive, so it
+never delays a microbatch that is there already. Results are the same to the bit, as each call has its own random state.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 
 class RecomputeAhead:
-    """Of one step.
+    """Starts recomputations ahead in one step.
 
     Args:
-        engine: whose workers recompute.
-        cancel_scope: of the step.
-        runs: gives its microbatches; none once it is over.
+        engine: its workers and executors recompute.
+        cancel_scope: the step's cancel scope.
+        runs: returns the step's microbatches; empty once the step is over.
     """
 
     def __init__(
@@ -37,12 +38,15 @@ class RecomputeAhead:
         self._engine, self._cancel_scope, self._runs = engine, cancel_scope, runs
 
     def look(self, slot: Slot, microbatch: int) -> None:
-        """The turn of ``slot`` is, or has come to, ``microbatch`` [1]. From any thread; costs a hand-off."""
+        """Let the worker of ``slot`` recompute for ``microbatch``, which has the turn [1].
+
+        Any thread may call this; it only posts work to the worker's thread.
+        """
         worker = self._engine.worker_pool.workers[slot.worker]
         worker.post(lambda: self._go_on(slot, microbatch), self._cancel_scope)
 
     def _go_on(self, slot: Slot, microbatch: int) -> None:
-        """On the worker's thread."""
+        """Recompute one call, and post the next one. Runs on the worker's thread."""
         runs = self._runs()
         if not (slot.is_turn_of(microbatch) and runs):
             return
@@ -53,17 +57,17 @@ class RecomputeAhead:
         try:
             self._engine.executors[slot.worker].recompute_ahead(slot, recorded, run.activations, run)
         except torch.OutOfMemoryError:
-            return  # when the microbatch is there, nothing is kept beside it
+            return  # the backward recomputes it; by then the deeper graphs have been used up
         except Exception as error:
-            if not self._cancel_scope.failed:  # else it only says that the step has
-                recorded.failed = error  # raised where it belongs, if the call is needed at all
+            if not self._cancel_scope.failed:  # else the error is only a consequence of the step's failure
+                recorded.failed = error  # raised by the call's backward, if there is one
             return
-        self.look(slot, microbatch)  # [3]; behind the microbatch, if that has arrived meanwhile [4]
+        self.look(slot, microbatch)  # [3]; queued behind the microbatch's own work if it has arrived by now [4]
 
 
 def _deepest(run: MicrobatchTask, slot: Slot) -> RecordedCall | None:
-    """The call of ``slot`` that is to be recomputed next; None: there is none, or the forward is not that far."""
-    if run.reached <= slot.calls[-1] + 1:  # the call before the one that it makes now is on the tape
+    """Return the call of ``slot`` to recompute next; None if all are recomputed or the forward has not got there."""
+    if run.reached <= slot.calls[-1] + 1:  # a call is on the tape for certain once the next one has begun
         return None
     for recorded in reversed(run.tape.copy()):
         if recorded.call in slot.calls and recorded.recomputed is None and not recorded.done:

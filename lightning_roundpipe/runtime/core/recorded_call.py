@@ -1,4 +1,4 @@
-"""The tape: the layer calls of one microbatch that wait for their backward; `graph_cuts` says how they are joined."""
+"""The entries of a microbatch's tape: layer calls that wait for their backward. `graph_cuts` connects them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,34 @@ from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 @dataclass(eq=False)
 class RecordedCall(GraphCut):
-    """One call of one microbatch, from its forward until its gradients have been handed on.
+    """One call of one microbatch, from its forward until its gradients have been passed on.
+
+    It has many fields because the forward's arguments, modes and results must all outlive the forward: a recomputation
+    reproduces the call from them alone.
 
     Attributes:
-        call: position in the trace.
-        leaves: the call's flattened arguments; a tensor stands as its `HostTensor`, or as None if the graph is kept.
-        requires_grad: per leaf, whether its gradient is wanted.
-        mutates: positions of arguments that the layer writes to; they are outputs as well.
-        given: of tensors that user code could overwrite while they are needed, (position, `witness`, version then).
-        graph: the kept graph of a fused call, as (detached_inputs, outputs); ``recomputed``: of one that was recomputed
-            ahead; ``failed``: what was raised when it was.
-        trainable: per parameter of the layer, whether it required grad at the call.
-        side_outputs: how many tensors, by side output; they are the last outputs.
-        found: per output, whether its recomputation found that it requires grad.
-        choices: what its forward chose, to be chosen again.
-        fingerprint: what its recomputation is compared with, if it is.
+        call: position of the call in the trace.
+        layer: the called layer.
+        microbatch: number of the microbatch.
+        spec: structure of the arguments.
+        leaves: flattened arguments, with each tensor replaced by its `HostTensor`. Empty if the call is never
+            recomputed (fused stage).
+        requires_grad: whether each leaf requires grad.
+        thread_state: torch modes of the calling thread.
+        state: how attributes of the layer's modules differed from the replicas'.
+        seed: seed of the call's random numbers.
+        context: context variables at the call.
+        mutates: positions of the arguments that the layer wrote to; they are outputs as well.
+        buffers: values of the layer's buffers before the forward, by position.
+        given: inputs of a kept graph that user code could overwrite, as (position, `witness`, version at the call).
+        graph: the kept graph, as (detached inputs, outputs).
+        recomputed: the graph of a recomputation ahead, likewise.
+        failed: what a recomputation ahead raised.
+        trainable: whether each of the layer's parameters required grad at the call.
+        side_outputs: number of tensors of each side output; they are the last outputs.
+        found: whether each output required grad in the graph that backward ran on.
+        choices: discrete choices of the forward, which the recomputation repeats.
+        fingerprint: what the recomputation is compared with; None if it is not checked.
     """
 
     call: int
@@ -65,19 +78,19 @@ class RecordedCall(GraphCut):
         return f"layer {self.layer.name!r}"
 
     def overwritten(self) -> set[int]:
-        """Positions of arguments that have been written to since the call."""
+        """Return the positions of the arguments that have been written to since the call."""
         return {position for position, tensor, version in self.given if tensor._version != version}
 
     def raise_failed(self) -> None:
-        """Raise what its recomputation ahead has raised."""
+        """Raise the error of a recomputation ahead, if there was one."""
         failed, self.failed = self.failed, None
         try:
             if failed is not None:
                 raise failed
         finally:
-            del failed  # whose frames know this one
+            del failed  # its traceback refers to this frame: a reference cycle would keep all of it alive
 
     def release(self) -> None:
-        """Drop what is kept for the backward: it may hang on the recorded call in a circle (``h += layer(h)``)."""
+        """Drop the graphs, which may form a reference cycle with this object (``h += layer(h)``)."""
         self.graph = self.recomputed = self.failed = None
         self.given.clear()

@@ -1,8 +1,9 @@
-"""One microbatch's sections of user code: each in its turn, on its device, with its own random state.
+"""One microbatch's sections of user code: each runs under the user-code lock, on its device, with its random state.
 
-enter ── what it reads of the masters is there ── [1]   before the lock, for it is made by who may need the lock
-      ── the user-code lock, what the microbatch keeps on modules, the device, the random state ── [2]
-leave ── given back ── [3]
+enter ── wait for the updates of masters that user code reads ── [1]   before the lock: those updates may depend on
+                                                                       a step whose user code needs the lock
+      ── take the user-code lock; set the microbatch's module attributes, its device and its random state ── [2]
+leave ── undo all of that ── [3]
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ T = TypeVar("T")
 
 
 class UserCodeSections:
-    """Of one microbatch.
+    """Enters and leaves the sections of user code of one microbatch.
 
     Args:
-        engine: what outlives its step.
-        step: that it belongs to.
-        index: its number.
-        learning: whether this is the first batch.
-        kind: of pieces, where there are others beside those of microbatches.
+        engine: the parts of the engine that outlive the step.
+        step: the step that the microbatch belongs to.
+        index: number of the microbatch.
+        learning: whether the step records its calls.
+        kind: prefix of the sections' keys, where user code other than that of microbatches runs too.
 
     Attributes:
-        kept: what the microbatch keeps on modules; None where nobody else could find it.
-        read: buckets that were read.
+        kept: attributes that the microbatch keeps on modules; None if they need not be kept apart.
+        read: buckets whose masters user code has read.
     """
 
     def __init__(self, engine: EngineContext, step: StepSpec, index: int, *, learning: bool, kind: str = "") -> None:
@@ -57,14 +58,14 @@ class UserCodeSections:
     def enter(
         self, slot: int, segment_key: SegmentKey | None, device: Device | None, what: str, *, off_trace: bool
     ) -> None:
-        """Begin a piece.
+        """Enter a section.
 
         Args:
-            slot: that the microbatch ran in last; -1 at the start.
-            segment_key: the call that it follows; None in backward.
-            device: that the newest tensors are on.
-            what: for errors.
-            off_trace: whether pieces cannot be told by their number.
+            slot: index of the slot that the microbatch ran in last; -1 at the start.
+            segment_key: the call that the section follows; None in backward.
+            device: device on which user code continues, where its newest tensors are.
+            what: name of the section for errors.
+            off_trace: whether microbatches skip layers, so that the number of a section does not identify it.
         """
         engine, step = self._engine, self._step
         for bucket in engine.learned.read_by_user_code:
@@ -77,7 +78,7 @@ class UserCodeSections:
         device = device or engine.worker_pool.devices[0]
         self._around.enter_context(device.activate())
         seed = derive(*step.seed, self._index, -1 - self._count)
-        # Where layers are left out, a section of the backward pass may have the number of one of the forward pass.
+        # If microbatches skip layers, a backward section may have the same number as another one's forward section.
         kind = self._kind + ("user code" if segment_key is not None else "backward")
         key = kind if off_trace else (kind, self._count)
         self._draws = engine.learned.randomness.may_draw(key)
@@ -87,21 +88,29 @@ class UserCodeSections:
         self._count += 1
 
     def go_on(self, before: UserCodeSections) -> None:
-        """Pieces follow those of ``before``, of the same microbatch."""
+        """Continue the numbering of ``before``, the sections of the same microbatch in an earlier call of the model."""
         self._count = before._count
 
     def leave(self, segment_key: SegmentKey | None) -> None:
-        """End it [3]."""
+        """Leave the section [3].
+
+        Args:
+            segment_key: the call that the section followed; None in backward.
+        """
         if self.kept is not None and segment_key is not None:
             self.kept.leave(segment_key, learning=self._learning)
         self.close()
 
     def close(self) -> None:
-        """End it, however it went."""
+        """Leave the section, if one is entered, without looking at module attributes."""
         self._around.close()
 
     def read_master(self, master: nn.Parameter) -> Tensor:
-        """What user code reads, where it reads a master itself: the weights that the step computes with."""
+        """Return the values that user code sees of ``master``: the version of the weights that the step computes with.
+
+        Raises:
+            RoundPipeError: if backward reads it for the first time while the optimizer may be updating it.
+        """
         step = self._step
         bucket = self._engine.model.bucket_of[id(master)]
         if self._too_late_for(bucket):
@@ -115,11 +124,15 @@ class UserCodeSections:
         return bucket.read(master)
 
     def _too_late_for(self, bucket: ParamBucket) -> bool:
-        """Whether ``bucket`` may be updated before the microbatch has ended, because no code was known to read it."""
+        """Return whether the optimizer may update ``bucket`` before this microbatch ends.
+
+        In an overlapping step it may update a bucket while microbatches still run, unless user code is known to read
+        that bucket.
+        """
         return self._returning and self._step.overlaps and bucket not in self._engine.learned.read_by_user_code
 
     def refuse_late(self, master: nn.Parameter) -> None:
-        """A layer computes with ``master``, which is not its own, and whose update nobody has waited for."""
+        """Raise if the update of ``master``, which a layer of another module computes with, is not published yet."""
         if not self._engine.model.bucket_of[id(master)].has(self._step.version):
             raise RoundPipeError(
                 f"a layer computes with parameter {self._engine.model.name_of(master)!r} of another module, which it "
@@ -127,11 +140,11 @@ class UserCodeSections:
             )
 
     def used_unseen(self, master: nn.Parameter) -> None:
-        """An operation that no mode saw has computed with ``master`` itself, and its gradient is there.
+        """Handle a gradient of ``master`` itself, from an operation that bypassed the user-code mode.
 
         Raises:
-            RoundPipeError: if that may have had other values than the step computes with, or if hooks of the user's
-                would be called more than once.
+            RoundPipeError: if the operation may have read other values than the step computes with, or if hooks on the
+                parameter would be called with a part of its gradient.
         """
         step, engine = self._step, self._engine
         bucket = engine.model.bucket_of[id(master)]
@@ -150,18 +163,19 @@ class UserCodeSections:
         self.read.add(bucket)
 
     def wait_for(self, what: Versioned, version: int) -> None:
-        """Within a piece: wait until ``version`` is there."""
+        """Wait, within a section, until ``version`` of ``what`` is published."""
         if not what.has(version):
             self.aside(lambda: what.wait(version, self._step.cancel_scope))
 
     def aside(self, wait: Callable[[], None]) -> None:
-        """Within a piece: ``wait`` for what may need other user code, such as the backward pass of the step before.
+        """Call ``wait`` without the user-code lock if it may depend on user code of the step before.
 
-        Where there may be such a step, pieces keep nothing on modules that others would find changed.
+        Only overlapping steps have such a step before them. They keep no attributes on modules (`Engine._may_overlap`),
+        so other sections find nothing half changed.
         """
         if not self._step.overlaps:
             return wait()
-        if self._draws:  # others that draw would wait for this one, with the lock
+        if self._draws:  # this section holds the generators' locks: others would take the lock and wait for those
             raise RoundPipeError(
                 "code between layers draws random numbers and reads weights that it did not read in the first batch, "
                 "while the optimizer is changing them. Let it read them from the first batch on."
@@ -173,10 +187,11 @@ class UserCodeSections:
             self._take_lock()
 
     def paused(self, wait: Callable[[], T]) -> T:
-        """Within a piece: ``wait`` for a device, while other microbatches run user code as they do during a call.
+        """Call ``wait``, which waits for a device, while other microbatches run their user code.
 
-        Those that have come to the same piece stay behind: in ``self.total += loss.item()``, the total is read before
-        the wait and written after it. A piece that draws keeps the lock, as the others that draw would wait for it.
+        Microbatches that have come to the same section must not run it: in ``self.total += loss.item()``, the total is
+        read before the wait and written after it. A section that draws random numbers keeps the lock, because it holds
+        the generators' locks, for which others would wait.
         """
         if self._segment_key is None or self._learning or self._draws or not self._locked:
             return wait()
@@ -195,7 +210,7 @@ class UserCodeSections:
 
     @property
     def _piece(self) -> Hashable:
-        """What stands for the code of the piece."""
+        """Key of the section's code, equal for all microbatches."""
         return self._kind, self._segment_key
 
     @property

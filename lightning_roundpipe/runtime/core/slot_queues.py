@@ -1,9 +1,9 @@
-"""The order in which a worker opens its slots, from one step into the next.
+"""The order in which a worker opens its planned slots, within a step and from one step to the next.
 
-    append ── idle: opened at once; busy: the first one's weights are on their way, if the open slot has none behind it
-    next ── the open slot was left by all: the one behind it opens, and the one behind that is uploaded meanwhile
+    append ── an idle worker opens the first slot at once; a busy one starts its upload, if its queue was empty
+    next ── all microbatches have left the open slot: open the next one, and start the upload of the one after it
 
-A step's slots follow those of the step before, so a worker that is done with one step goes on with the next.
+A step's slots follow those of the step before, so a worker that has finished one step goes straight on to the next.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning_roundpipe.runtime.core.worker import Worker
 
 
 class WorkerQueue:
-    """The slots of one worker that are planned and not yet open.
+    """The planned slots of one worker that are not open yet.
 
     Args:
-        worker: whose.
-        prefetch: whether the weights of the slot behind the open one are uploaded.
+        worker: the worker.
+        prefetch: whether to upload the weights of the next slot while one is open.
     """
 
     def __init__(self, worker: Worker, *, prefetch: bool) -> None:
@@ -30,15 +30,15 @@ class WorkerQueue:
         self._lock = threading.Lock()
         self._slots: deque[tuple[Slot, Callable[[Slot], None]]] = deque()
         self._last: Slot | None = None
-        """Of those that are open or planned."""
+        """The last slot that is open or planned; None while the worker is idle."""
         self._busy = False
 
     def append(self, slots: Iterable[Slot], close: Callable[[Slot], None]) -> None:
-        """A step begins: ``slots`` follow what is there.
+        """Add the slots of a step that begins.
 
         Args:
-            slots: of the step, in order.
-            close: told of a slot that nobody is going to run in when it opens.
+            slots: the step's slots on this worker, in order.
+            close: called with a slot that all its microbatches have left before it opened.
         """
         with self._lock:
             empty = not self._slots
@@ -57,7 +57,7 @@ class WorkerQueue:
             self._open(*self._slots.popleft())
 
     def next(self) -> None:
-        """The open slot is about to be closed."""
+        """Open the next slot; called when the closing of the open one has been posted to the worker."""
         with self._lock:
             self._busy = bool(self._slots)
             if self._busy:
@@ -66,7 +66,7 @@ class WorkerQueue:
                 self._last = None
 
     def clear(self) -> None:
-        """After a failure: nothing will be opened any more."""
+        """Drop all slots after a failure."""
         with self._lock:
             self._slots.clear()
             self._last = None
@@ -82,7 +82,7 @@ class WorkerQueue:
         self._worker.post(open_it, slot.cancel_scope)
 
     def _prepare(self, slot: Slot) -> None:
-        """Behind the opening of the slot before, which the worker was given earlier."""
+        """Post the upload of a slot's weights; it runs after the opening of the slot before, which was posted first."""
 
         def prepare_it() -> None:
             if slot.arena is None:

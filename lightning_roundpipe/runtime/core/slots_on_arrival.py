@@ -1,7 +1,8 @@
-"""A slot of every call as it comes, which needs no trace.
+"""Slots without a plan: one for each call, made when the call arrives.
 
-For the first batch, for evaluation, and for steps of one microbatch, where any control flow is allowed. There the step
-before says what will probably come, so that its weights are on their way already; being wrong costs only time.
+All training steps without a plan use these, such as the first batch, manual optimization and steps of one microbatch.
+Their control flow is free. `NextCallPredictor` may announce a call so that its weights are uploaded ahead; a wrong
+prediction only costs time.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class SlotsOnArrival:
-    """A slot for each call, made when it comes, or when it is foreseen. Only one microbatch runs at a time.
+    """Makes a slot for each call when it arrives or is predicted. Only one microbatch runs at a time.
 
     Args:
         make: makes a slot for (phase, microbatch, call, layer, sums).
-        prepare: begins to upload a slot's weights.
-        cancel: takes that back.
-        open: makes a slot the resident one.
-        close: closes it.
+        prepare: starts uploading a slot's weights.
+        cancel: undoes ``prepare`` for a slot whose call does not come.
+        open: makes a slot the worker's open one.
+        close: closes a slot.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class SlotsOnArrival:
         return self._arrive("forward", microbatch, call, layer, None)
 
     def fused(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
-        """A slot for the forward of what is probably the last call; it stays open for the backward."""
+        """Return a slot for the forward of what is probably the last call. It stays open for the backward."""
         self._release_fused()
         self._fused = self._arrive("fused", microbatch, call, layer, sums)
         return self._fused
@@ -74,7 +75,7 @@ class SlotsOnArrival:
         return None
 
     def approach(self, microbatch: int, slot: Slot) -> None:
-        pass  # nobody is in front
+        pass  # only one microbatch runs at a time
 
     def is_over(self, slot: Slot, call: int) -> bool:
         return slot is not self._fused
@@ -104,7 +105,7 @@ class SlotsOnArrival:
             self._cancel(foreseen)
 
     def _release_fused(self) -> None:
-        """Close the fused slot: its call was not the last one, or needs no backward."""
+        """Close the fused slot, if one is open: its call was not the last one, or needs no backward."""
         if self._fused is not None:
             fused, self._fused = self._fused, None
             self._close(fused)

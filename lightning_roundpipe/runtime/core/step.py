@@ -1,14 +1,14 @@
-"""One training batch: its microbatches, their turns, and what comes out of all of them.
+"""One training batch: its microbatches, their slots, and the merged result.
 
     batch ── split ──► microbatch threads (`microbatch`) ──► `turns` ──► workers (`worker`)
                                                                               │
     merged loss and outputs ◄── weights of the microbatches ◄── sums on the host ◄┘
 
-Where nothing stands against it, the step `overlaps` the next one: outputs are given out as soon as all losses are
-known, and the backward pass goes on behind the main thread's back. There are two steps on their way at the most.
+If possible (`Engine._may_overlap`), a step ``overlaps`` the next one: its outputs are returned as soon as all losses
+are known, while its backward continues on other threads. At most two steps are in flight.
 
-The first error anywhere fails the step: everybody leaves, the devices come to rest, and it is raised here. It fails the
-step behind it, but not the one before: that one ends first, so that its update is a whole one.
+The first error on any thread fails the step: all its threads return, the devices come to rest, and the main thread
+raises the error. It also fails the step after, but not the one before, which ends first so that its update is complete.
 """
 
 from __future__ import annotations
@@ -47,25 +47,31 @@ from lightning_roundpipe.runtime.user_code.thread_state import apply_context
 
 
 class Step:
-    """A step in flight.
+    """A training step: makes slots, runs microbatches, waits for them, and merges what they return.
+
+    The class is large because it ties the subjects of one batch together (slots, microbatches, sums of gradients,
+    failure, loss), and its subclasses for manual optimization and for cut calls of the model replace single parts.
 
     Args:
-        engine: what outlives it.
-        seed: of this batch.
-        sizes: samples per microbatch.
-        weights: what the user says of how losses of microbatches make up that of the batch.
-        updates: the optimizer's thread; None where gradients are handed to ``.grad``.
-        before: the step before, if it is still on its way.
-        overlaps: whether its backward may go on when its outputs have been given out.
-        cut: whether what it runs is cut into microbatches; by default, if there are several.
-        isolated: whether microbatches find modules as they left them.
-        recorder: of what happens; by default one of its own.
-        cancel_scope: its fate; by default a scope of its own, behind that of the step before.
+        engine: the parts of the engine that outlive the step.
+        seed: numbers that identify the batch.
+        sizes: number of samples of each microbatch.
+        weights: the user's weights for the losses of microbatches; None if they have to be found out.
+        updates: the optimizer's thread; None if gradients go to ``.grad``.
+        before: the step before, if it is still in flight.
+        overlaps: whether the backward may continue after the outputs were returned.
+        cut: whether the batch, or calls in it, are cut into microbatches; by default, whether ``sizes`` has several.
+        isolated: whether each microbatch keeps its own attributes on modules.
+        recorder: records calls and copies; by default a new one.
+        cancel_scope: the step's cancel scope; by default a new one, which fails with that of the step before.
 
     Attributes:
-        plan: that it runs under; None if it goes call by call.
-        started: when, on the clock of ``time.perf_counter()``; or the end of the step before, if that is later.
-        seconds: that it took from then on, once it is over.
+        readiness: tells the optimizer's thread which buckets have all their gradients.
+        slots: all slots so far, in the global order.
+        plan: the plan that the step runs under; None if each call has a slot of its own.
+        started: start of the step on the clock of ``time.perf_counter()``, or end of the step before if that is later.
+        seconds: duration from ``started``, once the step is over.
+        runs: the microbatches.
     """
 
     def __init__(
@@ -107,7 +113,7 @@ class Step:
         self.slots: list[Slot] = []
         self._sums: dict[tuple[int, int], HostGradSums] = {}
         self._adding: dict[int, Slot] = {}
-        """Without a plan: the last slot that adds to a sum, by its id."""
+        """Without a plan, the last slot that adds to each sum, by the sum's id."""
         self.weighing = Weighing(sizes, weights)
         self.plan: Plan | None = None
         self._unclosed = self._running = 0
@@ -116,12 +122,12 @@ class Step:
         self._tasks: list[Task[None]] = []
         self.started = time.perf_counter()
         self.retries = so_far(engine.worker_pool.devices)
-        """Of allocations, before it."""
+        """Number of allocation retries of each device before the step."""
         self.runs: list[MicrobatchTask] = []
         self.gradients: StepGradients | None = None
-        """What its loss hands out, once it is there."""
+        """The gradients behind the merged loss; None until that exists."""
         self.has_loss = False
-        """Whether there is a loss to differentiate; training_step may also skip a batch."""
+        """Whether every microbatch returned a loss; ``training_step`` may also skip a batch."""
 
     @property
     def cancel_scope(self) -> CancelScope:
@@ -129,18 +135,25 @@ class Step:
 
     @property
     def everybody(self) -> Sequence[MicrobatchTask]:
-        """Whose user code may read masters, in an order that no plan changes."""
+        """All microbatches whose user code may read masters, in an order that does not depend on the plan."""
         return self.runs
 
     @property
     def traces(self) -> list[Trace]:
-        """What each microbatch has called."""
+        """The calls of each microbatch."""
         return [run.trace for run in self.runs]
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     def run_planned(self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
-        """All microbatches at once, under ``plan``."""
+        """Run all microbatches concurrently under ``plan``.
+
+        Args:
+            plan: the stages.
+            trace: the calls that the stages consist of.
+            function: the user's ``training_step``.
+            args: its arguments for each microbatch.
+        """
         self.plan = plan
         rounds = self._make_rounds(plan.stages(), trace, len(args), plan.round_microbatches)
         self.slots = [slot for slots in rounds for slot in slots]
@@ -153,7 +166,12 @@ class Step:
         self._join(function, args, together=True)
 
     def run_one_by_one(self, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
-        """One microbatch after another, a slot for each call: needs no trace, and records one."""
+        """Run one microbatch after another, with a slot for each call; records a trace.
+
+        Args:
+            function: the user's ``training_step``.
+            args: its arguments for each microbatch.
+        """
         slots = SlotsOnArrival(self._make_slot, self._prepare, self._cancel, self._open, self._close)
         recent = self.engine.learned.recent if len(args) == 1 else None
         self._running = len(args)
@@ -180,12 +198,12 @@ class Step:
                     self._wait_for_outputs()
                 else:
                     self._wait_for_end()
-            except BaseException as error:  # a KeyboardInterrupt, most likely, or the watchdog
+            except BaseException as error:  # most likely a KeyboardInterrupt, or the watchdog's TimeoutError
                 self._fail(error)
                 given_up = True
             apply_context(contexts[-1])
             if self.spec.overlaps and not self.cancel_scope.failed:
-                return  # the rest is waited for in `drain`
+                return  # `drain` waits for the rest
             self._rest(given_up)
         self.cancel_scope.raise_error()
         if self.spec.module_state is not None and (last := self.runs[-1].kept) is not None:
@@ -205,7 +223,7 @@ class Step:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _wait_for_outputs(self) -> None:
-        """All losses are known; the step before, which is waited for by nobody else, is over."""
+        """Wait until all outputs are computed and the step before, which nothing else waits for, is over."""
         for run in self.runs:
             self.engine.worker_pool.wait(run.passed, self.cancel_scope)
         if self.before is not None and not self.cancel_scope.failed:
@@ -222,14 +240,14 @@ class Step:
         worker_pool = self.engine.worker_pool
         for task in self._tasks:
             worker_pool.wait(task.waiter, self.cancel_scope)
-        if self.plan is not None:  # slots that nobody needed may be on their way still
+        if self.plan is not None:  # slots that no microbatch entered may still have to open and close
             worker_pool.wait(self._all_closed, self.cancel_scope, unless_failed=True)
 
     def drain(self) -> None:
-        """Wait until nothing of a step is on its way whose outputs were given out already.
+        """Wait for the end of an overlapping step.
 
         Raises:
-            what went wrong meanwhile.
+            BaseException: the step's error, if it failed after its outputs were returned.
         """
         given_up = False
         try:
@@ -241,7 +259,10 @@ class Step:
         self.cancel_scope.raise_error()
 
     def stop(self, error: BaseException) -> None:
-        """Its outputs cannot be used: ``error`` ends what is on its way."""
+        """Fail an overlapping step whose outputs could not be merged, and wait until its threads have returned.
+
+        The caller raises ``error`` itself.
+        """
         self.cancel_scope.fail(error)
         self._rest(given_up=False)
         self.cancel_scope.error = None
@@ -251,14 +272,14 @@ class Step:
         self.cancel_scope.fail(error)
 
     def _failed(self) -> None:
-        """In the thread that fails. The step before has nothing to do with it, and needs the devices still."""
+        """Stop the devices, unless the step before still needs them. Runs in the thread that fails the step."""
         self.readiness.fail()
         before = self.before
         if before is None or before.cancel_scope.failed:
             self.engine.worker_pool.abort()
 
     def _rest(self, given_up: bool) -> None:
-        """Everybody comes back; after a failure the step before does so first, with all its gradients."""
+        """Wait for all threads to return. After a failure, let the step before finish first, with its gradients."""
         worker_pool, tasks = self.engine.worker_pool, self._tasks
         if self.cancel_scope.failed:
             if self.before is not None:
@@ -271,18 +292,18 @@ class Step:
                 queue.clear()
 
     def _end_whole(self) -> None:
-        """The step behind this one has failed."""
+        """Finish this step, including its downloads of gradients, although the step after it has failed."""
         try:
             if not self.cancel_scope.failed:
                 self._wait_for_end()
                 for sums in self._sums.values():
                     sums.wait()
-        except BaseException as error:  # a second Ctrl-C; or what it waited for does not come
+        except BaseException as error:  # a second Ctrl-C, or an error of this step
             self.cancel_scope.fail(error)
-        self.cancel_scope.error = None  # the other one is raised, or it is the same
+        self.cancel_scope.error = None  # the step after raises its own error, which may be this one
 
     def ended(self) -> None:
-        """A microbatch has ended; in its thread."""
+        """Count a microbatch as ended. Its thread calls this."""
         with self._counting:
             self._running -= 1
             last = not self._running
@@ -321,7 +342,7 @@ class Step:
         round_: int = 0,
         predecessor: Slot | None = None,
     ) -> Slot:
-        """The next one of the global sequence."""
+        """Make the next slot of the global sequence."""
         index = self.engine.worker_pool.next_slot()
         return Slot(
             index, self._worker_of(index, layers), round_, phase, calls, layers, sums, microbatches, predecessor,
@@ -331,7 +352,7 @@ class Step:
     def _make_rounds(
         self, stages: Sequence[Stage], trace: Trace, microbatches: int, round_microbatches: int
     ) -> list[list[Slot]]:
-        """All slots for ``stages``, by round and stage, in their order in the global sequence."""
+        """Make the slots of all rounds, indexed by round and stage, in their order in the global sequence."""
         rounds: list[list[Slot]] = []
         for number, start in enumerate(range(0, microbatches, round_microbatches)):
             served = range(start, min(start + round_microbatches, microbatches))
@@ -399,7 +420,7 @@ class Step:
         worker.run(lambda: worker.open(slot), self.cancel_scope)
 
     def sums_of(self, call: TracedCall) -> HostGradSums | None:
-        """Where the gradients of a call are summed."""
+        """Return the host sums of a call's gradients; None if nothing in its layer is trained."""
         key = (call.layer.index, call.use)
         known = self._sums.get(key)
         if known is None:
@@ -409,7 +430,12 @@ class Step:
     # -- the outcome ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> Any:
-        """The merged output of ``training_step``, its loss carrying the gradients; issues what was logged."""
+        """Merge the microbatches' outputs and issue what they logged.
+
+        Returns:
+            The merged output of ``training_step``. If every microbatch returned a loss, the loss is a node whose
+            backward delivers the step's gradients.
+        """
         module, rules, mixes = self.engine.model.module, self.engine.learned.log_rules, self.engine.learned.mixes
         joined = join(module, self.runs, self.sizes, self.weighing, rules, mixes=mixes)
         if joined.losses and len(self.runs) > 1:
@@ -431,9 +457,9 @@ class Step:
             self.engine.hints.of_a_sum()
 
     def release(self) -> None:
-        """Part from the microbatches, which know the step: in a circle, all of them would live on until a gc run.
+        """Break the reference cycle with the microbatches, which would keep their tensors until a garbage collection.
 
-        And from sums that nobody is going to ask for.
+        If there was no loss, also release the sums: no optimizer step will use them.
         """
         self.runs, self.before = [], None
         self.cancel_scope.end()
@@ -444,12 +470,12 @@ class Step:
 
     def _gradients(self) -> StepGradients:
         factor = self.weighing.factor(self.runs)
-        sums = [self._sums[key] for key in sorted(self._sums)]  # in an order that no plan changes
+        sums = [self._sums[key] for key in sorted(self._sums)]  # an order that does not depend on the plan
         proxies = [run.mode.proxies for run in self.everybody]
         read = set().union(*(run.segments.read for run in self.everybody))
         learned = self.engine.learned
-        learned.read_by_user_code |= read  # another set: microbatches of the next step walk through this one
-        self.readiness.passed(learned.read_by_user_code)  # what is read in backward was seen in an earlier batch
+        learned.read_by_user_code |= read  # makes a new frozenset: other threads may be iterating over the old one
+        self.readiness.passed(learned.read_by_user_code)  # earlier batches have shown what backward reads
         readiness = self.readiness if self.spec.updates is not None else None
         scale = self.engine.model.formats.scales.outside(self.spec.version)
         return StepGradients(sums, proxies, factor / scale, readiness)

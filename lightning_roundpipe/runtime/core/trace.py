@@ -1,7 +1,7 @@
-"""The trace: the calls that one microbatch makes, as learned from the first batch.
+"""The trace: the layer calls of a microbatch, in order, as learned from the first batches.
 
-A model that leaves layers out (layer drop) makes other calls in each microbatch. Its trace is what all of them are
-parts of, in order; each microbatch passes over the calls that it does not make.
+With layer drop, each microbatch makes other calls. The trace then is a sequence that contains the calls of every
+microbatch in order; a microbatch skips the calls that it does not make.
 """
 
 from __future__ import annotations
@@ -29,23 +29,28 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 @dataclass
 class TracedCall:
-    """One call.
+    """One call of a trace: what the first batches have shown about it.
 
     Attributes:
-        use: how often the layer was called before in the microbatch.
-        portion: which of the model's calls by training_step it belongs to, if those are what is cut.
-        taped: whether a gradient passes through it or reaches its weights.
-        can_tape: whether gradients were on and something could require them.
-        needs_grad_mode: whether its forward computes other bits without grad.
-        flags: per tensor output (mutated inputs last), whether it requires grad.
-        side_outputs: by side output through which gradients pass, whether each of its tensors requires grad.
-        mutates: positions of arguments that it writes to.
-        overwritten: positions of arguments that user code writes to between the call and its backward.
-        precedent: what the same call of the next step may expect, without a plan.
-        activation_bytes: what it took on its worker at its worst; ``kept_bytes``: without its backward;
-            ``forward_bytes``: and without a graph, if that is known.
-        returning_bytes: gradients of its outputs.
-        crossed: what it has in common with calls before it.
+        layer: the called layer.
+        use: how often the microbatch has called the layer before.
+        portion: with ``microbatch_scope="model"``, the number of the model's call that this call belongs to.
+        taped: whether a gradient passes through the call or reaches its weights.
+        can_tape: whether grad mode was on and an input or a parameter required grad.
+        needs_grad_mode: whether the forward returns different bits without grad.
+        flags: whether each output tensor requires grad; mutated inputs come last.
+        side_outputs: for each side output that gradients pass through, whether each of its tensors requires grad.
+        mutates: positions of the arguments that the layer writes to.
+        overwritten: positions of the arguments that user code writes to between the call and its backward.
+        precedent: results that the same call of the next step may be expected to have, if there is no plan.
+        boundary_bytes: host memory that its saved inputs and choices take, without inputs that earlier calls share.
+        activation_bytes: peak memory of the call on its worker, backward included.
+        kept_bytes: peak memory of the forward, with its graph.
+        forward_bytes: peak memory of the forward without a graph; None if not measured.
+        returning_bytes: size of the gradients of its outputs.
+        crossed: tensors that it shares with earlier calls.
+        forward_s: seconds that the forward takes; 0 if not measured.
+        backward_s: seconds that the backward takes; 0 if not measured.
     """
 
     layer: HostLayer
@@ -69,16 +74,19 @@ class TracedCall:
     backward_s: float = 0.0
 
     def then(self, nbytes: int) -> None:
-        """The loss, which follows the call, took so much beside what its graph keeps."""
+        """Account for ``nbytes`` that user code behind this last call takes while the call's graph is kept."""
         self.activation_bytes = max(self.activation_bytes, self.kept_bytes + nbytes)
 
 
 @dataclass
 class Trace:
-    """What microbatches call, in order; ``has_skipped_calls`` if some left out what others did not.
+    """The calls of a microbatch, in order.
 
-    ``portions`` are the names of what training_step calls, if that is what is cut.
-    ``crossing`` is that of the microbatch that records it.
+    Attributes:
+        calls: the calls.
+        has_skipped_calls: whether some microbatches have skipped calls that others made.
+        portions: with ``microbatch_scope="model"``, names of the models that ``training_step`` calls, in order.
+        crossing: while a microbatch records this trace, tracks the tensors that its calls share.
     """
 
     calls: list[TracedCall] = field(default_factory=list)
@@ -91,7 +99,7 @@ class Trace:
         return [c.layer.name for c in self.calls]
 
     def portion(self, number: int) -> range:
-        """The calls of a portion; they stand together."""
+        """Return the range of a portion's calls, which are contiguous."""
         mine = [index for index, call in enumerate(self.calls) if call.portion == number]
         return range(mine[0], mine[-1] + 1) if mine else range(0)
 
@@ -101,20 +109,20 @@ class Trace:
         return self.calls[-1]
 
     def has(self, position: int, layer: HostLayer) -> bool:
-        """Whether the call at ``position`` is one of ``layer``."""
+        """Return whether the call at ``position`` calls ``layer``."""
         return position < len(self.calls) and self.calls[position].layer is layer
 
     def ends_with(self, position: int) -> bool:
-        """Whether ``position`` is that of the last call."""
+        """Return whether ``position`` is the last call's."""
         return position == len(self.calls) - 1
 
     def find(self, layer: HostLayer, position: int, microbatch: int) -> int:
-        """The call that a microbatch makes when it calls ``layer`` with ``position`` calls behind it.
+        """Return the position of a microbatch's call of ``layer``: the first one at or after ``position``.
 
-        Calls in between are skipped, as layer drop does.
+        The calls in between are skipped, as with layer drop.
 
         Raises:
-            RoundPipeError: if the trace has no such call ahead.
+            RoundPipeError: if the trace has no such call.
         """
         found = self._ahead(layer, position)
         if found is None:
@@ -135,15 +143,20 @@ class Trace:
         )
 
     def measure(self, seconds: Mapping[tuple[str, int, int], list[float]], microbatch: int) -> None:
-        """Take the durations of this microbatch's calls from `Recorder.call_seconds`."""
+        """Set the durations of the calls.
+
+        Args:
+            seconds: durations by (kind, microbatch, call), see `Recorder.call_seconds`; of several, the least counts.
+            microbatch: number of the microbatch that recorded this trace.
+        """
         for index, call in enumerate(self.calls):
             call.forward_s = min(seconds.get(("forward", microbatch, index), [0.0]))
             call.backward_s = min(seconds.get(("backward", microbatch, index), [0.0]))
 
     def take_in(self, other: Trace, microbatch: int) -> None:
-        """Add the calls of ``other`` that are not here, so that both are parts of this.
+        """Merge ``other`` into this trace, which then contains the calls of both in order.
 
-        The fastest times are kept, and the most memory.
+        Calls that both have keep the shorter times and the larger memory.
 
         Raises:
             RoundPipeError: if ``other``, of ``microbatch``, calls the same layers in another order.
@@ -159,7 +172,7 @@ class Trace:
                     call.activation_bytes = max(call.activation_bytes, again.activation_bytes)
                     call.kept_bytes = max(call.kept_bytes, again.kept_bytes)
             else:
-                # Layers never seen side by side most likely follow each other as they were registered.
+                # No trace has shown the order of these layers. Most likely it is the order of registration.
                 calls += heapq.merge(self.calls[i:j], other.calls[k:n], key=lambda call: call.layer.index)
         if Counter(c.layer.index for c in calls) != Counter(mine) | Counter(theirs):
             self._refuse_order(other, microbatch)
@@ -170,7 +183,7 @@ class Trace:
         self.calls = calls
 
     def _refuse_order(self, other: Trace, microbatch: int) -> None:
-        """Name the first call of ``other`` that comes too late; one of a layer that is not here may come anywhere."""
+        """Raise for the first call of ``other`` that is out of order. Layers that are new here may come anywhere."""
         known = {c.layer.index for c in self.calls}
         position = 0
         for call in other.calls:
@@ -181,15 +194,19 @@ class Trace:
                 position = found + 1
 
     def learn(self, others: Sequence[Trace], seconds: Mapping[tuple[str, int, int], list[float]], layers: int) -> bool:
-        """Take in what each microbatch of a batch has called.
+        """Merge the traces of a batch's microbatches into this one.
 
         Args:
-            others: their traces.
-            seconds: from `Recorder.call_seconds`.
-            layers: how many there are to be called.
+            others: the traces, by number of the microbatch.
+            seconds: durations of their calls, see `Recorder.call_seconds`.
+            layers: number of layers of the model.
 
         Returns:
-            Whether that is all: not if some were left out that the next batch may show.
+            Whether the trace is complete. It is not if calls were skipped, some layers have never been called, and
+            this batch has still shown new calls.
+
+        Raises:
+            RoundPipeError: if the microbatches, or this batch and the ones before, call layers in different orders.
         """
         before = len(self.calls)
         if self.portions not in ([], others[0].portions):
@@ -201,7 +218,7 @@ class Trace:
         self.portions = others[0].portions
         for microbatch, other in sorted(enumerate(others), key=lambda pair: -len(pair[1].calls)):
             other.measure(seconds, microbatch)
-            self.take_in(other, microbatch)  # the longest first, as it shows most of the order
+            self.take_in(other, microbatch)  # the longest first: it shows most of the order
         if any(a.portion > b.portion for a, b in pairwise(self.calls)):
             raise RoundPipeError(
                 "a layer that some calls of the model have left out is called in several of them, so its place is "
@@ -212,9 +229,9 @@ class Trace:
         return alike or len(self.calls) == before or len({c.layer.index for c in self.calls}) == layers
 
     def torn_buffer(self, plan: Plan) -> str | None:
-        """A buffer that calls in several forward stages of ``plan`` change, described; None if there is none.
+        """Return a description of a buffer that calls in several forward stages of ``plan`` change; None if none is.
 
-        Under such a plan a microbatch would find in it what later microbatches have left there.
+        Under such a plan, a microbatch's second call would find values that later microbatches have written.
         """
         stages: dict[tuple[int, str, int], int] = {}
         for index, call in enumerate(self.calls):
@@ -225,7 +242,7 @@ class Trace:
         return None
 
     def costs(self, reduce_dtype: torch.dtype | None = None) -> Costs:
-        """What the calls cost, of the microbatches that were measured; gradients travel in ``reduce_dtype``."""
+        """Return the costs of the calls for the planner. ``reduce_dtype`` is the format in which gradients travel."""
         return Costs(tuple(_cost_of(call, reduce_dtype) for call in self.calls))
 
 
@@ -250,7 +267,7 @@ def _cost_of(call: TracedCall, reduce_dtype: torch.dtype | None) -> CallCost:
 
 
 def _faster(a: float, b: float) -> float:
-    """The smaller one; 0 is no measurement."""
+    """Return the smaller number, where 0 means that nothing was measured."""
     return min(a, b) or max(a, b)
 
 

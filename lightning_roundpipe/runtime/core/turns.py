@@ -1,17 +1,17 @@
-"""Slots and turns: who may run what, where, and after whom.
+"""Slots and turns: which microbatch may run which stage on which worker, and in what order.
 
-    slot i of the global sequence ──► worker i mod N                                         [1]
-    a worker opens its next slot when the one before it is closed                            [2]
+    slot i of the global sequence runs on worker i mod N                                     [1]
+    a worker opens its next slot when the one before is closed                               [2]
     ... and when the same stage of the round before is closed: it adds to the same sums      [3]
     an open slot serves its microbatches in order                                            [4]
-    the last microbatch to leave a slot closes it; if all left before it was open, it is     [5]
-    closed as it opens
-    the next microbatch may bring what it needs, for the worker's next slot, too             [6]
+    the last microbatch to leave a slot closes it; if all left before it opened, it is       [5]
+    closed as soon as it opens
+    the next microbatch may upload what it needs, also for the worker's next slot            [6]
 
-The order (slot, microbatch) is total, and a microbatch holds at most the turn that it is running, so there is always
-somebody who may go on: the lowest. A microbatch that skips a stage leaves it without having entered it.
+Turns are totally ordered by (slot, microbatch), and a microbatch holds no turn but the one it is running. So the lowest
+turn can always proceed, and there is no deadlock. A microbatch that skips a stage leaves its slot without entering it.
 
-`PlannedSlots` hands out the slots of a plan; `SlotsOnArrival` (`slots_on_arrival`) makes one of every call as it comes.
+`PlannedSlots` hands out the slots of a plan; `SlotsOnArrival` (`slots_on_arrival`) makes a slot for each call.
 """
 
 from __future__ import annotations
@@ -36,19 +36,30 @@ if TYPE_CHECKING:
 class Slot:
     """One stage of one round on one worker.
 
+    The class is large because it holds both halves of a stage's life: the turns of its microbatches, under one lock,
+    and the state of its uploads. The worker, the microbatches and the optimizer's thread all meet in it.
+
     Attributes:
         index: position in the global sequence.
-        recorder: of the step that it belongs to.
-        layers: what has to be uploaded, each once.
-        predecessor: the same stage of the round before, if any.
-        sums: host gradients of the calls whose backward runs here, by call.
-        arena: which of the worker's arenas holds it, once uploaded.
-        cancel_scope: of its step.
-        version: the number of the update that its weights must have seen.
-        uploaded: when each layer's weights are in the arena, once the upload has been enqueued.
-        awaited: woken when that is so, for layers whose version was not there yet.
-        cancelled: whether it will not come, so that nothing more is uploaded for it.
-        readiness: told of each upload, by a step that expects them.
+        recorder: the step's recorder.
+        worker: number of the worker.
+        round: number of the round.
+        phase: phase of the stage.
+        calls: the calls of the stage, by position in the trace.
+        layers: the layers to upload, each once.
+        sums: host sums of the calls whose backward runs here, by call.
+        microbatches: numbers of the microbatches, in the order of their turns.
+        predecessor: the slot that adds to the same sums before this one, if any.
+        cancel_scope: the step's cancel scope.
+        version: version of the weights that uploads must read.
+        arena: number of the worker's weight arena that the slot is uploaded to; None before that.
+        uploaded: end of each layer's upload, by the layer's index, once the upload is enqueued.
+        awaited: woken when the upload is enqueued, for layers whose version was not published at first.
+        cancelled: whether the slot will not be opened, so that nothing more is uploaded for it.
+        uploading: lock held while an upload by the optimizer's thread is enqueued, or the slot is cancelled.
+        readiness: told of each upload, if the optimizer waits for the end of uploads.
+        opened: whether microbatches may enter.
+        closed: whether all microbatches have left and the sums are on their way to the host.
     """
 
     def __init__(
@@ -87,18 +98,18 @@ class Slot:
         self.opened = False
         self.closed = False
         self.absent: Callable[[int], None] | None = None
-        """Told of a microbatch that gets the turn and is not there."""
+        """Called with a microbatch that gets the turn but is not waiting for it."""
         self._successor: Waiter | None = None
         self._position = 0
         self._left: set[int] = set()
         self._waiting: dict[int, Waiter] = {}
         self._approaching: dict[int, Waiter] = {}
         self._near = False
-        self._behind: weakref.ref[Slot] | None = None  # or rounds would hang in a circle
+        self._behind: weakref.ref[Slot] | None = None  # weak: slots of later rounds refer back by `predecessor`
         self._lock = threading.Lock()
 
     def open(self) -> bool:
-        """Let the first microbatch in [4]. True if all have left already and the slot is to be closed [5]."""
+        """Let the first microbatch enter [4]. Return True if all have left already: the caller closes the slot [5]."""
         with self._lock:
             self.opened = True
             self._wake_next()
@@ -107,7 +118,7 @@ class Slot:
         return over
 
     def enter(self, microbatch: int, cancel_scope: CancelScope) -> None:
-        """Wait for the turn of ``microbatch``."""
+        """Wait until it is the turn of ``microbatch``."""
         with self._lock:
             if self.is_turn_of(microbatch):
                 return
@@ -115,9 +126,10 @@ class Slot:
         cancel_scope.wait(waiter)
 
     def leave(self, microbatch: int) -> bool:
-        """Give the turn on. True if that was the last microbatch and the slot is to be closed [5].
+        """Pass the turn on, or give it up in advance. Return True if the caller must close the slot [5].
 
-        A slot that all have left before it was open is closed by who opens it.
+        That is so if ``microbatch`` was the last one and the slot is open. If it is not open yet, the thread that opens
+        it closes it.
         """
         with self._lock:
             self._left.add(microbatch)
@@ -129,7 +141,7 @@ class Slot:
         return over
 
     def approach(self, microbatch: int, cancel_scope: CancelScope) -> None:
-        """Wait until no more than one microbatch has its turn before ``microbatch`` [6]."""
+        """Wait until at most one microbatch has its turn before ``microbatch`` [6]."""
         with self._lock:
             if self._may_approach(microbatch):
                 return
@@ -137,13 +149,13 @@ class Slot:
         cancel_scope.wait(waiter)
 
     def precede(self, behind: Slot) -> None:
-        """``behind`` is the next slot of the same worker."""
+        """Set the next slot of the same worker."""
         with self._lock:
             self._behind = weakref.ref(behind)
         self._lead()
 
     def _lead(self) -> None:
-        """While the last microbatch runs here, the first one of the slot behind may bring what it needs."""
+        """Let the first microbatch of the worker's next slot approach when the last one runs here."""
         with self._lock:
             led = self._behind if self.opened and self._position >= len(self.microbatches) - 1 else None
         if led is not None and (behind := led()) is not None:
@@ -152,14 +164,14 @@ class Slot:
                 behind._wake_approaching()
 
     def close(self) -> None:
-        """Let the same stage of the next round open."""
+        """Mark the slot as closed, so that the same stage of the next round may open."""
         with self._lock:
             self.closed = True
             if self._successor is not None:
                 self._successor.wake()
 
     def wait_for_predecessor(self, cancel_scope: CancelScope) -> None:
-        """Wait until the round before has left its sums on their way to the host [3]."""
+        """Wait until the downloads of the predecessor's sums have been enqueued [3]."""
         if self.predecessor is not None:
             self.predecessor._wait_closed(cancel_scope)
 
@@ -171,7 +183,7 @@ class Slot:
         cancel_scope.wait(waiter)
 
     def is_turn_of(self, microbatch: int) -> bool:
-        """Whether ``microbatch`` may run, or runs."""
+        """Return whether ``microbatch`` has the turn."""
         return (
             self.opened and self._position < len(self.microbatches) and self.microbatches[self._position] == microbatch
         )
@@ -194,41 +206,41 @@ class Slot:
 
 
 class Slots(Protocol):
-    """How a microbatch gets at its slots."""
+    """The interface through which a microbatch gets its slots and turns."""
 
     def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
-        """The slot of a forward call, in its turn."""
+        """Wait for the turn of a forward call and return its slot."""
 
     def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
-        """The slot of a call's recomputation and backward, in its turn."""
+        """Wait for the turn of a call's recomputation and backward, and return its slot."""
 
     def fused(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
-        """The slot of a call whose forward and backward run without anything between them, to keep its graph."""
+        """Wait for the turn of a call that keeps its graph, and return the slot of its forward and backward."""
 
     def keeps_graph(self, call: int) -> bool:
-        """Whether the slot that a fused call ran in is open still, so that its graph finds its weights."""
+        """Return whether a call's forward slot stays open for its backward, so that its graph finds its weights."""
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
-        """What will probably be asked for next."""
+        """Announce a call that will probably come next."""
 
     def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
-        """The slot where a call is going to run, if that is known."""
+        """Return the slot that a call will run in; None if unknown."""
 
     def approach(self, microbatch: int, slot: Slot) -> None:
-        """Give up the turns in front of ``slot``, and wait until ``microbatch`` is the next one there at the latest."""
+        """Give up the turns before ``slot``, and wait until ``microbatch`` has the turn there or is next in line."""
 
     def is_over(self, slot: Slot, call: int) -> bool:
-        """Whether ``call`` is a microbatch's last one in the slot."""
+        """Return whether ``call`` is a microbatch's last one in the slot."""
 
     def after(self, microbatch: int, slot: Slot, call: int) -> None:
-        """The call is done."""
+        """Finish a call, and pass the turn on if it was the last one in the slot."""
 
     def finish(self, microbatch: int) -> None:
-        """The microbatch makes no more calls: its turns go to the others."""
+        """Give up all remaining turns of a microbatch that makes no more calls."""
 
 
 class Stages(Protocol):
-    """Which of a round's slots are whose: a plan, or what is made of one."""
+    """The interface of a plan, or a part of one, that maps calls to the slots of a round."""
 
     @property
     def forward(self) -> Sequence[object]: ...
@@ -244,14 +256,15 @@ class Stages(Protocol):
 
 
 class PlannedSlots:
-    """The slots of one step under a plan, made in order when the step begins.
+    """The slots of a step under a plan.
 
     Args:
         rounds: the slots, by round and stage.
-        plan: whose stages they are.
-        cancel_scope: of the step.
-        close: closes a slot that all have left.
-        ahead: told of a backward slot and the microbatch that has its turn, when that is not there, or comes further.
+        plan: the plan, which maps calls to stages.
+        cancel_scope: the step's cancel scope.
+        close: closes a slot that all microbatches have left.
+        ahead: called with a backward slot and the microbatch that has its turn, when that microbatch is not there yet,
+            and again each time it enters a later slot of its forward.
     """
 
     def __init__(
@@ -289,7 +302,7 @@ class PlannedSlots:
         return self._forward[call] == self._backward[call]
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
-        pass  # the plan has said it
+        pass  # the plan determines all slots
 
     def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
         return self._mine[microbatch][(self._backward if backward else self._forward)[call]]
@@ -310,8 +323,8 @@ class PlannedSlots:
         return slot
 
     def is_over(self, slot: Slot, call: int) -> bool:
-        # A forward slot is left with its last call; in a fused slot the loss and the backward are still to come, and a
-        # backward slot ends with its first call.
+        # A forward slot ends with its last call, a backward slot with its first one. In a fused slot the loss and the
+        # backward follow, and the turn is passed on later, by `finish` or by entering a later slot.
         return slot.phase != "fused" and call == (slot.calls[-1] if slot.phase == "forward" else slot.calls[0])
 
     def after(self, microbatch: int, slot: Slot, call: int) -> None:

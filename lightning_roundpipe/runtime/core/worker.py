@@ -1,11 +1,12 @@
-"""One worker: a device, the thread that layers run on, and the arenas that hold what is resident.
+"""One worker: a device, the thread that runs layers, and the arenas for weights and gradients.
 
-    open slot i:  bind the copies' parameters to arena A ── [1]     upload slot i+N into arena B ── [2]
-    run:          each call waits for its own layer's upload only ── [3]
-    close slot i: gradients go down from their arena ── [4]         arena A is free for slot i+2N ── [5]
+    open slot i:  bind the replicas' parameters to arena A ── [1]     upload slot i+N into arena B ── [2]
+    run:          each call waits only for the upload of its own layer ── [3]
+    close slot i: download gradients from their arena ── [4]          arena A is free for slot i+2N ── [5]
 
-All of this happens on the worker's own thread, in the order in which it was asked for, so nothing here needs a lock.
-What may be asked for when is decided by turns (`turns`).
+All of this runs on the worker's own thread, in the order of submission, so it needs no lock. The one exception is the
+upload of a layer that is still being updated, which the optimizer's thread enqueues (`_LaterUpload`). `turns` decides
+which slot may be opened, and when.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from lightning_roundpipe.runtime.threads.task_thread import Task, TaskThread
 T = TypeVar("T")
 
 IN_FLIGHT = 2
-"""Calls that the host may enqueue on a device before the first of them is done, whatever they hold."""
+"""Number of calls that may always be enqueued on a device and unfinished, whatever memory they hold."""
 
 
 class InFlight:
-    """Calls that the host has enqueued on a device, oldest first, and the tensors that each keeps until it is done.
+    """The calls that are enqueued on a device and not finished, oldest first, with the tensors that each keeps alive.
 
     Attributes:
-        nbytes: of their tensors' storages, each once.
+        nbytes: size of the tensors' storages, each counted once.
     """
 
     def __init__(self) -> None:
@@ -54,11 +55,17 @@ class InFlight:
 
     @property
     def oldest(self) -> Event:
-        """The end of the first call."""
+        """The end of the oldest call."""
         return self._calls[0][0]
 
     def add(self, end: Event, tensors: Any, *, counted: bool) -> None:
-        """``tensors`` belong to what is enqueued up to ``end``. Their bytes are ``counted`` where there is a limit."""
+        """Add a call.
+
+        Args:
+            end: the end of the call.
+            tensors: tensors to keep until then, in nested lists.
+            counted: whether to add their bytes to ``nbytes``.
+        """
         storages = _storages(_flat(tensors)) if counted else []
         self._calls.append((end, tensors, storages))
         for storage in storages:
@@ -67,7 +74,7 @@ class InFlight:
                 self.nbytes += storage.nbytes()
 
     def land(self) -> None:
-        """The first call is done."""
+        """Remove the oldest call, which is done."""
         _, _, storages = self._calls.popleft()
         for storage in storages:
             self._holders[storage._cdata] -= 1
@@ -81,7 +88,12 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 class Arena:
-    """A device buffer that is used again and again. ``last_use`` is the end of the compute that read it last."""
+    """A device buffer that slots reuse.
+
+    Attributes:
+        buffer: the memory, as bytes; None before it is allocated.
+        last_use: the end of the last work on the buffer, which the next user's streams must wait for.
+    """
 
     def __init__(self, device: Device, purpose: str) -> None:
         self._device = device
@@ -90,7 +102,7 @@ class Arena:
         self.last_use: Event | None = None
 
     def has(self, nbytes: int) -> bool:
-        """Whether it need not grow for ``nbytes``."""
+        """Return whether the buffer holds at least ``nbytes``."""
         return self.buffer is not None and self.buffer.numel() >= nbytes
 
     def make(self, nbytes: int) -> None:
@@ -98,7 +110,7 @@ class Arena:
         self.buffer = self._device.allocate(nbytes, self._purpose)
 
     def release(self) -> None:
-        """Give the memory back, once what was enqueued on it is done: a gradient may still be on its way down."""
+        """Free the memory once the work enqueued on it is done: a gradient may still be downloading."""
         if self.last_use is not None:
             self.last_use.wait()
         if self.buffer is not None:
@@ -116,14 +128,26 @@ class Arena:
         return parts
 
     def contains(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in the arena, and would change with the next slot."""
+        """Return whether ``tensor`` is a view of the arena, and would change with the next slot."""
         if self.buffer is None:
             return False
         return tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
 
 
 class Worker:
-    """Runs the calls of its slots, one at a time."""
+    """Runs the calls of its slots, one at a time.
+
+    The class uses many modules because it owns all long-lived memory on its device (arenas, replicas, device gradients,
+    budgets), and each of these refers to its counterpart on the host.
+
+    Args:
+        device: the device.
+
+    Attributes:
+        weights: two arenas for weights: of the open slot and of the next one.
+        gradients: two arenas for gradients: of the open slot and of the last one, which may still be downloading.
+        thread: the thread on which everything here runs.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -131,14 +155,14 @@ class Worker:
         self.weights = [Arena(device, "weights"), Arena(device, "weights of the next stage")]
         self.gradients = [Arena(device, "gradients"), Arena(device, "gradients of the last stage")]
         self.room = PrefetchBudget()
-        """For what is brought to it before it is needed."""
+        """Budget for prefetched tensors."""
         self._turn = 0
         self._gradient_turn = 0
         self._replicas: dict[int, tuple[Replica, ReplicaBuffers]] = {}
         self._device_gradients: dict[int, DeviceGradSums] = {}
         self._segments: dict[int, Tensor] = {}
         self.lead = 0
-        """Bytes of calls that may be in flight."""
+        """Bytes that calls beyond the first `IN_FLIGHT` may keep alive; 0 allows no such calls."""
         self._in_flight = InFlight()
         self.thread = TaskThread(f"roundpipe-worker{self.index}", device.activate)
         self._warming: Task[None] | None = None
@@ -147,17 +171,21 @@ class Worker:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Let the device warm up before anything else is run."""
+        """Submit the device's warm-up to the thread."""
         self._warming = self.thread.submit(self.device.warm_up)
 
     def run(self, function: Callable[[], T], cancel_scope: CancelScope) -> T:
-        """Run ``function`` on the worker's thread and wait for its result; its exceptions are raised here."""
+        """Run ``function`` on the worker's thread and wait.
+
+        Returns:
+            What ``function`` returned. Its exceptions are raised here.
+        """
         task = self.thread.submit(functools.partial(self._warmed, function))
         cancel_scope.wait(task.waiter)
         return task.result()
 
     def post(self, function: Callable[[], None], cancel_scope: CancelScope) -> None:
-        """Run ``function`` on the worker's thread later; its exceptions fail the step."""
+        """Submit ``function`` to the worker's thread without waiting. Its exceptions fail the step."""
 
         def guarded() -> None:
             if cancel_scope.failed:
@@ -170,21 +198,22 @@ class Worker:
         self.thread.submit(guarded)
 
     def _warmed(self, function: Callable[[], T]) -> T:
-        """On the thread: if the device did not warm up, whoever asks for something first learns why."""
+        """Call ``function`` on the thread. If the warm-up has failed, the first caller gets its error."""
         warming, self._warming = self._warming, None
         if warming is not None:
             warming.result()
         return function()
 
     def fence(self) -> Waiter:
-        """Woken when the thread has done everything asked of it so far."""
+        """Return a waiter that wakes when the thread has done everything submitted so far."""
         return self.thread.submit(lambda: None).waiter
 
     def close(self, deadline: float | None = None) -> None:
-        """Stop the thread and give the arenas back.
+        """Stop the thread and free the arenas.
 
         Args:
-            deadline: for a thread that may be stuck (monotonic time): if it is not joined by then, it keeps them.
+            deadline: time on the monotonic clock until which to wait for the thread. If it has not ended by then, it
+                keeps the arenas. None waits without limit.
         """
         self.thread.stop()
         if not self.thread.join(deadline):
@@ -192,36 +221,36 @@ class Worker:
         self.forget()
         for arena in (*self.weights, *self.gradients):
             if deadline is not None:
-                arena.last_use = None  # what was on its way will not arrive
+                arena.last_use = None  # after a failure, work on the arena may never finish
             arena.release()
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def reserve(self, weights: int, gradients: int, room: int | None = 0, lead: int = 0) -> None:
-        """Make the arenas as large as the largest stage needs (bytes). Drained.
+        """Grow the arenas to what the largest stage needs. Nothing may be in flight.
 
         Args:
-            weights: of that stage.
-            gradients: of that stage.
-            room: what the budget leaves beside all that the plan needs; None: no limit.
-            lead: what it leaves for calls in flight beside that.
+            weights: bytes of weights of the largest stage.
+            gradients: bytes of gradients of the largest stage.
+            room: bytes that the memory budget leaves for prefetched tensors; None means no limit.
+            lead: bytes that the memory budget leaves for calls in flight.
         """
         self.room.limit, self.lead = room, lead
         needed = [(arena, weights) for arena in self.weights]
         needed += [(arena, gradients) for arena in self.gradients if gradients]
         growing = [(arena, nbytes) for arena, nbytes in needed if not arena.has(nbytes)]
         if growing:
-            self.forget()  # copies of layers would hold what is given back
-        for arena, _ in growing:  # all of them first: there may be no room for old and new ones
+            self.forget()  # replicas hold views of the arenas
+        for arena, _ in growing:  # free all before allocating any: old and new may not fit together
             arena.release()
         for arena, nbytes in growing:
             arena.make(nbytes)
 
     def prepare(self, slot: Slot) -> None:
-        """Enqueue the uploads of a slot's weights into the arena that is free [2].
+        """Enqueue the uploads of a slot's weights into the free arena [2].
 
-        A layer that is still being updated is uploaded by whoever publishes it: this thread has other things to do
-        until then, on which that update may depend.
+        If a layer is still being updated, the optimizer's thread enqueues its upload when it publishes the update. This
+        thread must not wait for that, as the update may depend on work that this thread has yet to do.
         """
         slot.arena = self._turn
         self._turn = 1 - self._turn
@@ -240,14 +269,14 @@ class Worker:
         self, slot: Slot, layer: HostLayer, segment: Tensor, begun: Event | None = None,
         sent: Sequence[tuple[int, int]] = (),
     ) -> None:  # fmt: skip
-        """Enqueue the upload of a layer's weights, or of what is left of it.
+        """Enqueue the upload of a layer's weights, or of the rest of them.
 
         Args:
-            slot: that they are for.
-            layer: whose.
-            segment: of the slot's arena.
-            begun: when that began, if some were sent already.
-            sent: which; see `HostLayer.upload`.
+            slot: slot that needs them.
+            layer: the layer.
+            segment: the layer's part of the slot's arena.
+            begun: start of the upload, if parts have been uploaded already.
+            sent: byte ranges that have been uploaded already; see `HostLayer.upload`.
         """
         stream = self.device.weights_up
         start = begun or stream.record(timed=True)
@@ -260,7 +289,10 @@ class Worker:
             slot.readiness.uploading(layer.bucket, end)
 
     def cancel(self, slot: Slot) -> None:
-        """Take back `prepare`: the slot will not come. The next upload is in the same stream, so behind this one's."""
+        """Undo `prepare` for a slot that will not open.
+
+        The next slot reuses the arena. Its uploads run on the same stream, so they overwrite those of this one.
+        """
         assert slot.arena == 1 - self._turn, "only what was prepared last can be taken back"
         with slot.uploading:
             slot.cancelled = True
@@ -268,10 +300,14 @@ class Worker:
         slot.arena = None
 
     def open(self, slot: Slot, following: Slot | None = None) -> bool:
-        """Make ``slot`` the resident one, and begin to upload the one after it, which may be of the next step.
+        """Make ``slot`` the open one, and start uploading the slot after it, which may belong to the next step.
+
+        Args:
+            slot: the slot to open.
+            following: the slot to upload meanwhile; None for none.
 
         Returns:
-            Whether nobody is going to run in it, so that it is to be closed again.
+            Whether all microbatches have left the slot already, so that the caller must close it.
         """
         if slot.arena is None:
             self.prepare(slot)
@@ -311,8 +347,8 @@ class Worker:
                 slot.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
 
     def close_slot(self, slot: Slot) -> None:
-        """Send the gradients down [4] and let the arena go [5]."""
-        for layer in slot.layers:  # those that were not called, too
+        """Enqueue the downloads of gradients [4], and release the weight arena behind the compute so far [5]."""
+        for layer in slot.layers:  # also the layers that were not called: their uploads write to the arena
             self.device.compute.wait(self._upload_of(slot, layer))
         done = self.device.compute.record()
         if self._device_gradients:
@@ -351,7 +387,7 @@ class Worker:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def replica(self, layer: HostLayer) -> Replica:
-        """The worker's copy of ``layer``; its parameters mean something only while a slot that holds it is open."""
+        """Return the worker's copy of ``layer``. Its parameters are valid only while a slot with the layer is open."""
         return self._copy(layer)[0]
 
     def buffers(self, layer: HostLayer) -> ReplicaBuffers:
@@ -368,9 +404,10 @@ class Worker:
         return known
 
     def _whole(self, slot: Slot, layer: HostLayer, position: int) -> Tensor:
-        """A weight that has arrived rounded as it was before: somebody does something else with it than to cast it.
+        """Return the unrounded values of a weight that was uploaded rounded, for a use other than autocast's cast.
 
-        Nobody writes to it while its slot is open, unless updates are published as soon as all is uploaded.
+        The use is remembered, so that the layer is learned anew before the next batch. Reading the master is safe
+        because no update writes to it while the slot is open; with staleness 1 one may, so then it is an error.
         """
         layer.uses.otherwise([position])
         master = layer.masters[position]
@@ -387,10 +424,10 @@ class Worker:
         return self._device_gradients.get(call)
 
     def ready(self, slot: Slot, layer: HostLayer) -> Event:
-        """Order the compute stream after the upload of ``layer`` [3].
+        """Make the compute stream wait for the upload of ``layer`` [3].
 
         Returns:
-            Where it could have gone on if there were nothing to wait for.
+            Event recorded before the wait. The gap between it and the end of the wait is stall time.
         """
         self.device.drop_finished()
         upload = self._upload_of(slot, layer)
@@ -399,40 +436,40 @@ class Worker:
         return could
 
     def _upload_of(self, slot: Slot, layer: HostLayer) -> Event:
-        """Where a stream can wait for an upload, once that has been enqueued."""
+        """Return the end of a layer's upload. If the optimizer's thread enqueues that, wait until it has."""
         if (waiter := slot.awaited.get(layer.index)) is not None:
             slot.cancel_scope.wait(waiter)
         return slot.uploaded[layer.index]
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in an arena and must be copied before it may outlive its slot."""
+        """Return whether ``tensor`` lies in an arena, so that it must be copied to outlive its slot."""
         if isinstance(tensor, RoundedWeight):
             return True
         return any(arena.contains(tensor) for arena in (*self.weights, *self.gradients))
 
     def keep_until_computed(self, *tensors: Any) -> None:
-        """Keep ``tensors`` until the compute enqueued so far is done, and do not let the host run too far ahead.
+        """Keep ``tensors`` alive until the compute enqueued so far is done, and limit how far the host runs ahead.
 
-        Each call that is enqueued adds boundary tensors to what the device holds. So there are `IN_FLIGHT` calls, or as
-        many more as the plan has left memory for.
+        Each call that the device has not finished keeps its boundary tensors in device memory. At most `IN_FLIGHT` such
+        calls are allowed, or more as long as they keep no more than ``lead`` bytes.
         """
         flying = self._in_flight
         flying.add(self.device.compute.record(), tensors, counted=self.lead > 0)
         while flying and flying.oldest.done():
             flying.land()
         while len(flying) > IN_FLIGHT and (not self.lead or flying.nbytes > self.lead):
-            # Before its tensors go, and not after.
+            # Wait first: the tensors may be freed only after the call is done.
             flying.oldest.wait()
             flying.land()
 
     def release(self) -> None:
-        """Give the arenas back: other sizes are needed. Drained."""
+        """Free the arenas, before other sizes are reserved. Nothing may be in flight."""
         self.forget()
         for arena in (*self.weights, *self.gradients):
             arena.release()
 
     def forget(self) -> None:
-        """Drop what the last step left: copies of layers keep nothing of the arenas, and nothing is in flight."""
+        """Drop the replicas, device gradients and calls in flight of the last step, which refer to the arenas."""
         for replica, _ in self._replicas.values():
             replica.unbind()
         self._replicas.clear()
@@ -441,14 +478,14 @@ class Worker:
         self._in_flight = InFlight()
 
     def abandon(self) -> None:
-        """After a failure, when the device is at rest: what was enqueued on the arenas will not happen any more."""
+        """Reset the worker after a failure, when the device is at rest and has dropped the work enqueued on arenas."""
         self.forget()
         for arena in (*self.weights, *self.gradients):
             arena.last_use = None
 
 
 def _flat(nested: Iterable[Any]) -> list[Tensor]:
-    """The tensors in lists, and in lists in lists."""
+    """Return the tensors in nested lists and tuples."""
     found: list[Tensor] = []
     for item in nested:
         if isinstance(item, Tensor):
@@ -459,14 +496,15 @@ def _flat(nested: Iterable[Any]) -> list[Tensor]:
 
 
 class _LaterUpload:
-    """The upload of a layer that is still being updated. The optimizer's thread enqueues it, with parts of the weights
-    as soon as they are there, if they are updated in parts.
+    """The upload of a layer that is still being updated; the optimizer's thread enqueues it.
+
+    If the layer is updated in parts, each part is uploaded as soon as it is updated.
 
     Args:
-        worker: that the weights go to.
-        slot: that they are for.
-        layer: whose.
-        segment: of the slot's arena.
+        worker: worker to upload to.
+        slot: slot that needs the weights.
+        layer: the layer.
+        segment: the layer's part of the slot's arena.
     """
 
     def __init__(self, worker: Worker, slot: Slot, layer: HostLayer, segment: Tensor) -> None:
@@ -474,10 +512,10 @@ class _LaterUpload:
         self._begun: Event | None = None
         self._sent: list[tuple[int, int]] = []
         self.waiter = Waiter()
-        """Woken when all of it is enqueued."""
+        """Woken when the whole upload is enqueued."""
 
     def part(self, master: nn.Parameter, start: int, end: int) -> None:
-        """The numbers ``start`` to ``end`` of ``master`` are there."""
+        """Enqueue the upload of elements ``start`` to ``end`` of ``master``, which are updated."""
 
         def enqueue() -> None:
             stream = self._worker.device.weights_up
@@ -489,7 +527,7 @@ class _LaterUpload:
         self._enqueue(enqueue)
 
     def finish(self) -> None:
-        """All weights are there."""
+        """Enqueue the rest of the upload: all weights are updated."""
         self._enqueue(
             lambda: self._worker.upload(self._slot, self._layer, self._segment, self._begun, _merged(self._sent))
         )
@@ -507,7 +545,7 @@ class _LaterUpload:
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans, which do not overlap, in order, those that follow each other as one."""
+    """Sort disjoint spans and join adjacent ones."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if merged and merged[-1][1] == start:

@@ -1,10 +1,10 @@
-"""Everybody who works on a step, started together and stopped together: workers, microbatch threads, devices.
+"""The threads and devices of an engine, started and stopped together.
 
-main thread ── wait, under a watchdog ── [1]      a thread died, or nothing moves: all stacks are reported
+main thread ── wait, under a watchdog ── [1]      a dead thread, or no progress: an error reports all stacks
      │
-   rest ── everybody has come back ── [2]         or, after a failure, is given a grace to
-     │      devices reset, arenas free ── [3]     or the pool is broken: a new one has to be made
-   close ── joined ── [4]                         all but threads that are stuck in code that is not ours
+   rest ── all threads have returned ── [2]       after a failure they get `GRACE` seconds for it
+     │      devices and workers are reset ── [3]  only after a failure; if that fails, the pool is broken
+   close ── threads are joined ── [4]             except those that are stuck in user code or a driver
 """
 
 from __future__ import annotations
@@ -34,28 +34,31 @@ from lightning_roundpipe.runtime.user_code.bypassed_gradients import functions_g
 from lightning_roundpipe.runtime.user_code.process_state import one_at_a_time
 
 GRACE = 5.0
-"""Seconds that threads get to come back after the main thread has given up on them."""
+"""Seconds that threads have to return after the main thread has stopped waiting for a failed step."""
 LOOK = 0.25
-"""Seconds between two looks of the watchdog."""
+"""Interval of the watchdog's checks, in seconds."""
 
 
 class WorkerPool:
     """The threads and devices of one engine.
 
+    The class uses many modules because threads of every kind, devices and process-wide patches have to start, be
+    watched, come to rest and stop in one fixed order.
+
     Args:
-        devices: one per worker.
-        watchdog_timeout: seconds without any progress after which a step fails.
-        sums: whether gradients are summed on the host, by a thread.
-        prefetch: whether weights of a worker's next slot are uploaded while one is open.
+        devices: one device per worker.
+        watchdog_timeout: seconds without progress after which a step fails.
+        sums: whether to start a thread that adds up gradients on the host.
+        prefetch: whether workers upload the weights of their next slot while one is open.
 
     Attributes:
-        queues: for each worker, the planned slots that it opens next.
-        next_slot: the index of the next slot in the global sequence.
-        accelerator: the devices' type; None where they are emulated.
-        device_types: all types that can compute.
-        staging: the device whose host memory tensors of the host go to workers from; None where workers read any.
-        summing: that thread.
-        broken: whether a thread never came back; the others are joined by ``close`` all the same.
+        queues: each worker's queue of planned slots.
+        next_slot: function that returns the index of the next slot in the global sequence.
+        accelerator: the devices' type, such as ``"cuda"``; None if they are emulated.
+        device_types: all device types that compute, the host's included.
+        staging: device whose page-locked host memory is used to upload host tensors; None if ordinary memory will do.
+        summing: the thread that adds up gradients; None if there is none.
+        broken: whether a thread did not return or a device could not be reset, so that no further step may run.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class WorkerPool:
     ) -> None:
         self.devices = devices
         self._around = contextlib.ExitStack()
-        self._around.enter_context(devices[0].process_settings())  # before there are threads, which take them over
+        self._around.enter_context(devices[0].process_settings())  # first, as new threads inherit the settings
         self.workers = [Worker(d) for d in devices]
         self.queues = [WorkerQueue(worker, prefetch=prefetch) for worker in self.workers]
         self.next_slot = itertools.count().__next__
@@ -79,7 +82,7 @@ class WorkerPool:
         self._around.enter_context(functions_given_stand_ins())
 
     def refuse_broken(self) -> None:
-        """``RoundPipeError`` if there is no going on."""
+        """Raise `RoundPipeError` if no further step may run."""
         if self.broken:
             raise RoundPipeError(
                 "a thread of an earlier step never came back, so this engine cannot go on: call the Trainer's fit() "
@@ -87,12 +90,18 @@ class WorkerPool:
             )
 
     def locate(self, tensor: Tensor, newest: Device | None) -> Device | None:
-        """The device that ``tensor`` lives on; None is the host. ``newest`` is where its microbatch ran last."""
+        """Return the device that holds ``tensor``; None for the host.
+
+        Args:
+            tensor: the tensor.
+            newest: device that its microbatch ran on last. It is preferred among devices that share one
+                ``torch.device``, as workers on one GPU and all emulated devices do.
+        """
         there = [d for d in self.devices if d.torch_device == tensor.device]
         return newest if newest in there else next(iter(there), None)
 
     def thread(self, index: int) -> TaskThread:
-        """The thread of microbatch ``index``, started when first asked for."""
+        """Return the thread of microbatch ``index``, and start it if needed."""
         while len(self._threads) <= index:
             self._threads.append(TaskThread(f"roundpipe-microbatch{len(self._threads)}"))
         return self._threads[index]
@@ -102,18 +111,23 @@ class WorkerPool:
         return [*(worker.thread for worker in self.workers), *summing, *self._threads]
 
     def abort(self) -> None:
-        """Wake everybody who waits for a device."""
+        """Abort all devices, so that no thread keeps waiting for one."""
         for device in self.devices:
             device.abort()
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def wait(self, waiter: Waiter, cancel_scope: CancelScope, *, unless_failed: bool = False) -> None:
-        """Wait for ``waiter`` in the main thread [1]. Ctrl-C comes through here.
+        """Wait for ``waiter`` in the main thread [1]. Interrupts are delivered here.
+
+        Args:
+            waiter: the waiter.
+            cancel_scope: the step's cancel scope, whose progress the watchdog observes.
+            unless_failed: whether to return as soon as the step fails.
 
         Raises:
-            TimeoutError: nothing at all happened for the watchdog's time.
-            RoundPipeError: a thread has died.
+            TimeoutError: if there was no progress for ``watchdog_timeout`` seconds.
+            RoundPipeError: if a thread has died.
         """
         intraop_threads.release_intraop_threads()
         seen, since = cancel_scope.moved, time.monotonic()
@@ -139,14 +153,14 @@ class WorkerPool:
     # -- coming to rest -----------------------------------------------------------------------------------------------
 
     def rest(self, cancel_scope: CancelScope, tasks: Sequence[Task[Any]] = (), *, given_up: bool = False) -> None:
-        """After a step: nothing is running. After a failure, devices and workers start afresh.
+        """Wait until nothing of a step is running. After a failure, also reset devices and workers.
 
-        The caller looks at outputs from a stream of its own, which knows nothing of ours; so all is computed by then.
+        The compute streams are synchronised, because the caller reads outputs on a stream that does not wait for ours.
 
         Args:
-            cancel_scope: of the step; what goes wrong here fails it.
-            tasks: what microbatch threads were given.
-            given_up: whether the main thread waits no more: a watchdog's or user's decision.
+            cancel_scope: the step's cancel scope, which errors in here fail.
+            tasks: the tasks of the microbatch threads.
+            given_up: whether the watchdog or the user has ended the wait: threads then get `GRACE` seconds to return.
         """
         late: list[Waiter] = []
         for waiter in (*(t.waiter for t in tasks if not t.finished), *(w.fence() for w in self.workers)):
@@ -182,7 +196,7 @@ class WorkerPool:
         return True
 
     def _reset(self, cancel_scope: CancelScope) -> bool:
-        """Make devices and workers usable again [3]. On a thread of its own: a stream may be stuck as well."""
+        """Reset devices and workers [3], on a separate thread because a stream may be stuck. Return success."""
 
         def reset() -> None:
             for device in self.devices:
@@ -200,16 +214,16 @@ class WorkerPool:
             return False
 
     def close(self) -> None:
-        """Stop all threads and give everything on the devices back [4].
+        """Stop all threads and free all device memory [4].
 
-        If a thread is stuck in user code there is nobody to stop it: it is left to end with the process.
+        A thread that is stuck in user code cannot be stopped: it is left to end with the process.
         """
         deadline = time.monotonic() + 1.0 if self.broken else None
         for thread in self._everybody():
-            thread.stop()  # all of them, before the first that is stuck takes all the time
+            thread.stop()  # stop all before joining any: a stuck one would use up the others' time
         threads, self._threads = self._threads, []
-        with contextlib.ExitStack() as rest:  # in reverse, each of them even if another one fails
-            if self.broken:  # a GPU may be why, which fails again at each call, and the first error is on its way
+        with contextlib.ExitStack() as rest:  # runs in reverse order, and each callback even if another one raises
+            if self.broken:  # a broken GPU raises again at each call, and its first error is being raised already
                 rest.enter_context(contextlib.suppress(torch.AcceleratorError))
             rest.callback(self._around.close)
             if self.broken:
@@ -230,12 +244,12 @@ class WorkerPool:
 
 
 class WatchedCancelScope(CancelScope):
-    """For a step that the main thread runs itself: its waits are under the watchdog."""
+    """Cancel scope of a step that the main thread runs itself: its waits are under the watchdog."""
 
     def __init__(self, worker_pool: WorkerPool) -> None:
         super().__init__(worker_pool.abort)
         self.given_up = False
-        """Whether a wait ended without what it waited for."""
+        """Whether a wait ended with an error before its waiter was woken."""
         self._worker_pool = worker_pool
 
     def wait(self, waiter: Waiter) -> None:
@@ -249,7 +263,7 @@ class WatchedCancelScope(CancelScope):
 
 
 def stacks() -> str:
-    """Where each thread of the process is, by name."""
+    """Return the stacks of all threads of the process, as text."""
     frames = sys._current_frames()
     known = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(

@@ -1,1 +1,1 @@
-"""What an exception says, and when an interrupt is raised."""
+"""Notes on exceptions, and deferral of interrupts."""

@@ -1,14 +1,13 @@
-"""Ctrl-C between two lines of ours.
+"""Deferral of Ctrl-C while the engine's own code runs in the main thread.
 
-Python raises ``KeyboardInterrupt`` in the main thread after whatever bytecode it happens to be at. An engine that is
-interrupted while it takes the interceptors off a module, or while it resets a device, would leave the user's module
-patched or a thread waiting for ever. So while the engine works the signal is held back until the main thread waits for
-others, which is what it nearly always does, or until the engine is done. A second Ctrl-C is not held back: somebody
-wants to leave at any price.
+Python raises ``KeyboardInterrupt`` in the main thread after an arbitrary bytecode. Interrupted while it removes
+interceptors from a module, or resets a device, the engine would leave the module patched or a thread waiting. So
+the engine defers the signal until the main thread waits for other threads, as it does most of the time, or until the
+engine returns. A second Ctrl-C is not deferred, so that the user can always leave.
 
-Nor is anything raised in a finalizer, whoever's it is: Python would print it, and go on.
+A signal is also deferred while a finalizer runs: Python would print an exception raised there, and continue.
 
-The same goes for ``SIGCHLD``: torch's data loader raises from its handler when one of its processes has died.
+``SIGCHLD`` is deferred likewise: the handler of torch's data loader raises when a worker process has died.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGCHLD") if hasattr(s
 
 
 class _DeferredSignals:
-    """The handlers that were there before, and what came meanwhile."""
+    """The replaced signal handlers, and the signals that arrived since."""
 
     def __init__(self) -> None:
         self.open = False
@@ -41,9 +40,9 @@ class _DeferredSignals:
                 signal.signal(number, self._handle)
 
     def remove(self) -> None:
-        self._leaving = True  # even a second Ctrl-C waits for this little
+        self._leaving = True  # defers even a second Ctrl-C, for this short time
         try:
-            for number, handler in reversed(self._handlers.items()):  # SIGINT last: from then on it raises anywhere
+            for number, handler in reversed(self._handlers.items()):  # SIGINT last: after that it raises anywhere
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, handler)
         finally:
@@ -56,7 +55,7 @@ class _DeferredSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and any(known == number for known, _ in self._pending)
-        # When it is gone, a handler that was set meanwhile may still call this one, as torch's for SIGCHLD does.
+        # A handler that was installed in the meantime may still call this one after `remove`; torch's SIGCHLD one does.
         if (self.open and not _is_finalizing(frame)) or self._gone or (again and not self._leaving):
             self._call(number, frame)
         else:
@@ -66,12 +65,12 @@ class _DeferredSignals:
         try:
             self._handlers[number](number, frame)
         except BaseException:
-            self.open = False  # who leaves because of it is not to be interrupted once more
+            self.open = False  # no further interrupt while this exception unwinds
             raise
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
-    """Whether ``frame`` runs because an object goes."""
+    """Return whether ``frame`` runs inside a finalizer or a ``__del__`` method."""
     while frame is not None:
         if frame.f_code is _FINALIZER or frame.f_code.co_name == "__del__":
             return True
@@ -85,7 +84,7 @@ _current: _DeferredSignals | None = None
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Defer interrupts to the end, except in `interrupts_allowed`. In the main thread only, where they come."""
+    """Defer interrupts until the block ends, except in `interrupts_allowed`. No effect outside the main thread."""
     global _current
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield
@@ -102,7 +101,11 @@ def interrupts_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_allowed(allow: bool = True) -> Iterator[None]:
-    """Inside `interrupts_deferred`: let interrupts through, as around waits and user code; or defer them again."""
+    """Within `interrupts_deferred`, let interrupts through, as around waits and user code.
+
+    Args:
+        allow: False defers them again inside an outer `interrupts_allowed`.
+    """
     deferred = _current
     if deferred is None or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""What an exception says of where it happened: layer, phase, microbatch, slot and device."""
+"""Notes that tell where in a step an exception was raised: layer, phase, microbatch, slot and device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARK = "roundpipe: "
 
 
 class NumberedSlot(Protocol):
-    """What a slot is called."""
+    """The fields of a `Slot` that notes name."""
 
     index: int
     phase: Phase
@@ -25,7 +25,7 @@ class NumberedSlot(Protocol):
 
 
 class FaultPlace(NamedTuple):
-    """Somewhere in a step. ``what`` is a layer, or code between layers."""
+    """A place in a step. ``what`` names a layer, or code between layers; ``microbatch`` -1 is the whole batch."""
 
     what: str
     phase: str
@@ -41,7 +41,11 @@ class FaultPlace(NamedTuple):
 
 
 class noted:
-    """Add a note to an exception that passes, unless one closer to it has. ``place`` is asked for when there is one."""
+    """Context manager that adds a note to an exception, unless an inner one has.
+
+    Args:
+        place: returns the place to name; called only if there is an exception.
+    """
 
     __slots__ = ("_place",)
 
@@ -60,7 +64,7 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
     if any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
         return
     error.add_note(f"{_MARK}{place}")
-    # A device that counts for itself has said the same already.
+    # `DeviceOutOfMemory`, of a device that keeps its own accounts, says the same in its message.
     if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DeviceOutOfMemory) and place.device:
         resident = place.device.resident_by_purpose()
         held = ", ".join(f"{name} {sizeof(n)}" for name, n in sorted(resident.items(), key=lambda kv: -kv[1]))
@@ -72,7 +76,7 @@ def add_note(error: BaseException, place: FaultPlace) -> None:
 
 @contextlib.contextmanager
 def remedied() -> Iterator[None]:
-    """Add a note to an exception that passes and after which the process cannot go on."""
+    """Add a note to an exception after which only a new process can use the GPU."""
     try:
         yield
     except BaseException as error:
@@ -82,13 +86,18 @@ def remedied() -> Iterator[None]:
 
 
 def add_remedy(error: BaseException) -> None:
-    """Say of ``error`` that only a new process helps."""
+    """Add the note that only a new process helps, once."""
     if (note := f"{_MARK}{NEW_PROCESS}") not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
 def add_waiting_note(error: BaseException, slots: Sequence[NumberedSlot]) -> None:
-    """For an exception of the main thread, which only waits: what others were doing. ``slots`` are the open ones."""
+    """Add a note to an exception of the waiting main thread: which slots were running.
+
+    Args:
+        error: the exception.
+        slots: the open slots.
+    """
     running = "; ".join(f"slot {s.index} ({s.phase}) on worker {s.worker}" for s in slots)
     doing = f"while these slots were running: {running}" if running else "while no slot was running"
     error.add_note(f"{_MARK}raised in the main thread, which waited for the training step, {doing}")

@@ -1,1 +1,1 @@
-"""How the threads of a step wait, are given work, and are cancelled."""
+"""Waiting, task threads and cancellation."""

@@ -1,7 +1,7 @@
-"""How the threads of a step wait for each other, and how all of them leave when one fails.
+"""Waiting and cancellation for the threads of a step.
 
-Every waiter has a lock of its own: waking everybody to let one go on costs ten times as much with 32 waiters. All
-waiters of a step are known to its `CancelScope`, so the first failure wakes them all and each leaves with `Cancelled`.
+Every waiter has a queue of its own, because waking all of 32 threads so that one may proceed costs ten times as much. A
+step's `CancelScope` knows all its waiters: the first failure wakes them, and each waiting thread raises `Cancelled`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ Priority = tuple[int, ...]
 
 
 class Cancelled(BaseException):
-    """Another thread of the step failed. Not an ``Exception``, so that user code does not catch it by accident."""
+    """Raised in a thread when another thread of the step has failed.
+
+    Not an ``Exception``, so that user code does not catch it by accident.
+    """
 
 
 class Waiter:
-    """One thread's wait for one thing. A queue, because a semaphore of Python's own takes five times as long.
+    """One thread's wait for one event. It uses a ``SimpleQueue``, which is five times as fast as a semaphore.
 
-    Once woken it stays so: Ctrl-C may come between what the queue gave and whoever waited for it, who then asks again.
+    A waiter stays woken: Ctrl-C may interrupt the thread after it has taken the item from the queue, and it then waits
+    a second time.
     """
 
     __slots__ = ("_wakes", "_woken")
@@ -40,7 +44,7 @@ class Waiter:
             self._wakes.get()
 
     def wait_for(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; whether it was woken."""
+        """Wait for at most ``seconds``, and return whether the waiter was woken."""
         if self._woken:
             return True
         try:
@@ -51,19 +55,19 @@ class Waiter:
 
 
 class CancelScope:
-    """The fate of one step: the first error, and everybody who waits.
+    """The first error of a step, and the waiters that it wakes.
 
     Args:
-        on_failure: called once, in the failing thread, to wake those who wait for a device.
-        before: of the step before, if that is still on its way: what fails it fails this one.
+        on_failure: called once, in the failing thread, to wake threads that wait for a device.
+        before: scope of the step before, if that is still in flight. Its failure fails this scope too.
     """
 
     def __init__(self, on_failure: Callable[[], None] = lambda: None, before: CancelScope | None = None) -> None:
         self.error: BaseException | None = None
-        """The first one, until it is raised."""
+        """The first error, until it is raised."""
         self.failed = False
         self.progress = 0
-        """Grows with everything that happens; the watchdog looks at it."""
+        """Counter that grows with each wait that ends; the watchdog observes it."""
         self._lock = threading.Lock()
         self._waiters: set[Waiter] = set()
         self._on_failure = on_failure
@@ -79,21 +83,21 @@ class CancelScope:
             after.fail(error)
 
     def part(self) -> None:
-        """The step before is over."""
+        """Drop the reference to the step before, which is over."""
         self._before = None
 
     def end(self) -> None:
-        """The step itself is over: it is known to nobody any more."""
+        """End the scope with its step: drop all references to the step and its neighbours."""
         self._on_failure = lambda: None
         self._before = self._after = None
 
     @property
     def moved(self) -> int:
-        """Grows with everything that happens here, and in the step before, which may be all that there is to do."""
+        """Progress of this step and the one before: for a while, only the latter may make any."""
         return self.progress + (self._before.progress if self._before is not None else 0)
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first error and wake everybody."""
+        """Store the first error and wake all waiters, in this step and the one after. Later errors are ignored."""
         with self._lock:
             if self.failed:
                 return
@@ -109,8 +113,8 @@ class CancelScope:
     def raise_error(self) -> None:
         """Raise the error, if there was one, to the caller of the step.
 
-        It is not kept: it knows all frames that it came through, which know this. In a circle, everything that was at
-        work, on the devices too, would live on until a gc run, long after the caller has forgotten the error.
+        The scope does not keep the error. Its traceback refers to frames that refer to this scope, and the cycle would
+        keep the step's tensors, also those on devices, until a garbage collection.
         """
         error, self.error = self.error, None
         try:
@@ -124,7 +128,7 @@ class CancelScope:
             raise Cancelled
 
     def wait(self, waiter: Waiter) -> None:
-        """Wait until somebody wakes ``waiter``.
+        """Wait until ``waiter`` is woken.
 
         Raises:
             Cancelled: if the step has failed.
@@ -144,9 +148,10 @@ class CancelScope:
 
 
 class UserLock:
-    """Lets one microbatch thread at a time run user code, the one with the lowest priority first, whatever its step.
+    """The lock under which microbatch threads run user code. The waiter with the smallest priority tuple gets it next.
 
-    A thread may pause: others run user code until it resumes, but not the same ``piece`` of it.
+    The threads of all steps share it. A thread may pause: until it resumes, others run user code, except the same
+    ``piece`` (section) of it.
     """
 
     def __init__(self) -> None:
@@ -161,8 +166,8 @@ class UserLock:
 
         Args:
             priority: (step, slot, microbatch).
-            cancel_scope: of the step; if it fails, the lock is not held.
-            piece: what stands for the code that is going to run; None for any.
+            cancel_scope: the step's cancel scope. If the step fails, this raises and the lock is not held.
+            piece: key of the section of code that will run; None for one that no pause excludes.
         """
         with self._lock:
             if not self._held and piece not in self._paused:
@@ -186,13 +191,13 @@ class UserLock:
                 self._give_on()
 
     def pause(self, piece: Hashable) -> None:
-        """Give the lock on, but to no thread that is to run ``piece``, which is not None."""
+        """Pass the lock on, but until `resume` to no thread that will run ``piece``, which must not be None."""
         with self._lock:
             self._paused.add(piece)
             self._give_on()
 
     def resume(self, priority: Priority, cancel_scope: CancelScope, piece: Hashable) -> None:
-        """End the pause as soon as the lock is free. Arguments as for `acquire`."""
+        """Wait for the lock and end the pause. Arguments as for `acquire`."""
         try:
             self.acquire(priority, cancel_scope)
         except BaseException:
@@ -205,7 +210,7 @@ class UserLock:
             self._paused.discard(piece)
 
     def release(self) -> None:
-        """Give the lock on."""
+        """Pass the lock on to the next waiter, if any."""
         with self._lock:
             self._give_on()
 

@@ -1,4 +1,4 @@
-"""A thread that runs what it is given, one thing after another, and hands results and exceptions back."""
+"""A thread that runs submitted functions in order, and returns their results and exceptions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ T = TypeVar("T")
 
 
 class Task(Generic[T]):
-    """A function on its way through a thread; ``waiter`` is woken when it has run."""
+    """A function submitted to a `TaskThread`.
+
+    Attributes:
+        waiter: woken when the function has run.
+        finished: whether the function has run.
+    """
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function: Callable[[], T] | None = function
@@ -32,13 +37,13 @@ class Task(Generic[T]):
         except BaseException as error:
             self._error = error
         self.finished = True
-        self._function = None  # what it closed over may be large
+        self._function = None  # its closure may hold large tensors
         self.waiter.wake()
-        del self  # which knows the error, whose frames know this one: in a circle, all of them would live on
+        del self  # holds the error, whose traceback refers to this frame: a reference cycle would keep all of it alive
 
     def result(self) -> T:
-        """What the function returned, or raised. Once, and only after ``waiter`` was woken."""
-        error, self._error = self._error, None  # whose frames will know this task, see above
+        """Return the function's result, or raise its exception. Call it once, after ``waiter`` was woken."""
+        error, self._error = self._error, None  # the traceback will refer to this task: no cycle, see `run`
         try:
             if error is not None:
                 raise error
@@ -48,14 +53,14 @@ class Task(Generic[T]):
 
 
 class TaskThread:
-    """A daemon thread, started at once.
+    """A daemon thread that runs submitted functions in order. The constructor starts it.
 
     Args:
-        name: shown by debuggers and in stack dumps.
-        around: entered by the thread for as long as it lives.
+        name: name in debuggers and stack dumps.
+        around: returns a context manager that the thread enters for its lifetime.
 
     Attributes:
-        died: what ended the thread, if that was not ``stop``.
+        died: the exception that ended the thread, if `stop` did not.
     """
 
     def __init__(self, name: str, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -73,7 +78,7 @@ class TaskThread:
     def _serve(self) -> None:
         try:
             self._loop()
-        except BaseException as error:  # whoever waits for this thread finds it, and says so
+        except BaseException as error:  # threads that wait for this one report it
             self.died = error
 
     def _loop(self) -> None:
@@ -90,17 +95,28 @@ class TaskThread:
         return task
 
     def stop(self) -> None:
-        """Let the thread end when it has done what it was given."""
+        """Let the thread end once it has run everything submitted so far."""
         self._tasks.put(None)
 
     def join(self, deadline: float | None = None) -> bool:
-        """Wait for the end of a thread that was told to stop; False if it is not there at ``deadline`` (monotonic)."""
+        """Wait for the thread to end after `stop`.
+
+        Args:
+            deadline: time on the monotonic clock until which to wait; None waits without limit.
+
+        Returns:
+            Whether the thread has ended.
+        """
         self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
 
 def within(seconds: float, function: Callable[[], object]) -> bool:
-    """Run ``function`` on a thread of its own; False if it is not done in time, and is left behind."""
+    """Run ``function`` on a separate thread, and raise its exceptions here.
+
+    Returns:
+        False if it has not returned after ``seconds``; the thread is then left behind.
+    """
     thread = TaskThread("roundpipe-resting")
     task = thread.submit(function)
     thread.stop()
