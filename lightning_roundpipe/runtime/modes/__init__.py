@@ -1,1 +1,1 @@
-"""Steps of other kinds: manual optimization, evaluation, and model calls in parts."""
+"""Other kinds of steps: manual optimization, evaluation, and steps that cut only the calls of the model."""

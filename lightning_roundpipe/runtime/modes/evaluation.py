@@ -1,14 +1,16 @@
 """Forward only: validation, test and predict.
 
-The user's step runs once, on the calling thread, on the whole batch; each layer call goes to a worker with the layer's
-weights and leaves nothing behind. A layer always goes to the same worker, so that a key-value cache that it fills in
-one call is where the next one needs it, and calls may come in any order (`generate`, beam search).
+The user's step runs once, on the calling thread, on the whole batch. Each layer call runs on a worker and saves nothing
+for a backward. A layer always runs on the same worker, so a key-value cache stays on the device that uses it. Calls may
+come in any order (`generate`, beam search).
 
-    layer call ── its weights are in the arena, if it was foreseen ── [1]
-               ── what came after it last time is uploaded to its own worker ── [2]   while this one runs ── [3]
+    layer call ── uses the slot that was prefetched, if the prediction was right ── [1]
+               ── prefetches the weights of the predicted next layer to that layer's worker ── [2]
+               ── runs meanwhile ── [3]
 
-A wrong guess costs an upload. What is uploaded ahead must not be written to meanwhile: user code that writes to weights
-between layer calls shows by their version counters, or by taking hold of ``.data``, and then nothing is uploaded ahead.
+A wrong prediction costs one upload. User code must not write to weights while they are being prefetched. A layer call
+raises if a version counter shows a write to its weights. Writes through ``.data`` leave the counter alone, so once user
+code reads a weight's ``.data``, the rest of the batch prefetches nothing.
 """
 
 from __future__ import annotations
@@ -42,11 +44,15 @@ from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 
 OFTEN = 64
-"""Calls between two looks for copies that nobody needs: a long text is thousands of calls in one step."""
+"""Layer calls between two searches for dead host copies: generating a long text makes thousands of calls in a step."""
 
 
 class CallsInParts(Protocol):
-    """Who may cut a call of a model; ``expected``: whether the last one was."""
+    """Makes the calls of models, whole or in parts.
+
+    Attributes:
+        expected: whether the last call ran in parts, so that the next one probably will.
+    """
 
     expected: bool
 
@@ -54,15 +60,18 @@ class CallsInParts(Protocol):
         self, evaluation: Evaluation, name: str, function: Callable[..., Any], args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """Make the call."""
+        """Make the call and return its output."""
 
 
 class Evaluation:
-    """One batch's forward.
+    """The forward of one batch.
+
+    The class is large because it does alone what a training step divides between `Step`, `MicrobatchTask`, the slots
+    and the predictor: one thread, one microbatch and no tape leave a few lines of each.
 
     Args:
-        engine: what outlives it.
-        parts: calls of models go through this; None: they are whole.
+        engine: the context that outlives the batch.
+        parts: makes the calls of models; None runs them whole.
     """
 
     def __init__(self, engine: EngineContext, parts: CallsInParts | None = None) -> None:
@@ -84,10 +93,10 @@ class Evaluation:
         self._within = False
         self._watched = SharedOutputs()
         self.looked_at: list[tuple[HostLayer, Forward]] | None = None
-        """Takes down the calls, while somebody looks at what a model does."""
+        """Records the layer calls while `Parting` examines a call of a model; None otherwise."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)`` with its layer calls on the workers."""
+        """Return ``function(*args, **kwargs)``, with its layer calls on the workers."""
         output: Any = None
         self._order.begin()
         try:
@@ -98,7 +107,7 @@ class Evaluation:
                     self._foresee()
                 output = function(*args, **kwargs)
                 self._watched.assert_unmodified()
-            if (left := self._drop_foreseen()) is not None:  # nobody reads weights any more
+            if (left := self._drop_foreseen()) is not None:  # the caller may write to weights next
                 left.run(left.device.weights_up.synchronize, self._cancel_scope)
         except BaseException as error:
             self._cancel_scope.fail(error)
@@ -106,7 +115,7 @@ class Evaluation:
         worker_pool.rest(self._cancel_scope, given_up=self._cancel_scope.given_up)
         self._activations.move_to(None)
         for bucket in self._engine.model.buckets if self._written else ():
-            bucket.refresh()  # it may have put weights back
+            bucket.refresh()  # user code may have restored the weights that it swapped
         self._cancel_scope.raise_error()
         return output
 
@@ -117,31 +126,31 @@ class Evaluation:
 
     @property
     def calls(self) -> int:
-        """Of layers, so far."""
+        """The number of layer calls so far."""
         return self._calls
 
     @property
     def device(self) -> Device | None:
-        """Where the newest tensors are."""
+        """The device of the last layer call; None before the first one."""
         return self._device
 
     @property
     def follows_writes(self) -> bool:
-        """Whether user code may write to weights between calls."""
+        """Whether user code may write to weights between calls, so that each call refreshes its working copies."""
         return self._written
 
     def locate(self, tensor: Tensor) -> Device | None:
         return self._engine.worker_pool.locate(tensor, self._device)
 
     def call_model(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an intercepted model does when the step calls it; ``function`` is its forward."""
+        """Run an intercepted model, whose own forward is ``function``."""
         if self._within or self._parts is None:
             return function(*args, **kwargs)
         return self._parts.call(self, name, function, args, kwargs)
 
     @contextlib.contextmanager
     def within_model(self) -> Iterator[None]:
-        """The model calls its layers, and models in it are no calls of the step."""
+        """Run the models that a model calls in its forward as part of that forward."""
         before, self._within = self._within, True
         try:
             yield
@@ -149,28 +158,28 @@ class Evaluation:
             self._within = before
 
     def go_on(self, device: Device | None) -> None:
-        """User code goes on in the stream that made the newest tensors."""
+        """Run the following user code in the compute stream of ``device``, which made the newest tensors."""
         if device is not None:
             self._user_code.close()
             self._user_code.enter_context(device.activate())
             self._device = device
 
     def stop_foreseeing(self) -> None:
-        """Others upload what they need."""
+        """Cancel the prefetch: a call in parts uploads its own stages."""
         self._drop_foreseen()
 
     # -- calls of layers ----------------------------------------------------------------------------------------------
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor:
-        """What a layer on ``device`` finds in place of a parameter that is not its own."""
+        """Return a copy on ``device`` of a parameter that the running layer uses and does not own."""
         return master.to(device, self._engine.model.formats.of(master))
 
     def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
-        """Gradients that user code asks for here belong in ``.grad``."""
+        """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
         return False
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the intercepted layer does instead of running."""
+        """Run an intercepted layer on its worker and return its output."""
         with torch._C.DisableTorchFunction(), interrupts_allowed(False):
             engine = self._engine
             layer.assert_unmodified()
@@ -211,10 +220,9 @@ class Evaluation:
             return self._hand_back(call, forward, args, kwargs)
 
     def _adapt(self, call: Call) -> None:
-        """Before it runs."""
+        """Change ``call`` before it runs; subclasses override this."""
 
     def _hand_back(self, call: Call, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The layer's output as user code sees it."""
         return hand_back(call, None, TracedCall(call.layer, 0), forward, args, kwargs, self._watched)[0]
 
     # -- uploading ahead ----------------------------------------------------------------------------------------------
@@ -229,7 +237,7 @@ class Evaluation:
         )  # fmt: skip
 
     def _slot_for(self, layer: HostLayer) -> Slot:
-        """The slot that ``layer`` is to run in [1]."""
+        """Return the prefetched slot if it is that of ``layer``, else a new one [1]."""
         foreseen = self._foreseen
         if foreseen is not None and foreseen.layers[0] is layer:
             self._foreseen = None
@@ -245,7 +253,7 @@ class Evaluation:
             worker.post(lambda: worker.prepare(slot), self._cancel_scope)
 
     def _drop_foreseen(self) -> Worker | None:
-        """Take back what was foreseen. Who has uploaded it for nothing, if somebody has."""
+        """Cancel the prefetch, and return the worker whose upload may still be running; None if there was none."""
         slot, self._foreseen = self._foreseen, None
         if slot is None:
             return None
@@ -254,6 +262,6 @@ class Evaluation:
         return worker
 
     def _stay_behind(self) -> None:
-        """User code may write to weights without anybody seeing it: for the rest of the batch each is uploaded late."""
+        """Stop prefetching for the rest of the batch: user code may write to weights without raising their versions."""
         self._ahead, self._written = False, True
         self._drop_foreseen()

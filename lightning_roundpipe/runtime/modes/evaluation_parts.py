@@ -1,15 +1,15 @@
-"""Evaluation in microbatches: a call of the model is cut, so that all workers have something to do.
+"""Evaluation in microbatches: cuts the calls of models, to give all workers something to do.
 
-The step itself runs once, on the whole batch, on the calling thread. Only a call of the model may be cut, and only
-where nobody can tell the difference:
+The step itself runs once, on the whole batch, on the calling thread. `Parting` cuts a call of a model only where the
+result is the same but for rounding:
 
-    first call of its kind ── runs whole, and is looked at ── [1]   draws, logs, keeps or changes something: never cut
-    second ── whole, and in parts as well ── [2]                    they differ by more than rounding: never cut
-    later ── in parts ── [3]      order of calls, outputs, errors, branches that were not taken at [2]: whole after all
-    the 2nd, 4th, 8th, ... of these ── whole as well, as at [2]
+    first call of its kind ── runs whole, examined ── [1]       draws, logs, keeps or changes something: never cut
+    second call ── runs in parts, then whole ── [2]             outputs differ by more than rounding: never cut
+    later calls ── run in parts ── [3]     another order of layers, an error, a branch not taken at [2]: whole after all
+    the 2nd, 4th, 8th, ... of these ── run in parts, then whole, as at [2]
 
-What has been looked at leaves nothing behind, so a call that cannot be made in parts is simply made whole. Key-value
-caches are never cut, nor is a loss that the model computes itself: their samples have met already.
+A model that passes [1] leaves nothing behind, so a failed attempt in parts can be repeated whole. A call with a
+key-value cache is never cut, nor is a model that returns its own loss: these have no row for each sample.
 """
 
 from __future__ import annotations
@@ -45,20 +45,23 @@ from lightning_roundpipe.runtime.user_code.module_state import StateWatch
 
 _PLAIN = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
 LOOKS = 3
-"""First calls that are looked at, if it cannot be told from the first one."""
+"""Calls to examine at most while another dimension of an output is as long as the batch."""
 ROUNDING = 1e-3
-"""Parts of the largest value by which whole and parts may differ: low precision rounds so."""
+"""Tolerated difference between whole and parts, relative to the largest value: the rounding of low precision."""
 
 
 @dataclass
 class _CallKind:
-    """What is known of calls of one kind.
+    """What earlier calls have shown of one kind of call: one model, with arguments of the same structure and types.
 
     Attributes:
-        cut: whether they run in parts; None until that is known.
-        calls: that ran in parts; those whose number is a power of two run whole as well, and are compared.
-        branches: that its code took by the truth values of tensors in parts that were compared, as far as each went.
-        trace: the layers that they call; ``spans``: of stages over these, by the number of microbatches.
+        cut: whether calls run in parts; None until the first comparison.
+        looks: examined calls.
+        trace: the layer calls that the model makes; None until examined.
+        seconds: forward time of each of them.
+        spans: the stages over them, by number of microbatches.
+        calls: attempts in parts; those whose number is a power of two are compared with the whole.
+        branches: truth values of tensors that user code branched on in compared parts, with every prefix.
     """
 
     cut: bool | None = None
@@ -71,10 +74,16 @@ class _CallKind:
 
 
 class Parting:
-    """What outlives a batch.
+    """Decides which calls of models evaluation cuts, and makes them. Lives as long as the engine.
+
+    It depends on many modules because the decision compares everything that a call may do (outputs, buffers,
+    attributes, logs, random numbers), and a call in parts needs a trace, a partition and a step of its own.
 
     Args:
-        engine: whose evaluation it is.
+        engine: the context of the engine.
+
+    Attributes:
+        possible: whether there are several workers and the options allow cutting.
     """
 
     def __init__(self, engine: EngineContext) -> None:
@@ -82,13 +91,13 @@ class Parting:
         self._known: dict[Any, _CallKind] = {}
         self.possible = len(engine.worker_pool.devices) > 1 and engine.options.num_microbatches != 1
         self.expected = False
-        """Whether the last call of a model ran in parts."""
+        """Whether the last call of a model ran in parts; then the next batch does not begin with a prefetch."""
 
     def call(
         self, evaluation: Evaluation, name: str, function: Callable[..., Any], args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """A call of the model, whole or in parts."""
+        """Make a call of a model, whole or in parts."""
         leaves, spec = flatten((args, kwargs))
         samples = self._samples(leaves, args, kwargs)
         sizes = self._sizes_of(samples) if samples > 1 else []
@@ -113,7 +122,10 @@ class Parting:
         return output[0]  # [3]
 
     def _compare(self, known: _CallKind, name: str, whole: Any, parts: tuple[Any] | None) -> None:
-        """A call was made ``whole``, and in ``parts``, which is None if it is unsplittable."""
+        """Decide from the outputs ``whole`` and in ``parts`` (None: that failed) whether this kind is cut.
+
+        A failure in parts decides only at the first comparison: later it may be an exception of this batch.
+        """
         earlier = known.cut
         if parts is not None or earlier is None:
             known.cut = parts is not None and _agree(whole, parts[0])
@@ -123,7 +135,7 @@ class Parting:
             self._engine.hints.of_uneven_evaluation(name)
 
     def _hooked(self) -> bool:
-        """Whether somebody listens to modules, who would be told of each part."""
+        """Return whether there are forward hooks on modules, which would run once for each part."""
         hooks = torch.nn.modules.module
         listening = hooks._global_forward_hooks or hooks._global_forward_pre_hooks
         return bool(listening) or any(
@@ -131,7 +143,7 @@ class Parting:
         )
 
     def _samples(self, leaves: list[Any], args: Any, kwargs: Any) -> int:
-        """How many; 0 if the call is none that could be cut."""
+        """Return the number of samples; 0 if the call cannot be cut."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not any(t.dim() for t in tensors) or not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
             return 0
@@ -197,7 +209,7 @@ class Parting:
         self, evaluation: Evaluation, known: _CallKind, name: str, function: Callable[..., Any], args: Any, kwargs: Any,
         branches: Branches,
     ) -> tuple[Any] | None:  # fmt: skip
-        """The output; None if it cannot be had so."""
+        """Return the output in a tuple; None if the call cannot be made in parts."""
         engine, trace = self._engine, known.trace
         assert trace is not None
         evaluation.stop_foreseeing()
@@ -218,12 +230,12 @@ class Parting:
                 evaluation.go_on(call.runs[-1].device)
                 return (call.merge(evaluation.device, lambda tensor: None),)
             except RoundPipeError:
-                return None  # what was returned cannot be put together
+                return None  # `merge` cannot put the outputs together
             finally:
                 step.release()
 
     def _spans(self, known: _CallKind, microbatches: int) -> tuple[Span, ...]:
-        """Stages of nearly equal time that fit the arenas that there are."""
+        """Return stages of nearly equal time that fit the existing weight arenas."""
         assert known.trace is not None
         room = self._engine.worker_pool.workers[0].weights[0].buffer
         costs = Costs(
@@ -239,7 +251,7 @@ class Parting:
 
 @dataclass
 class _Whole:
-    """The call as the user made it."""
+    """The call, uncut."""
 
     evaluation: Evaluation
     function: Callable[..., Any]
@@ -271,12 +283,12 @@ def _rows_only(output: Any, samples: int) -> bool:
 
 
 def _ambiguous(output: Any, samples: int) -> bool:
-    """Whether another dimension is that of the samples, too."""
+    """Return whether a further dimension is as long as the batch: the rows may not be the samples."""
     return any(samples in leaf.shape[1:] for leaf in flatten(output)[0] if isinstance(leaf, Tensor))
 
 
 def _agree(whole: Any, parts: Any) -> bool:
-    """Whether two outputs are the same but for rounding."""
+    """Return whether two outputs are the same but for rounding."""
     (one, spec), (other, found) = flatten(whole), flatten(parts)
     return spec == found and all(map(_near, one, other))
 

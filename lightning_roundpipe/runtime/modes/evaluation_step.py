@@ -1,4 +1,4 @@
-"""A call of the model in evaluation, in parts; see `evaluation_parts`."""
+"""Runs one call of a model in parts in evaluation; `evaluation_parts` decides which calls."""
 
 from __future__ import annotations
 
@@ -26,26 +26,30 @@ from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
 
 Branches = set[tuple[bool, ...]] | frozenset[tuple[bool, ...]]
-"""Truth values of tensors, one after another, that code went by."""
+"""Sequences of truth values of tensors that user code branched on."""
 
 
 class _Unsplittable(BaseException):
-    """A part does what it may not do in parts. Not an ``Exception``, so that user code does not catch it."""
+    """Raised where a part does what only a whole call may do. No ``Exception``, so that user code does not catch it."""
 
 
 class EvaluationStep(ModelStep):
-    """One call of the model, in parts.
+    """One call of a model in evaluation, in parts.
+
+    It takes the slots and threads of a training step and the device and recorder of an evaluation, hence collaborators
+    of both.
 
     Args:
-        engine: what outlives it.
-        evaluation: that it belongs to.
-        trace: the layers that parts call.
-        spans: of its stages.
+        engine: the context that outlives the call.
+        evaluation: the batch's evaluation.
+        trace: the layer calls that each part makes.
+        spans: the stages over them.
         sizes_for: see `ModelStep`.
-        branches: that the code of parts may take; a set is added to, and they may take any.
+        branches: the branches that parts may take. A frozenset allows only those in it; a set allows any and records
+            them.
 
     Attributes:
-        unsplittable: whether a part did what it may not do.
+        unsplittable: whether a part failed or did what only a whole call may do; the output is then unusable.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class EvaluationStep(ModelStep):
         self.branches = branches
         self._trace, self._spans = trace, spans
         self._device = evaluation.device
-        self._unclosed = 1  # that stands for those that are not made yet
+        self._unclosed = 1  # stands for the slots that are not made yet
         self._portion = ModelCallStages("", range(len(trace.calls)), spans, ())
 
     def run_parts(self, call: ModelCall[PartRun], function: Callable[..., Any], parts: list[tuple[Any, Any]]) -> None:
@@ -95,7 +99,11 @@ class EvaluationStep(ModelStep):
 
 
 class _EvaluationPart(PartRun):
-    """Draws from nobody's generator, as the model does not; what it may not do ends it, and all others."""
+    """A part of the call. Its layers run unseeded, as examined models do not draw.
+
+    An error in one part marks the whole call `EvaluationStep.unsplittable`, and the other parts leave at their next
+    layer call.
+    """
 
     def __init__(self, step: EvaluationStep, *args: Any) -> None:
         super().__init__(step.engine, step, *args)
@@ -107,14 +115,14 @@ class _EvaluationPart(PartRun):
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: Any, predecessor: Waiter | None
     ) -> None:
         try:
-            with calling(self):  # in any order, as they leave nothing behind
+            with calling(self):  # parts leave nothing behind, so none waits for its predecessor
                 try:
                     context.run(self._go, function, args, kwargs)
                 finally:
                     self.segments.close()
         except Cancelled:
             pass
-        except BaseException:  # if it is the model's own, it comes again when the call is made whole
+        except BaseException:  # an error of the model's own is raised again by the whole call
             self._evaluation_step.unsplittable = True
         finally:
             self._announce()
@@ -129,7 +137,7 @@ class _EvaluationPart(PartRun):
         return None
 
     def _decided(self, decisions: list[bool]) -> None:
-        """Its code goes by a tensor's truth value, the last of these."""
+        """Record, or refuse, the branch that user code takes after ``decisions``."""
         branches, branch = self._evaluation_step.branches, tuple(decisions)
         if isinstance(branches, set):
             branches.add(branch)
@@ -138,7 +146,7 @@ class _EvaluationPart(PartRun):
 
 
 class _EvaluationSections(UserCodeSections):
-    """User code without a random state of its own."""
+    """Sections of user code under the lock, without a random state or module state of their own."""
 
     def enter(
         self, slot: int, segment_key: SegmentKey | None, device: Device | None, what: str, *, off_trace: bool
@@ -150,5 +158,5 @@ class _EvaluationSections(UserCodeSections):
 
 
 def raise_unsplittable(*_: Any, **__: Any) -> None:
-    """What may not be done in parts."""
+    """Raise `_Unsplittable`, whatever the arguments: stands in for ``log`` and other callbacks."""
     raise _Unsplittable

@@ -1,4 +1,4 @@
-"""The mode of the user's code in evaluation."""
+"""The torch function mode of user code in evaluation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
 
 
 class EvaluationUserCode(UserCodeMode):
-    """Host tensors follow the device of what they meet; ``touched`` is called where a master's ``.data`` is read.
+    """Moves host tensors to the device of their operation's other operands, and watches for ``.data`` and branches.
 
-    ``aside``: as in `UserCodeMode`. ``decided`` is called where a tensor's truth value is asked for, with all so far.
+    Args:
+        engine: the context of the engine.
+        touched: called when user code reads the ``.data`` of a master, through which it may write to it.
+        aside: see `UserCodeMode`.
+        decided: called when user code asks for a tensor's truth value, with all truth values so far.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class EvaluationUserCode(UserCodeMode):
         )
         self._all, self._touched, self._decided = engine.model.bucket_of, touched, decided
         self.decisions: list[bool] = []
-        """Truth values of tensors that user code went by."""
+        """The truth values of tensors that user code asked for."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,19 +1,20 @@
-"""A step under manual optimization: training_step differentiates, and steps its optimizers, by itself.
+"""A step under manual optimization: training_step itself runs backward and steps its optimizers.
 
 It runs on the calling thread, on the whole batch, as one microbatch without a plan:
 
-    layer call ─► worker ── its weights are there before user code goes on, which may write to them next ── [1]
+    layer call ─► worker ── waits for the upload of the weights, as user code may write to them next ── [1]
     loss.backward() ── through the user code behind the layers, then the tape, deepest call first ── [2]
-                    ── gradients come down and are added to .grad; nothing is on its way when it returns ── [3]
-    optimizer.step(), p.clamp_(), ... write to masters; the next call uploads what they are then ── [4]
+                    ── downloads the gradients and adds them to .grad; returns with no copy in flight ── [3]
+    optimizer.step(), p.clamp_(), ... write to masters; the next call uploads the new values ── [4]
 
-What user code sees of masters in low precision is `manual_user_code`'s affair.
+`manual_user_code` decides what user code sees of masters in low precision.
 
-A call is recomputed for its backward, so its weights must be what they were. Plain training keeps what it needs of them
-and complains if that was written to; here it is an error if any weight of the layer was.
+A call is recomputed for its backward, so its weights must not change in between. Plain training saves the tensors that
+backward needs and raises if one of them was written to; here a write to any weight of the layer is an error.
 
-Calls stay on the tape until a backward has used them up, so a step may have several, for different losses. User code
-draws from the caller's own generators, as in plain training; layers that draw have seeds of their own, as ever.
+A call stays on the tape until a backward has used it, so a step may run several backwards, for different losses. User
+code draws from the caller's own generators, as in plain training. Layers that draw have seeds of their own, as in every
+step.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
 
 class ManualStep(Step):
-    """One batch.
+    """The step of one batch under manual optimization.
 
     Args:
-        engine: what outlives it.
-        seed: of this batch.
+        engine: the context that outlives the step.
+        seed: numbers that identify the batch.
         updates: see `Step`.
     """
 
@@ -67,11 +68,12 @@ class ManualStep(Step):
         self._trainable: dict[int, tuple[bool, ...]] = {}
         low = engine.model.formats.low is not None
         self._copied = {layer: layer.written() for layer in engine.model.layers} if low else {}
-        """What working copies were made of."""
+        """Versions and addresses of each layer's masters when its working copies were last made."""
         self._unversioned: set[int] = set()
+        """Ids of masters whose ``.data`` user code has read: writes through it do not raise the version."""
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """``function()``, the user's training_step."""
+        """Return ``function()``, the user's training_step."""
         engine = self.engine
         engine.learned.plans, engine.learned.randomness.learning, engine.learned.randomness.comparing = (
             False,
@@ -92,30 +94,30 @@ class ManualStep(Step):
         return output
 
     def _worker_of(self, index: int, layers: Sequence[HostLayer]) -> int:
-        """A layer is always on the same worker, so that what is logged is on the same device in each step."""
+        """Run a layer on the same worker in each step, so that each logged value stays on its device."""
         return layers[0].index % len(self.engine.worker_pool.workers)
 
     def called(self, call: TracedCall, trainable: list[bool]) -> None:
-        """What was trained of the layer when it was called: optimizers are toggled within the step."""
+        """Record which parameters were trainable at the call: ``toggle_optimizer`` changes that within the step."""
         self._trainable[id(call)] = tuple(trainable)
 
     def sums_of(self, call: TracedCall) -> HostGradSums | None:
-        """Where the gradients of a call are summed, in the backward that is under way."""
+        """Return the host sums of a call's gradients in the running backward; None if it has no trainable parameter."""
         key = (call.layer.index, call.use)
         if key not in self._sums:
             trainable = self._trainable[id(call)]
-            # Not by its number in the step, which may call a layer in a loop, with a backward after each time.
+            # Count within this backward, not within the step: a loop of call and backward then reuses one buffer.
             nth = sum(layer == call.layer.index for layer, _ in self._sums)
             self._sums[key] = self.engine.gradients.of(call.layer, nth, trainable, self._make_room).begin()
         known = self._sums[key]
         return known if known.layout.nbytes else None
 
     def mark_unversioned(self, master: nn.Parameter) -> None:
-        """From now on ``master`` may be written to without being counted."""
+        """From now on refresh the working copies of ``master`` before each upload: its version may not show writes."""
         self._unversioned.add(id(master))
 
     def _prepare(self, slot: Slot) -> None:
-        """What is uploaded is what masters are now."""
+        """Refresh the working copies of the slot's layers if their masters have changed, then upload."""
         for layer in slot.layers if self._copied else ():
             now = layer.written()
             if self._copied[layer] != now or any(id(master) in self._unversioned for master in layer.masters):
@@ -124,15 +126,15 @@ class ManualStep(Step):
         super()._prepare(slot)
 
     def _make_room(self, nbytes: int) -> None:
-        """What was frozen before may be trained now."""
+        """Grow the gradient arenas to ``nbytes``: parameters that were frozen before may be trained now."""
         for worker in self.engine.worker_pool.workers:
             worker.run(lambda w=worker: w.reserve(0, nbytes), self.cancel_scope)  # type: ignore[misc]
 
     def hand_out(self) -> None:
-        """Add what a backward has summed to ``.grad`` [3], as autograd does: hooks of parameters are called."""
+        """Add the sums of a backward to ``.grad`` through autograd, which calls the parameters' hooks [3]."""
         sums, self._sums = [self._sums[key] for key in sorted(self._sums)], {}
-        # When a worker's thread comes to this, slots are closed, and gradients on their way. What was foreseen and did
-        # not come must not be uploaded while user code writes to weights, either.
+        # A worker's thread runs this after closing its slots, so all gradient downloads are enqueued by then. The wait
+        # itself is for a cancelled prefetch, whose upload must not read weights while user code writes to them.
         for worker in self.engine.worker_pool.workers:
             worker.run(worker.device.weights_up.synchronize, self.cancel_scope)
         gradients = StepGradients(sums, [], 1.0)
@@ -148,7 +150,10 @@ class ManualStep(Step):
 
 
 class ManualRun(MicrobatchTask):
-    """The batch, as the one microbatch of its step."""
+    """The whole batch, as the one microbatch of its step.
+
+    It replaces the user code, predictor and backward of `MicrobatchTask`, and therefore knows the classes of each.
+    """
 
     def __init__(self, step: ManualStep, slots: SlotsOnArrival) -> None:
         super().__init__(step.engine, step, 0, None, slots)
@@ -159,12 +164,12 @@ class ManualRun(MicrobatchTask):
             slots, step.sums_of, step.engine.learned.order, ahead=bool(step.engine.options.prefetch)
         )
         self._weights: dict[RecordedCall, list[tuple[int, int]]] = {}
-        """What was known of the weights of a call's layer when it was made."""
+        """Versions and addresses of the masters of each recorded call's layer, at the call."""
         self._before: dict[RecordedCall, list[tuple[nn.Parameter, Tensor]]] = {}
-        """Weights that user code has got hold of between a call and its backward, and what they were."""
+        """Masters whose ``.data`` user code has read between a call and its backward, with copies of their values."""
 
     def train(self, function: Callable[[], Any]) -> Any:
-        """``function()`` with its layer calls on the workers."""
+        """Return ``function()``, with its layer calls on the workers."""
         try:
             with calling(self), self.mode.watching_optimizers(), self.mode:
                 self._enter_user_code()
@@ -174,7 +179,7 @@ class ManualRun(MicrobatchTask):
                 self._watched.assert_unmodified()
             return output
         finally:
-            for recorded in self.tape:  # what is kept for the next step has no gradients there
+            for recorded in self.tape:  # a gradient that reaches one of these in a later step is an error
                 recorded.done = True
                 recorded.release()
             self.tape.clear()
@@ -195,8 +200,7 @@ class ManualRun(MicrobatchTask):
             return output
 
     def _check_weights(self, layer: HostLayer) -> None:
-        """They are up to date."""
-        layer.assert_unmodified()
+        layer.assert_unmodified()  # compares with the snapshot of `_bring_up_to_date`
 
     def _bring_up_to_date(self, layer: HostLayer) -> None:
         if self._layer_predictor.is_late(layer):
@@ -204,11 +208,14 @@ class ManualRun(MicrobatchTask):
         places = [master.data_ptr() for master in layer.masters]
         layer.reattach()
         moved = [m for m, place in zip(layer.masters, places, strict=True) if m.data_ptr() != place]
-        torch.autograd.graph.increment_version(moved)  # they were given other memory, and with it other values
+        torch.autograd.graph.increment_version(moved)  # user code has replaced their values, as a write would
         layer.snapshot()
 
     def _touched(self, master: nn.Parameter) -> None:
-        """User code reads ``master.data``, through which it may write without being counted."""
+        """Prepare for uncounted writes: user code has read ``master.data``.
+
+        Stops prefetching, and copies the value if a recorded call still has to be recomputed with it.
+        """
         self._layer_predictor.stay_behind()
         self._manual.mark_unversioned(master)
         if self._phase == "forward":
@@ -227,7 +234,7 @@ class ManualRun(MicrobatchTask):
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
-        """Gradients belong in ``.grad`` here."""
+        """Leave a gradient that reached ``master`` itself to autograd, which adds it to ``.grad``."""
         return False
 
     def _differentiate(
@@ -238,7 +245,7 @@ class ManualRun(MicrobatchTask):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """What ``loss.backward()`` does in training_step [2]."""
+        """Replace ``loss.backward()`` in training_step [2]."""
         if create_graph or inputs is not None:
             raise RoundPipeError(
                 f"backward({'create_graph=True' if create_graph else 'inputs=...'}) is not supported by the roundpipe "
@@ -256,13 +263,16 @@ class ManualRun(MicrobatchTask):
             self._walk_losses(retain=bool(retain_graph))
             self._slots.finish(self.index)
             self._manual.hand_out()
-            self.activations.end_forward()  # a step may run the model any number of times
+            self.activations.end_forward()  # or host copies would pile up over the step's forwards
             self.activations.move_to(None)
             self._enter_user_code()
             self._phase = "forward"
 
     def _walk_losses(self, *, retain: bool) -> None:
-        """The calls that the gradient reaches; others may be reached by another loss."""
+        """Run the backward of the calls that the gradient reaches, deepest first.
+
+        Other calls stay on the tape, for another loss; with ``retain`` all of them do.
+        """
         left: list[RecordedCall] = []
         while self.tape:
             recorded = self.tape.pop()
@@ -292,7 +302,7 @@ class ManualRun(MicrobatchTask):
 
 
 class _ManualSections(UserCodeSections):
-    """The user code of a step that has no other: nobody to take turns with, and the caller's own random state."""
+    """The user code of the step's only microbatch: it takes no turns and draws from the caller's random state."""
 
     def __init__(self, step: ManualStep) -> None:
         super().__init__(step.engine, step.spec, 0, learning=True)
@@ -305,8 +315,8 @@ class _ManualSections(UserCodeSections):
         device = device or self._engine.worker_pool.devices[0]
         self._around.enter_context(device.activate())
         if self._now is not None:
-            self._now.restore()  # layers and the backward pass have seeds of their own
-        if device.generator is not torch.default_generator:  # which device it is depends on how many there are
+            self._now.restore()  # layers and backward have drawn from seeds of their own in between
+        if device.generator is not torch.default_generator:  # which device this is depends on the number of workers
             device.generator.manual_seed(derive(*self._step.seed, self._index, -1 - self._count))
         self._count += 1
 
@@ -315,7 +325,7 @@ class _ManualSections(UserCodeSections):
         self.close()
 
     def end(self) -> None:
-        """Afterwards the host's generators are where plain training leaves them, and the devices' where they were."""
+        """Restore the devices' generators; leave the host's as user code has left them, as plain training does."""
         host = GlobalRandomState([])
         self._before.restore()
         host.restore()

@@ -1,12 +1,12 @@
-"""User code under manual optimization: it reads weights, differentiates losses, and steps optimizers.
+"""User code under manual optimization: it reads weights, runs backward, and steps optimizers.
 
-Masters are read as they are, and nothing is weighed. Where everything is computed in low precision, ``training_step``
-sees what it sees under automatic optimization: a low-precision copy of each, made anew when the master has changed.
-What writes to parameters means masters, and so does all that an optimizer does:
+It reads masters themselves, and losses are not weighted. Under a ``*-true`` precision of 16 bits ``training_step``
+reads a low-precision copy of each master instead, as under automatic optimization, made anew when the master has
+changed. Writes, and everything that an optimizer does, go to the masters:
 
-    F.linear(h, weight) ── a copy, whose gradient is added to the master's in its own format ── [1]
+    F.linear(h, weight) ── a copy; its gradient is added to the master's, in the master's dtype ── [1]
     p.clamp_(), p.data ── the master ── [2]
-    optimizer.step() ── masters, under torch's default format outside a step; its closure is training_step's ── [3]
+    optimizer.step() ── masters, under the default dtype outside a step; its closure runs as training_step does ── [3]
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_roundpipe.runtime.user_code.mode import DATA, Proxies, UserCodeMo
 
 
 class ManualUserCode(UserCodeMode):
-    """The mode of one step; ``backward`` is ours.
+    """The torch function mode of one manual step. It replaces ``Tensor.backward``.
 
     Args:
-        differentiate: what ``loss.backward()`` does.
-        touched: is told of a master whose ``.data`` user code gets hold of.
-        engine: whose masters are read.
+        differentiate: a bound method that runs in place of ``loss.backward()``; referenced weakly.
+        touched: a bound method called with each master whose ``.data`` user code reads; referenced weakly.
+        engine: the context of the engine.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class ManualUserCode(UserCodeMode):
             devices=engine.worker_pool.devices, buffers=engine.model.buffers,
         )  # fmt: skip
         self._all = engine.model.bucket_of
-        self._differentiate = weakref.WeakMethod(differentiate)  # of the run, which holds this
+        self._differentiate = weakref.WeakMethod(differentiate)  # of a `ManualRun`, which owns this mode
         self._touched = weakref.WeakMethod(touched)
         self._copies: dict[int, tuple[tuple[int, int, bool], Tensor]] = {}
-        """Of masters that were read, by id, with what they were then."""
+        """Low-precision copies by id of the master, with its version, address and ``requires_grad`` at that time."""
         self._unversioned: set[int] = set()
-        """Masters that may be written to without being counted, by id."""
+        """Ids of masters whose ``.data`` user code has read: their versions do not show all writes."""
         self._steps = False
-        """Whether an optimizer's own code runs."""
+        """Whether an optimizer's own code is running."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,15 +70,15 @@ class ManualUserCode(UserCodeMode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._call(func, func.__name__, args, kwargs)  # of the whole batch: nothing has to be weighed
+        return self._call(func, func.__name__, args, kwargs)  # of the whole batch, so there are no targets to count
 
     # -- in low precision ---------------------------------------------------------------------------------------------
 
     def refuse_write(self, does: str, master: nn.Parameter) -> None:
-        """Nothing: it is the master that is written to [2]."""
+        """Allow it: the write goes to the master itself [2]."""
 
     def stand_in(self, value: Any) -> Any:
-        """A copy of ``value`` in low precision, if it is a master that is seen so [1]."""
+        """Return a low-precision copy if ``value`` is a master that is read as one [1], else ``value``."""
         if not (isinstance(value, nn.Parameter) and id(value) in self._masters and self._formats.differ(value)):
             return value
         now = (value._version, value.data_ptr(), value.requires_grad)
@@ -91,12 +91,12 @@ class ManualUserCode(UserCodeMode):
         return copied
 
     def _has_moved(self, master: nn.Parameter, copied: Tensor) -> bool:
-        """Whether it was written to in a way that is not counted."""
+        """Return whether ``master`` has changed without raising its version since the copy was made."""
         return id(master) in self._unversioned and not torch.equal(master.detach().to(copied.dtype), copied.detach())
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
-        """Any optimizer that is stepped meanwhile finds masters [3]."""
+        """Let optimizers that are stepped meanwhile work on masters, in the dtypes of plain code [3]."""
         if self._formats.low is None:
             yield
             return
@@ -115,13 +115,13 @@ class ManualUserCode(UserCodeMode):
         torch.set_default_dtype(self._formats.outside if steps else self._formats.low)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What the optimizer is called with instead."""
+        """Enter the optimizer's code, and return its arguments with closures wrapped."""
         self._stepping(True)
         given = tuple(map(self._in_the_step, args[1:]))
         return (args[0], *given), {key: self._in_the_step(value) for key, value in kwargs.items()}
 
     def _in_the_step(self, argument: Any) -> Any:
-        """A closure that runs as the rest of training_step does."""
+        """Wrap a closure so that it runs as the rest of training_step does."""
         if not callable(argument):
             return argument
 
@@ -136,7 +136,7 @@ class ManualUserCode(UserCodeMode):
 
 
 class _Seen(torch.autograd.Function):
-    """A master in low precision."""
+    """Cast a master to low precision; cast its gradient back, and multiply it by the pending ``Proxies.factor``."""
 
     @staticmethod
     def forward(ctx: Any, master: Tensor, low: torch.dtype, proxies: Proxies) -> Tensor:

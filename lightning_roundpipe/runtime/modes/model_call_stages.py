@@ -1,12 +1,12 @@
-"""The stages of a plan where training_step runs once, and only the calls of the model that it makes are cut.
+"""The stages of a plan where training_step runs once and only its calls of the model are cut.
 
     training_step ─► model call 0 ─► user code ─► model call 1 ─► loss ─► backward ─► model call 1 ─► model call 0
-                     F1 F2 .. Fk     parked  F1 .. Fk                            B1 .. Bj        B1 .. Bj
+                     F1 F2 .. Fk     parked       F1 .. Fk                            B1 .. Bj        B1 .. Bj
 
-The loss needs all microbatches at once, so none may hold a turn while it waits for the others: the fused stage is run
-as a forward stage and as a backward stage, and no stage reaches from one call of the model into the next. Every call,
-in each direction, has slots of its own in the global sequence, and all microbatches have left them when it is over. So
-nobody is ever parked with a turn.
+The loss needs all microbatches at once, so no microbatch may hold a turn while it waits for the others, or the step
+would deadlock. Therefore the fused stage runs as a forward stage and a backward stage, and no stage reaches from one
+call of the model into the next. Each direction of each call has its own slots in the global sequence, and all
+microbatches have left these when that direction ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 @dataclass(frozen=True)
 class ModelCallStages:
-    """What of the trace one call of the model makes: ``calls``, and the spans of its stages, in their order."""
+    """One call of the model: its qualified name, its layer calls in the trace, and its stages in running order."""
 
     name: str
     calls: range
@@ -34,7 +34,7 @@ class ModelCallStages:
 
 
 def portions_of(plan: Plan, trace: Trace) -> list[ModelCallStages]:
-    """The portions of ``trace``, with the stages of ``plan`` cut where one ends."""
+    """Return the calls of the model in ``trace``, with the stages of ``plan`` cut at their ends."""
     portions = []
     for number, name in enumerate(trace.portions):
         calls = trace.portion(number)
@@ -51,7 +51,7 @@ def _within(span: Span, calls: range) -> Span | None:
 
 @dataclass(frozen=True)
 class DirectionStages:
-    """The stages of one direction of a model call; see `turns.Stages`."""
+    """The stages of one direction of a model call. Implements `turns.Stages`."""
 
     phase: Phase
     spans: tuple[Span, ...]
@@ -79,10 +79,13 @@ class DirectionStages:
 
 
 class CallSlots:
-    """The slots of one model call: those of its forward, and, once they are made, those of its backward.
+    """The slots of one model call. Implements `turns.Slots`.
+
+    Args:
+        forward: the slots of its forward; None if it calls no layer.
 
     Attributes:
-        back: these.
+        back: the slots of its backward, once they are made.
     """
 
     def __init__(self, forward: PlannedSlots | None) -> None:
@@ -105,7 +108,7 @@ class CallSlots:
         return False
 
     def foresee(self, microbatch: int, phase: Phase, call: int, layer: HostLayer, sums: HostGradSums | None) -> None:
-        pass  # the plan has said it
+        pass  # planned slots are prefetched by their queues
 
     def upcoming(self, microbatch: int, call: int, *, backward: bool) -> Slot | None:
         group = self.back if backward else self._forward
@@ -121,7 +124,7 @@ class CallSlots:
         self._group_of(slot).after(microbatch, slot, call)
 
     def finish(self, microbatch: int) -> None:
-        """The microbatch makes no more calls in this direction."""
+        """Leave the remaining slots of the forward, or at the second call those of the backward."""
         parked = microbatch in self._parked
         self._parked.add(microbatch)
         group = self.back if parked else self._forward

@@ -1,13 +1,13 @@
-"""A call of the model by training_step, which runs it in parts: its arguments cut, and its outputs put together.
+"""A call of the model that runs in parts: cuts its arguments, merges its outputs, and routes the gradients.
 
-    arguments ── rows of each tensor that has one a sample, the rest as it is ── [1]   microbatch: the model's forward
-    outputs of all microbatches ── rows one below the other, what is the same for all once ── [2]
-    gradient of an output ── its rows go back to their microbatches ── [3]
-    gradients of an argument's rows ── put together; of what all were given, added up in their order ── [4]
+    arguments ── a microbatch gets its rows of tensors with a row per sample, and all else as it is ── [1]
+    outputs of all microbatches ── rows are concatenated, what is the same for all is taken once ── [2]
+    gradient of an output ── its rows go to their microbatches ── [3]
+    gradients of an argument ── rows are concatenated; what all microbatches were given gets their sum, in order ── [4]
 
-What cannot be put together exactly is refused: above all a number such as a loss, in which samples have met already.
-Between the parts and the whole there is no autograd node, but cuts (`GraphCut`): a part's graph may span no other
-thread's.
+Outputs that cannot be merged exactly are refused: above all a scalar such as a loss, which has already reduced over the
+samples. No autograd node connects the parts with the whole, only `GraphCut`: a part's graph must not extend into the
+graph of another thread.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 
 class Part(Protocol):
-    """A part of a call.
+    """A part of a call: the model's forward on one microbatch.
 
     Attributes:
-        outputs: what the model returned for it, as leaves and structure.
-        device: where it has come to.
+        outputs: the model's return value, as leaves and structure.
+        device: the device that it ran on last; None is the host.
     """
 
     outputs: tuple[list[Any], TreeSpec]
@@ -44,7 +44,7 @@ class Part(Protocol):
     def device(self) -> Device | None: ...
 
     def bring(self, tensor: Tensor, source: Device | None, target: Device | None) -> Tensor:
-        """A tensor of its on ``target``."""
+        """Return ``tensor``, one of this part's on ``source``, on ``target``."""
 
 
 P = TypeVar("P", bound=Part)
@@ -52,7 +52,7 @@ P = TypeVar("P", bound=Part)
 
 @dataclass(eq=False)
 class CutArgument(GraphCut):
-    """An argument of a part, or all of its outputs; ``name`` is the model's."""
+    """The graph cut at one argument of a part, or at its outputs; ``name`` is the model's, for errors."""
 
     name: str
 
@@ -63,17 +63,17 @@ class CutArgument(GraphCut):
 
 @dataclass(eq=False)
 class ModelCall(CutArgument, Generic[P]):
-    """One call, on the whole batch.
+    """One call of the model, on the whole batch.
 
     Attributes:
-        number: of calls before it in the step.
-        ambient: modes that it was made in.
-        sizes: samples of each microbatch.
-        cut: per argument that requires grad, whether its rows are those of the samples.
-        arguments: per microbatch and such argument, where the part's gradient arrives.
-        runs: the microbatches.
-        rows: per output tensor, whether its rows are those of the samples; else it is the same for all.
-        flags: whether it requires grad.
+        number: how many calls precede it in the step.
+        thread_state: the modes of the thread that made it.
+        sizes: number of samples of each microbatch.
+        cut: per argument that requires grad, whether it has a row per sample.
+        arguments: per microbatch and such argument, the graph cut where the gradient of the part's argument arrives.
+        runs: the parts, in order.
+        rows: per output tensor, whether it has a row per sample; else it is the same for all microbatches.
+        flags: per output tensor, whether it requires grad.
     """
 
     number: int
@@ -91,12 +91,17 @@ class ModelCall(CutArgument, Generic[P]):
         self, args: Any, kwargs: Any, sizes_of: Callable[[int], list[int]], masters: Collection[int],
         locate: Callable[[Tensor], Device | None],
     ) -> list[tuple[Any, Any]]:  # fmt: skip
-        """The arguments of each part [1].
+        """Return the arguments of each part [1].
 
         Args:
-            sizes_of: microbatches for so many samples.
-            masters: ids of parameters, which every microbatch reads for itself.
-            locate: where a tensor is.
+            args, kwargs: the arguments of the call.
+            sizes_of: returns the sizes of the microbatches for a number of samples.
+            masters: ids of the user's parameters. They are passed on uncut, as each microbatch reads them by itself.
+            locate: returns the device of a tensor; None for the host.
+
+        Raises:
+            RoundPipeError: if an argument is a key-value cache, or an object that holds a tensor which requires grad.
+            ValueError: if the number of samples cannot be told.
         """
         leaves = [leaf for leaf in flatten((args, kwargs))[0] if id(leaf) not in masters]
         if any(map(is_cache, leaves)):
@@ -126,7 +131,7 @@ class ModelCall(CutArgument, Generic[P]):
 
     @staticmethod
     def _samples(leaves: list[Any], args: Any, kwargs: Any, masters: Collection[int]) -> int | None:
-        """How many; None if there is nothing that could be cut."""
+        """Return the number of samples; None if no argument is a tensor with rows."""
         if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
             return None
         return batch_size(microbatches.without((args, kwargs), lambda value: id(value) in masters))
@@ -134,11 +139,15 @@ class ModelCall(CutArgument, Generic[P]):
     # -- outputs ------------------------------------------------------------------------------------------------------
 
     def merge(self, home: Device | None, of_pairs: Callable[[Tensor], None]) -> Any:
-        """The output for the whole batch [2], hanging on this cut.
+        """Return the output for the whole batch, a boundary of this cut [2].
 
         Args:
-            home: where it is put together.
-            of_pairs: is told of a tensor that may hold a value for each pair of samples.
+            home: the device to merge on.
+            of_pairs: called with a part's output that may hold a value for each pair of samples.
+
+        Raises:
+            RoundPipeError: if the parts' outputs differ in structure, or one has no row per sample and is not the same
+                for all parts.
         """
         outputs = [run.outputs for run in self.runs]
         first, spec = outputs[0]
@@ -156,7 +165,7 @@ class ModelCall(CutArgument, Generic[P]):
                 self._refuse(f"another {type(column[0]).__name__} for each part ({column[0]!r}, {column[1]!r}, ...)")
             merged.append(column[0])
         for run in self.runs:
-            run.outputs = ([], spec)  # what the devices hold of them
+            run.outputs = ([], spec)  # frees the parts' outputs on the devices
         self.home = home
         if self.thread_state.grad and any(self.flags):
             tensors = boundary(self, tensors, self.flags)
@@ -174,7 +183,7 @@ class ModelCall(CutArgument, Generic[P]):
             if rows and len(parts) > 1:
                 return torch.cat(parts)
             if all(p.dtype is first.dtype and p.shape == first.shape and torch.equal(p, first) for p in parts[1:]):
-                return first.detach().clone()  # graphs of the part may need what is there
+                return first.detach().clone()  # training_step may write to it, and the part's graph may have saved it
         if not first.dim():
             raise RoundPipeError(
                 f"{self.what} returns a number for each part of the batch, such as a loss, which does not give that of "
@@ -194,7 +203,10 @@ class ModelCall(CutArgument, Generic[P]):
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def output_gradients(self, whole: list[Tensor | None]) -> list[list[Tensor | None]]:
-        """Of each microbatch's outputs [3]; what is the same for all depends on none of them, or on all alike."""
+        """Return the gradients of each microbatch's outputs [3].
+
+        An output that is the same for all microbatches gives each a share of its gradient, by number of samples.
+        """
         shares = [size / sum(self.sizes) for size in self.sizes] if len(self.sizes) > 1 else [1.0]
         return [
             [
@@ -205,7 +217,7 @@ class ModelCall(CutArgument, Generic[P]):
         ]
 
     def argument_gradients(self) -> list[Tensor | None]:
-        """Of the whole batch's arguments [4]."""
+        """Return the gradients of the whole batch's arguments that require grad [4]."""
         return [self._argument_gradient(index, cut) for index, cut in enumerate(self.cut)]
 
     def _argument_gradient(self, index: int, cut: bool) -> Tensor | None:
@@ -226,7 +238,7 @@ class ModelCall(CutArgument, Generic[P]):
 
 
 class _Taker:
-    """Takes a part's rows of tensors; those that require grad hang on the part's own ends."""
+    """Takes a part's rows of tensors. A tensor that requires grad becomes a boundary of the part's own graph cut."""
 
     def __init__(
         self, masters: Collection[int], places: dict[int, int], cut: list[bool], ends: list[CutArgument],
@@ -250,12 +262,12 @@ class _Taker:
         self._cut[place] = rows is not None
         end = self._ends[place]
         end.home = self._locate(value)
-        # A copy, because the part's graph may need it when training_step has written to the tensor.
+        # A copy: the part's graph may save it, and training_step may write to the tensor afterwards.
         part = value.detach().clone() if rows is None else value.detach()[rows].clone()
         return boundary(end, [part], [True])[0]
 
     def overlooks(self, part: Any) -> bool:
-        """Whether something in ``part`` requires grad and was not taken."""
+        """Return whether something in ``part`` requires grad and was not taken, so that its gradient would be lost."""
         taken = {id(value) for value in self._taken.values()}
         leaves = [leaf for leaf in flatten(part)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         return any(id(leaf) not in taken and id(leaf) not in self._masters for leaf in leaves)

@@ -1,8 +1,9 @@
-"""A training step whose training_step runs once, on the whole batch, and whose calls of the model are cut.
+"""A step that runs training_step once, on the whole batch, and cuts its calls of the model.
 
-For losses that need all samples at once. The whole batch's run has a thread, and so has each number of a microbatch;
-between two calls of the model these have nothing to do. What a call is cut into is known when it comes, so its slots
-are made then, and those of the backward pass when the last call of the trace comes, or else when there is a loss.
+For losses that need all samples at once. The whole batch has a thread, and so has each microbatch number; the latter
+are idle between two calls of the model. A call shows into how many microbatches it is cut, so its forward slots are
+made when it comes. The slots of the backward are made at the last call of the trace, or when the loss is there if
+training_step leaves that call out.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ from lightning_roundpipe.runtime.threads.task_thread import Task
 
 
 class ModelStep(Step):
-    """One batch.
+    """The step of one batch whose model calls are cut.
+
+    It runs two kinds of tasks (the whole batch and the parts), with slots made call by call beside those of `Step`; the
+    modules that it imports are those tasks, those slots and what `Step` hands it.
 
     Args:
-        engine: what outlives it.
-        seed: of this batch.
-        sizes_for: how many of so many samples each microbatch of a call gets.
+        engine: the context that outlives the step.
+        seed: numbers that identify the batch.
+        sizes_for: returns the sizes of the microbatches for a call's number of samples.
         updates, before, overlaps, isolated, recorder: see `Step`.
     """
 
@@ -55,13 +59,14 @@ class ModelStep(Step):
         self.calls: list[ModelCall[PartRun]] = []
         self._parts: list[PartRun] = []
         self._last: dict[int, PartRun] = {}
-        """By number, the microbatch of the last call that had one."""
+        """By microbatch number, the last part that ran under it."""
         self._trace: Trace | None = None
         self._portions: list[ModelCallStages] = []
         self._next_portion = 0
         self._forward_of: list[tuple[ModelCallStages, CallSlots, int]] = []
-        """Portions that were called, with their slots and microbatches; those whose backward has no slots yet."""
+        """Calls so far whose backward has no slots yet: their stages, slots and number of microbatches."""
         self._arriving: Slots | None = None
+        """The slots of all calls, made one by one, if there is no plan."""
 
     @property
     def everybody(self) -> Sequence[MicrobatchTask]:
@@ -80,7 +85,7 @@ class ModelStep(Step):
     def run_planned(self, plan: Plan, trace: Trace, function: Callable[..., Any], args: list[tuple[Any, ...]]) -> None:
         self.plan, self._trace = plan, trace
         self._portions = portions_of(plan, trace)
-        self._unclosed = self._running = 1  # of the slots, one that stands for those that are not made yet
+        self._unclosed = self._running = 1  # the one unclosed slot stands for those that are not made yet
         self.runs = [WholeRun(self.engine, self, CallSlots(None))]
         self._join(function, args, together=True)
 
@@ -107,7 +112,14 @@ class ModelStep(Step):
         parts: list[tuple[Any, Any]],
         device: Device | None,
     ) -> None:
-        """Run the parts of ``call``; ``device`` is where their arguments are."""
+        """Run the forward of ``call`` in parts.
+
+        Args:
+            call: the call, already split.
+            function: the model's forward.
+            parts: the arguments of each part.
+            device: the device that the arguments are on.
+        """
         portion, slots = self._slots_for(call, len(parts))
         if self.spec.module_state is not None:
             self.spec.module_state.begin()
@@ -134,7 +146,13 @@ class ModelStep(Step):
         return PartRun(self.engine, self, index, self._trace, slots, call, portion, self._last.get(index), device)
 
     def back(self, call: ModelCall[PartRun], grads: list[list[Tensor | None]], factor: float) -> None:
-        """Run the backward pass of ``call`` from the gradients of each part's outputs."""
+        """Run the backward of ``call`` from the gradients of each part's outputs.
+
+        Args:
+            call: the call.
+            grads: per part, the gradients of its outputs.
+            factor: what the gradients of weights still have to be multiplied by.
+        """
         self._run_all(
             [
                 lambda run=run, grads=mine: run.back(grads, call.home, factor)  # type: ignore[misc]
@@ -143,13 +161,13 @@ class ModelStep(Step):
         )
 
     def _run_all(self, work: list[Callable[[], None]]) -> None:
-        """Each on its microbatch's thread, and without a plan one after another."""
+        """Run each on its microbatch's thread; without a plan, one after another."""
         tasks: list[Task[None]] = []
         for index, function in enumerate(work):
             tasks.append(self.engine.worker_pool.thread(1 + index).submit(function))
             if self.plan is None:
                 tasks[-1].waiter.wait()
-        for task in tasks:  # they come back when the step has failed, too
+        for task in tasks:  # a failure of the step cancels them, so they always end
             task.waiter.wait()
         self.cancel_scope.check()
 
@@ -166,7 +184,7 @@ class ModelStep(Step):
         return portion, slots
 
     def _find(self, call: ModelCall[PartRun]) -> ModelCallStages:
-        """The portion that ``call`` is: the next one of that model."""
+        """Return the stages of ``call``: those of the next call of that model in the trace."""
         for number in range(self._next_portion, len(self._portions)):
             if self._portions[number].name == call.name:
                 self._next_portion = number + 1
@@ -179,14 +197,14 @@ class ModelStep(Step):
         )
 
     def expect_backward(self) -> None:
-        """Make the slots of the backward pass of all calls so far that have none, the last one's first."""
+        """Make the backward slots of all calls that have none yet, those of the last call first."""
         waiting, self._forward_of = self._forward_of, []
         if self.plan is not None:
             for portion, slots, microbatches in reversed(waiting):
                 slots.back = self._make_group("backward", portion.backward, microbatches)
 
     def _make_group(self, phase: Phase, spans: tuple[Span, ...], microbatches: int) -> PlannedSlots | None:
-        """Slots for one direction of a call, behind all others."""
+        """Append the slots of one direction of a call to the global sequence."""
         if not spans:
             return None
         assert self.plan is not None and self._trace is not None
@@ -205,13 +223,13 @@ class ModelStep(Step):
     # -- the outcome --------------------------------------------------------------------------------------------------
 
     def finish(self) -> Any:
-        for call in self.calls:  # what the model itself has logged
+        for call in self.calls:  # issue what the model's own forward has logged
             sizes = [float(size) for size in call.sizes]
             issue(self.engine.model.module, gathered([run.logs for run in call.runs]), call.sizes, sizes)
         return super().finish()
 
     def release(self) -> None:
         super().release()
-        for call in self.calls:  # which know each other
+        for call in self.calls:  # break the cycle of calls and parts
             call.runs, call.arguments = [], []
         self.calls, self._parts, self._last, self._forward_of = [], [], {}, []

@@ -1,12 +1,13 @@
-"""Who runs what where training_step is not cut, but only the calls of the model that it makes.
+"""The tasks of a step that cuts only the calls of the model: one for the whole batch, and one per part of a call.
 
-    whole batch: user code ── model call: user code's lock given back ──► parts ──► merged outputs ── user code ── ...
-        ── loss
-                                                                  │                                          │
-                 user code in front ◄── argument gradients ◄── parts ◄─┴── their tapes ◄── output gradients ◄─────┘
+    whole batch: user code ── model call: releases the user-code lock ──► parts ──► merged outputs ── user code ── loss
+                                                                            │                                       │
+                                                                          tapes                                     │
+                                                                            ▼                                       │
+    user code in front ◄── argument gradients ◄────────────────── backward of the parts ◄── output gradients ◄──────┘
 
-The whole batch's run is a microbatch's whose layers are the calls of the model: each is a cut of its graph, taken
-back deepest first. A part is a microbatch of one such call; one of the next call goes on where it ended.
+`WholeRun` treats a call of the model as `MicrobatchTask` treats a layer call: a cut of its graph, whose backward runs
+deepest first. `PartRun` is a microbatch of one such call; the part of the same number in the next call continues it.
 """
 
 from __future__ import annotations
@@ -42,19 +43,21 @@ from lightning_roundpipe.runtime.user_code.module_state import StatePlace
 class PartRun(MicrobatchTask):
     """A microbatch of one call of the model.
 
+    A call of the model and a microbatch at once, so its collaborators are those of `ModelCall` and of `MicrobatchTask`.
+
     Args:
-        engine: what outlives the step.
-        step: what it shares with the others.
-        index: its number.
-        trace: what it is expected to call; None to record it.
-        slots: where its calls run.
-        call: that it is a part of.
-        portion: the calls that it may make; None while they are learned.
-        before: the microbatch of the same number in the last call.
-        device: where its arguments are.
+        engine: the context that outlives the step.
+        step: the state that it shares with the other parts.
+        index: its microbatch number.
+        trace: the layer calls that it is expected to make; None records them.
+        slots: the slots of its layer calls.
+        call: the call of the model.
+        portion: the call's place in the trace, whose layer calls alone it may make; None while they are learned.
+        before: the part of the same number in the call before; None if there is none.
+        device: the device that its arguments are on.
 
     Attributes:
-        outputs: what the model returned for it, as leaves and structure.
+        outputs: the model's return value, as leaves and structure.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class PartRun(MicrobatchTask):
 
     @property
     def device(self) -> Device | None:
-        """Where it has come to."""
+        """The device that it ran on last; None is the host."""
         return self._device
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -84,7 +87,7 @@ class PartRun(MicrobatchTask):
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: contextvars.Context,
         predecessor: Waiter | None,
     ) -> None:  # fmt: skip
-        """Run ``function``, the model's forward, on its part."""
+        """Run ``function``, the model's forward, on this part's arguments."""
         try:
             if predecessor is not None:
                 self._cancel_scope.wait(predecessor)
@@ -116,7 +119,7 @@ class PartRun(MicrobatchTask):
         self.activations.end_forward()
 
     def _give(self, output: Any) -> None:
-        """Keep the outputs, and of their graph only where gradients go."""
+        """Store the outputs detached, and remember where their gradients go."""
         leaves, spec = flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._end.input_home = self._device
@@ -140,10 +143,12 @@ class PartRun(MicrobatchTask):
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def back(self, grads: list[Tensor | None], device: Device | None, factor: float) -> None:
-        """From the gradients of its outputs, which lie on ``device``, to those of its arguments.
+        """Run this part's backward, from the gradients of its outputs to those of its arguments.
 
         Args:
-            factor: what its gradients of weights are still to be multiplied by.
+            grads: gradients of the outputs.
+            device: the device that they are on.
+            factor: what the gradients of weights still have to be multiplied by.
         """
         try:
             with calling(self):
@@ -168,14 +173,14 @@ class PartRun(MicrobatchTask):
                     end.run_hooks(self.activations.transfer, self.mode)
 
     def bring(self, tensor: Tensor, source: Device | None, target: Device | None) -> Tensor:
-        """A tensor of its on ``target``; what is on the host, where others go to a device, stays there."""
+        """Return ``tensor``, one of this part's on ``source``, on ``target``. A tensor on the host stays there."""
         if self.engine.worker_pool.locate(tensor, source) is None:
             return tensor
         return self.activations.transfer(tensor, source, target)
 
 
 class CallsStep(TaskStep, Protocol):
-    """A step that runs the calls of the model in parts."""
+    """The step of a `WholeRun`: runs the calls of the model in parts. See `ModelStep` for the arguments."""
 
     sizes_for: Callable[[int], list[int]]
 
@@ -183,17 +188,25 @@ class CallsStep(TaskStep, Protocol):
         self, call: ModelCall[PartRun], function: Callable[..., Any], parts: list[tuple[Any, Any]],
         device: Device | None,
     ) -> None:  # fmt: skip
-        """Run the parts of ``call``."""
+        """Run the forward of ``call`` in parts."""
 
     def expect_backward(self) -> None:
-        """Gradients of all calls so far will come."""
+        """Prepare for the backward of all calls so far."""
 
     def back(self, call: ModelCall[PartRun], grads: list[list[Tensor | None]], factor: float) -> None:
-        """Run the backward pass of ``call``."""
+        """Run the backward of ``call`` in parts."""
 
 
 class WholeRun(MicrobatchTask):
-    """The whole batch on its way through training_step."""
+    """The whole batch in training_step.
+
+    It overrides every step of `MicrobatchTask` that handles a layer call, and needs the modules that these need.
+
+    Args:
+        engine: the context that outlives the step.
+        step: runs the calls of the model.
+        slots: the slots of this task, which makes no layer calls.
+    """
 
     def __init__(self, engine: EngineContext, step: CallsStep, slots: Slots) -> None:
         super().__init__(engine, step, -1, Trace(), slots)
@@ -208,11 +221,11 @@ class WholeRun(MicrobatchTask):
         )  # fmt: skip
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A layer that training_step calls itself is a model of one layer."""
+        """Treat a layer that training_step calls itself as a model of one layer."""
         return self.call_model(layer.name, functools.partial(_call_layer, layer), args, kwargs)
 
     def call_model(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an intercepted model does when training_step calls it; ``function`` is its forward."""
+        """Run an intercepted model, whose own forward is ``function``, in parts."""
         with torch._C.DisableTorchFunction():
             engine, step = self.engine, self._model_step
             call: ModelCall[PartRun] = ModelCall(name, len(self._calls), engine.thread_state())
@@ -258,7 +271,7 @@ class WholeRun(MicrobatchTask):
             self._model_step.expect_backward()
 
     def _walk_tape(self) -> None:
-        """Every call of the model, deepest first."""
+        """Run the backward of every call of the model, deepest first."""
         while self._calls:
             call = self._calls.pop()
             self._model_step.back(call, self._gradients_of(call), self.mode.proxies.factor)
@@ -270,7 +283,7 @@ class WholeRun(MicrobatchTask):
             call.arguments.clear()
 
     def _gradients_of(self, call: ModelCall[PartRun]) -> list[list[Tensor | None]]:
-        """For each part, of its outputs."""
+        """Return the gradients of each part's outputs."""
         if not call.wants_backward():
             return call.output_gradients([None] * len(call.rows))
         with self._user_code_again(call.home):
@@ -288,17 +301,19 @@ def _call_layer(layer: HostLayer, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Left:
-    """What the model has left on modules: the last part's, where plain training leaves the whole batch's.
+    """Tensors that the model's forward has left on modules: the last part's, where plain training leaves the batch's.
+
+    training_step must not compute with them. Implements `mode.Keeps`.
 
     Attributes:
-        inherited: where the tensors are, by their ids.
+        inherited: by id of the tensor, the attribute that holds it, and the tensor.
     """
 
     def __init__(self) -> None:
         self.inherited: dict[int, tuple[StatePlace, Tensor]] = {}
 
     def look(self, places: Any) -> None:
-        """After a call of the model."""
+        """Find the tensors that a call of the model has left in ``places``."""
         self.inherited = {id(t): (place, t) for place in places for t in place.tensors()}
 
     def notice_all(self, values: Any) -> None:
@@ -306,6 +321,6 @@ class _Left:
             self.notice(leaf)
 
     def notice(self, value: Any) -> None:
-        """training_step computes with ``value``."""
+        """Raise if ``value``, which training_step computes with, is such a tensor."""
         if id(value) in self.inherited:
             self.inherited[id(value)][0].refuse_reading()

@@ -1,1 +1,1 @@
-"""From gradients that have arrived to updated weights."""
+"""Turns gradients on the host into updated weights."""

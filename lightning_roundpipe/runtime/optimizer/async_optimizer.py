@@ -1,23 +1,22 @@
-"""The optimizer on a thread of its own: each bucket is stepped as its gradients arrive, and the next forward follows
-it.
+"""The optimizer on a thread of its own: steps each bucket as its gradients arrive, and the next forward follows it.
 
-    main thread: begin ── losses ── submit ── [1]             a batch's fate is known; backward goes on
-    optimizer thread, bucket by bucket as they arrive, of several the first in forward order:
-        gradients taken from the host buffers ── accumulated with earlier batches' ── [2]
-        norms, if they are clipped, and whether all are finite, if they are scaled: nothing is stepped before all are
-        known, and all buckets or none ── [3]   then the first layer goes first
-        stepped ── buffers free ── version published ── [4]
-        a large one without clipping by norm: part by part, each as soon as it has arrived ── [6]
-    worker: uploads of the next step wait for the version of their own layer ── [5]
+    main thread: begin ── losses ── submit ── [1]             the batch ends in an optimizer step; backward goes on
+    optimizer thread, bucket by bucket as they become ready, of several the first in forward order:
+        take the gradients from the host buffers ── add what earlier batches have accumulated ── [2]
+        with clipping by norm or loss scaling: wait for all buckets, as all norms, or whether all gradients are finite,
+        must be known before any bucket is stepped; then step all or none, in forward order ── [3]
+        step ── release the host buffers ── publish the version ── [4]
+        a large bucket, without clipping by norm or loss scaling: part by part, each as soon as it has arrived ── [5]
+    worker: uploads of the next step wait for the version of their own layer only
 
-A batch is either followed by an optimizer step or accumulated; which one is known when the step is submitted or the
-next batch begins. Hyperparameters are those of the moment when the step was submitted: schedulers go on.
+A batch is followed by an optimizer step, or its gradients are accumulated; `submit`, or the `begin` of the next batch,
+decides which. `submit` takes a snapshot of the hyperparameters, as schedulers change them afterwards.
 
-With staleness 1 a step computes with working copies, and what its gradients change is published after the next step's
-last upload of the bucket, long before that step's gradients of it arrive: or the step behind it would wait for its end.
+With staleness 1 a step computes with working copies of the masters. An update is published once the next step has made
+its last upload of the bucket. That is long before that step's gradients of the bucket are ready; published only then,
+the update would make the step behind wait for its end.
 
-Nothing here waits in a circle: what the thread waits for, the backward of a batch, needs only updates that were
-submitted before that batch.
+No deadlock: the thread waits only for the backward of a batch, which needs only updates submitted before that batch.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 PIECE = 16_000_000
-"""Parameters that are stepped together, if so many are there: one call of the optimizer takes a tenth of a millisecond
-of Python with Adam, half a one with others; their layers' next forward waits for all of them, which takes some ten."""
+"""Parameters to step in one call at most, if several buckets are ready. A call costs 0.1 ms of Python with Adam, and
+0.5 ms with other optimizers. A full piece takes about 10 ms, and the next forward of all its layers waits for that."""
 TORN = "which has changed some layers and not others; go on from a checkpoint."
 LOOK = 0.25
-"""Seconds between two looks whether the thread is alive."""
+"""Seconds between two checks that the thread is alive."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,12 @@ class _OptimizerStep:
     """One optimizer step.
 
     Attributes:
-        number: of the version that it makes.
-        batch: the last batch's gradients; None if it has none.
-        scale: that the gradients of all its batches were multiplied by.
+        number: the version of the weights that it makes.
+        batch: the gradients of its last batch; None if that gave none.
+        hyperparameters: a snapshot of when the step was submitted.
+        clip: how to clip gradients; None leaves them.
+        partial_optimizer: steps some of the optimizer's parameters.
+        scale: the loss scale, which the gradients of all its batches were multiplied by.
     """
 
     number: int
@@ -72,18 +74,21 @@ class _OptimizerStep:
     scale: float
 
     def held(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Of ``gradients``, those of the optimizer's parameters, in its order: they alone are clipped."""
+        """Return the ``gradients`` of the optimizer's parameters, in its order: only they are clipped."""
         return {key: gradients[key] for key in self.hyperparameters.group_of if key in gradients}
 
 
 class _Accumulated:
-    """What earlier batches gave to the next optimizer step, for one bucket. Its memory is used again by every step."""
+    """The gradients of one bucket that batches have accumulated for the next optimizer step. Steps reuse its memory.
+
+    Attributes:
+        shown: whether user code has seen the tensors in ``.grad``, and may keep them.
+    """
 
     def __init__(self) -> None:
         self._memory: dict[int, Tensor] = {}
         self._present: set[int] = set()
         self.shown = False
-        """Whether user code has seen it."""
 
     def add(self, gradients: dict[int, Tensor]) -> None:
         for key, gradient in gradients.items():
@@ -96,14 +101,21 @@ class _Accumulated:
         self._present |= gradients.keys()
 
     def with_last(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The sum with the last batch's ``gradients``, in their memory where nothing was accumulated."""
+        """Return the sum with the last batch's ``gradients``; these themselves if nothing was accumulated."""
         if not self._present:
             return gradients
         self.add(gradients)
         return self.present()
 
     def part_with_last(self, key: int, gradient: Tensor | None, start: int, end: int) -> Tensor:
-        """`with_last` for the numbers ``start`` to ``end`` of one gradient, of which there is one."""
+        """Return the sum for the numbers ``start`` to ``end`` of one gradient, accumulated, in the last batch, or both.
+
+        Args:
+            key: id of the master.
+            gradient: these numbers of the last batch's gradient; None if it has none.
+            start: the first number.
+            end: behind the last number.
+        """
         if key not in self._present:
             assert gradient is not None
             return gradient
@@ -114,35 +126,38 @@ class _Accumulated:
         return {key: self._memory[key] for key in self._present}
 
     def multiply(self, factor: float) -> None:
-        """By a power of two, which changes nothing else."""
+        """Multiply by ``factor``, a quotient of loss scales: a power of two, which rounds nothing."""
         for gradient in self.present().values() if factor != 1.0 else ():
             gradient.mul_(factor)
 
     def forget(self) -> None:
         self._present = set()
-        if self.shown:  # what user code keeps of it is not used again
+        if self.shown:  # do not reuse memory that user code still holds
             self._memory = {key: memory for key, memory in self._memory.items() if holders(memory) == ALONE}
             self.shown = False
 
     def drop(self, key: int) -> None:
-        """User code has put another gradient in the place of this one, which it may keep."""
+        """Forget one gradient with its memory: user code has replaced it in ``.grad``, and may keep it."""
         self._present.discard(key)
         self._memory.pop(key, None)
 
 
 class AsyncOptimizer:
-    """Applies gradients to masters, in the order in which batches come.
+    """Applies gradients to masters, in the order of the batches.
+
+    The class is large because it holds the whole optimizer step: accumulation, loss scaling, clipping, stepping, and
+    what ``.grad`` shows in between, on two threads that must agree on the order of all this.
 
     Args:
-        buckets: all of them, in forward order.
-        staleness: 0: a step sees all updates before it. 1: all but the last one, which is applied meanwhile.
-        scales: what losses are multiplied by.
-        around: entered by the thread for as long as it lives.
+        buckets: all buckets of the model, in forward order.
+        staleness: 0: a step computes with all updates before it. 1: with all but the last, which is applied meanwhile.
+        scales: the loss scales.
+        around: returns a context that the thread enters for as long as it lives.
 
     Attributes:
-        submitted: how many optimizer steps there were.
-        torn: whether a step's gradients stopped coming when some layers had been stepped.
-        whole: whether all that was submitted has been applied, or is still to be: no update failed or was left out.
+        submitted: the number of optimizer steps submitted, which is the version of the newest weights.
+        torn: whether the last update was cut short, by a failing backward, after some buckets had been stepped.
+        whole: whether no submitted update has failed or was left out.
     """
 
     def __init__(
@@ -154,7 +169,7 @@ class AsyncOptimizer:
     ) -> None:
         self.buckets = list(buckets)
         self.staleness = staleness
-        self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # there may have been another one
+        self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # an earlier instance's, or 0
         self.torn = self._applying = False
         self.whole = True
         self._cancel_scopes: list[CancelScope] = []
@@ -168,21 +183,24 @@ class AsyncOptimizer:
         self._scales = scales or Scales()
         self._scales.fix(self.wanted, self.submitted)
         self._window_is_open = False
-        """Whether a batch was accumulated that no step has used."""
+        """Whether a batch has been accumulated that no step has used."""
         self._left: dict[int, Tensor] = {}
-        """What the last step was made of, by the ids of masters, until the next batch begins."""
+        """The gradients that the last step used, by id of the master."""
         self._left_in: Sequence[HostGradSums] = ()
-        """Whose memory that is."""
+        """The sums whose memory these lie in."""
         self._shown: dict[int, Tensor] | None = None
-        """What `show` has put into ``.grad`` since the last batch; None: it has not been called."""
+        """What `show` has put into ``.grad`` since the last batch, by id of the master; None if it was not called."""
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
     def begin(self, *, zero_grad: bool) -> None:
-        """Before a batch: the one before it was accumulated, if it was not followed by a step.
+        """Prepare for a batch. If no step has followed the one before it, that one is accumulated.
 
         Args:
-            zero_grad: whether what was accumulated is dropped, as ``zero_grad`` would.
+            zero_grad: whether to drop what was accumulated, as ``Optimizer.zero_grad`` does.
+
+        Raises:
+            Exception: what an update has raised.
         """
         self.raise_error()
         self._hide()
@@ -192,23 +210,24 @@ class AsyncOptimizer:
             self._post(self._forget)
 
     def accompany(self, cancel_scope: CancelScope) -> None:
-        """A step runs, which fails when an update does, for it would wait for something that never comes."""
+        """Fail a running step when an update fails: it would wait for a version that is never published."""
         self._cancel_scopes = [*self._cancel_scopes, cancel_scope]
-        # It may have failed since `begin` looked. Whoever of the two threads writes last sees what the other one wrote.
+        # An update may have failed since `begin` looked. Each thread writes its own field (this list, or the error)
+        # before it reads the other's, so at least one of them sees both.
         if (error := self._error) is not None:
             cancel_scope.fail(error)
 
     def leave(self, cancel_scope: CancelScope) -> None:
-        """The step is over."""
+        """End what `accompany` began: the step is over."""
         self._cancel_scopes = [other for other in self._cancel_scopes if other is not cancel_scope]
 
     def offer(self, gradients: StepGradients) -> None:
-        """What the batch gave. Its loss may be differentiated later, or not at all."""
+        """Take the gradients of a batch, whose loss may be differentiated later or not at all."""
         self._batch = gradients
 
     @interrupts_deferred()
     def submit(self, optimizer: Optimizer, clip: Clip | None) -> None:
-        """The optimizer step that follows the batch [1]."""
+        """Submit the optimizer step that follows the batch [1]."""
         batch, self._batch = self._batch, None
         if batch is not None and batch.scale is None:  # its loss was not differentiated
             batch.release()
@@ -220,9 +239,9 @@ class AsyncOptimizer:
         self._post(lambda: self._run(step))
 
     def accumulated(self) -> dict[int, Tensor]:
-        """What batches gave to the optimizer step that is still to come, by the ids of masters. Settle first."""
+        """Return the gradients accumulated for the next optimizer step, by id of the master. Call `settle` first."""
         if self._shown is not None:
-            self.show(after_step=True)  # user code may have put other gradients in their place
+            self.show(after_step=True)  # takes over what user code has put in their place
         return self._present()
 
     def _present(self) -> dict[int, Tensor]:
@@ -231,19 +250,19 @@ class AsyncOptimizer:
         }
 
     def go_on(self, gradients: dict[int, Tensor]) -> None:
-        """Begin with ``gradients``, as ``accumulated`` gave them to a run before this one."""
+        """Start from ``gradients``, which `accumulated` returned in an earlier run."""
         self._window_is_open = True
         for bucket in self.buckets:
             mine = {id(master): gradients[id(master)] for master in bucket.masters if id(master) in gradients}
             self._accumulated[bucket].add(mine)
 
     def show(self, *, after_step: bool) -> None:
-        """Put into ``.grad`` what plain training leaves there, until the next batch begins. Settle first.
+        """Put into ``.grad`` what plain training leaves there, until the next batch begins. Call `settle` first.
 
-        What user code makes of it counts, as in plain training: what it writes to it, puts in its place, or drops.
+        User code may write to these gradients, replace or drop them: that counts, as in plain training.
 
         Args:
-            after_step: whether gradients that a step has used are still there.
+            after_step: whether plain training still has the gradients that a step has used.
         """
         if not after_step and self._shown is None:
             self._left, self._left_in = {}, ()
@@ -252,7 +271,7 @@ class AsyncOptimizer:
         gradients = self._present() if self._window_is_open else self._left
         if not self._window_is_open:
             for total in self._left_in:
-                total.handed_out = True  # so that the next batch looks whether user code has kept it
+                total.handed_out = True  # the next batch must not reuse memory that user code has kept
         for bucket in self.buckets:
             self._accumulated[bucket].shown = True
             for master in bucket.masters:
@@ -260,7 +279,7 @@ class AsyncOptimizer:
                     self._shown[id(master)] = master.grad = gradient.detach()
 
     def _hide(self) -> None:
-        """Take back what `show` has shown, with what user code has made of it."""
+        """Take back from ``.grad`` what `show` has put there, with the changes by user code."""
         shown, self._shown = self._shown, None
         if shown is None:
             return
@@ -279,16 +298,16 @@ class AsyncOptimizer:
 
     @property
     def begun(self) -> bool:
-        """Whether there was an optimizer step."""
+        """Whether an optimizer step was submitted."""
         return self.submitted > self._first
 
     @property
     def wanted(self) -> int:
-        """The version that the next step is to compute with."""
+        """The version of the weights that the next step computes with."""
         return max(0, self.submitted - self.staleness)
 
     def publish_all(self) -> None:
-        """Settled: let the next step see every update, whatever the staleness, and what else was written to masters."""
+        """Let the next step see all updates, whatever the staleness, and user code's writes. Call `settle` first."""
         moved = self._scales.fix(self.wanted, self.submitted)
         for accumulated in self._accumulated.values():
             accumulated.multiply(moved)
@@ -300,22 +319,22 @@ class AsyncOptimizer:
         """Wait until everything submitted has been applied.
 
         Raises:
-            what an update raised; once.
+            Exception: what an update has raised; once.
         """
         self._accumulate()
         self._rest()
         self.raise_error()
 
     def release_masters(self) -> None:
-        """Settled: nothing here holds their memory."""
+        """Drop all references to the memory of masters. Call `settle` first."""
         if self._partial_optimizer is not None:
             self._partial_optimizer[1].release()
 
     def drop(self, error: BaseException) -> None:
-        """After a failure: finish what was submitted; the batch that failed gives nothing.
+        """After a failed step, finish what was submitted and drop the gradients of its batch.
 
         Args:
-            error: that is raised because of it, and says so if some layers had been stepped already.
+            error: the error of the step. It gets a note if some layers had been stepped already.
         """
         batch, self._batch = self._batch, None
         if batch is not None:
@@ -325,7 +344,7 @@ class AsyncOptimizer:
             error.add_note(f"roundpipe: the backward pass was running and its optimizer step had begun, {TORN}")
 
     def raise_error(self) -> None:
-        """Raise what an update raised."""
+        """Raise what an update has raised, once."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -335,13 +354,13 @@ class AsyncOptimizer:
             del error
 
     def retire(self) -> None:
-        """Everything is settled and seen, and the thread has stopped: others step from here on."""
+        """Settle, publish all updates and stop the thread. From here on the caller steps."""
         self.settle()
         self.publish_all()
         self.close()
 
     def close(self) -> None:
-        """Finish what was submitted, and stop the thread."""
+        """Finish what was submitted, and join the thread."""
         self._thread.stop()
         self._thread.join()
 
@@ -377,8 +396,8 @@ class AsyncOptimizer:
                 return
             try:
                 work()
-            except (Dropped, StreamAborted):  # of gradients that it waited for, or that were on their way down
-                self.torn, self.whole = self._applying, False  # the step says why
+            except (Dropped, StreamAborted):  # the step has failed, before or during the download of its gradients
+                self.torn, self.whole = self._applying, False  # the step raises the error
             except BaseException as error:
                 self._error, self.whole = error, False
                 for cancel_scope in self._cancel_scopes:
@@ -394,11 +413,11 @@ class AsyncOptimizer:
     def _as_they_come(
         self, batch: StepGradients | None, came: Callable[[ParamBucket], None]
     ) -> Iterator[list[ParamBucket]]:
-        """All buckets, when their gradients are there, the first in forward order first; small ones together.
+        """Yield all buckets as they become ready, small ones together; of several, the first in forward order first.
 
         Args:
-            batch: whose gradients; None: nobody has to be waited for.
-            came: called with each as soon as the batch needs its weights no more, and when it is there.
+            batch: the gradients to wait for; None if there are none, so that all buckets are ready.
+            came: called with each bucket when its weights are uploaded, and again when it is ready.
         """
         readiness = batch.readiness if batch is not None else None
         there: list[tuple[int, ParamBucket]] = []
@@ -427,20 +446,23 @@ class AsyncOptimizer:
         batch.release()
 
     def _uploaded(self, bucket: ParamBucket, step: _OptimizerStep) -> None:
-        """The step's last upload of the bucket is over: its successor sees the update before this one."""
+        """With staleness 1, publish the update before this one: the step's last upload of the bucket is over.
+
+        Until then the step's own version had to stay in the working copies.
+        """
         if self.staleness and not bucket.has(step.number - 1):
             bucket.refresh(trained_only=True)
             bucket.publish(step.number - 1)
 
     def _gather(self, bucket: ParamBucket, step: _OptimizerStep) -> dict[int, Tensor]:
-        """The bucket's gradients, of all batches since the last step [2]."""
+        """Return the bucket's gradients, summed over all batches since the last step [2]."""
         gathered = self._accumulated[bucket].with_last(step.batch.take(bucket) if step.batch is not None else {})
         self._left.update(gathered)
         return gathered
 
     def _run(self, step: _OptimizerStep) -> None:
         self._left, self._left_in = {}, step.batch.sums if step.batch is not None else ()
-        with step.partial_optimizer.prepared(step.hyperparameters):  # before gradients come
+        with step.partial_optimizer.prepared(step.hyperparameters):  # while the gradients are still on their way
             self._step(step)
         self._applying = False
 
@@ -474,7 +496,7 @@ class AsyncOptimizer:
             self._apply(step, {bucket: gathered[bucket] if finite else {} for bucket in self._piece(there)})
 
     def _apply(self, step: _OptimizerStep, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
-        """Step buckets, those that have gradients, and let everybody know [4]."""
+        """Step the parameters of some buckets that have gradients, and publish the buckets [4]."""
         self._applying = True
         gradients = {key: gradient for mine in gathered.values() for key, gradient in mine.items()}
         if step.clip is not None and step.clip.kind == "value":
@@ -486,11 +508,11 @@ class AsyncOptimizer:
             self._finish(step, bucket)
 
     def _apply_parts(self, step: _OptimizerStep, bucket: ParamBucket) -> bool:
-        """Step a large bucket part by part, while the next ones arrive and those before are uploaded [6].
+        """Step a large bucket part by part, while later parts are downloaded and earlier ones uploaded [5].
 
         Returns:
-            False if it has to be stepped as a whole: it is small, nothing is on its way, user code has added to its
-            gradients, or the optimizer's kernel cannot be given parts. Then nothing has been done.
+            False if nothing was done, as the bucket has to be stepped as a whole: it is small, its batch gave no
+            gradients, user code has added to them, or the optimizer's kernel takes no parts.
         """
         batch, values, accumulated = step.batch, step.hyperparameters, self._accumulated[bucket]
         if (
@@ -522,7 +544,7 @@ class AsyncOptimizer:
         return True
 
     def _finish(self, step: _OptimizerStep, bucket: ParamBucket) -> None:
-        """It has been stepped, and its working copies are up to date."""
+        """Release the gradients of a stepped bucket, and publish it; with staleness 1, `_uploaded` does that later."""
         self._accumulated[bucket].forget()
         if step.batch is not None:
             step.batch.release(bucket)

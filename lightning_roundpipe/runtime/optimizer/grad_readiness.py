@@ -1,17 +1,17 @@
-"""When a batch's gradients are complete, bucket by bucket, while its backward is still under way.
+"""Reports when a step's gradients are complete, bucket by bucket, while its backward is still running.
 
-A bucket is there when nothing of the step needs its weights or adds to its gradients any more:
+A bucket is *ready* when the step neither needs its weights nor adds to its gradients any more:
 
-    the slots that hold it are closed ── [1]     its gradients are on their way to the host, its uploads are over
+    all slots that hold it are closed ── [1]     the downloads of its gradients are enqueued, its uploads are over
     user code does not read it, or all microbatches have ended ── [2]
 
-Before that, a bucket has been sent: all that the step uploads of it is on the devices, and what it was copied from may
-be written to.
+A bucket is *uploaded*, before that, when the step's last upload of it has finished. The source of the copies may then
+be overwritten.
 
-    its slots' uploads are enqueued, and waited for ── [3]
+    the uploads of all its slots are enqueued, and waited for ── [3]
 
-Whoever steps takes buckets in the order in which they come, and of several that are there the first in forward order:
-it is what the next forward asks for first.
+`GradReadiness.take` returns buckets in the order in which they become ready. Of several ready ones `AsyncOptimizer`
+steps the first in forward order first, as the next forward needs it first.
 """
 
 from __future__ import annotations
@@ -30,31 +30,36 @@ from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 
 
 class UploadedStage(Protocol):
-    """What a slot needs and adds to: ``layers`` are uploaded for it, and gradients are added to ``sums``."""
+    """A slot, as far as it concerns readiness.
+
+    Attributes:
+        layers: the layers that are uploaded for it.
+        sums: the host sums that it adds gradients to, by call.
+        readiness: called with each of its uploads.
+    """
 
     layers: Sequence[HostLayer]
     sums: dict[int, HostGradSums]
     readiness: GradReadiness | None
-    """Is told of its uploads."""
 
 
 class Dropped(Exception):
-    """The step failed: no more gradients will come."""
+    """Raised in place of gradients that will not come, as the step has failed."""
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A bucket whose uploads are all on their way."""
+    """A bucket whose uploads are all enqueued, with the ends of those uploads."""
 
     bucket: ParamBucket
     uploads: list[Event]
 
 
 class GradReadiness:
-    """Of one step.
+    """The readiness of the buckets in one step. Several threads report to it; the optimizer's thread takes from it.
 
     Args:
-        buckets: all of them.
+        buckets: all buckets of the model.
     """
 
     def __init__(self, buckets: Sequence[ParamBucket]) -> None:
@@ -70,10 +75,11 @@ class GradReadiness:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def expect(self, slots: Iterable[UploadedStage], *, uploads: bool = True) -> None:
-        """Slots of the step, before the first of them is closed. All are known when its losses are.
+        """Add slots of the step. Call it before the first of them is closed, and for all slots before `passed`.
 
         Args:
-            uploads: whether somebody wants to know when buckets have been sent [3].
+            slots: the slots.
+            uploads: whether to report when buckets are uploaded [3].
         """
         with self._lock:
             for slot in slots:
@@ -85,33 +91,33 @@ class GradReadiness:
                         self._unsent[layer.bucket] += 1
 
     def uploading(self, bucket: ParamBucket, upload: Event) -> None:
-        """The weights of a layer of ``bucket`` are on their way to one of the slots, until ``upload`` [3]."""
+        """Count the upload of a layer of ``bucket`` for one of the slots, which ends at ``upload`` [3]."""
         with self._lock:
             self._unsent[bucket] -= 1
             self._uploads[bucket].append(upload)
             self._look([bucket])
 
     def closed(self, slot: UploadedStage) -> None:
-        """The slot's gradients are on their way [1]."""
+        """Count a closed slot, whose gradient downloads are enqueued [1]."""
         with self._lock:
             for bucket in _buckets(slot):
                 self._open[bucket] -= 1
             self._look(_buckets(slot))
 
     def passed(self, read: Collection[ParamBucket]) -> None:
-        """All microbatches have their loss, so it is known which buckets user code has ``read``."""
+        """Set the buckets that user code has ``read``, once all microbatches have their loss."""
         with self._lock:
             self._read = read
             self._look(list(self._coming))
 
     def ended(self) -> None:
-        """All microbatches have ended [2]."""
+        """Note that all microbatches have ended, so user code reads nothing any more [2]."""
         with self._lock:
             self._ended = True
             self._look(list(self._coming))
 
     def fail(self) -> None:
-        """What has not come will not come."""
+        """Make `take` raise: the step has failed."""
         self._there.put(None)
 
     def _look(self, buckets: Iterable[ParamBucket]) -> None:
@@ -124,14 +130,14 @@ class GradReadiness:
                 self._coming.discard(bucket)
                 self._there.put(bucket)
 
-    # -- who steps ----------------------------------------------------------------------------------------------------
+    # -- the optimizer's thread ---------------------------------------------------------------------------------------
 
     def take(self, *, wait: bool, sent: Callable[[ParamBucket], None] = lambda bucket: None) -> list[ParamBucket]:
-        """Buckets that have come since the last time.
+        """Return the buckets that have become ready since the last call.
 
         Args:
-            wait: for at least one.
-            sent: called with each bucket that has been sent.
+            wait: whether to wait for at least one.
+            sent: called with each bucket that has been uploaded.
 
         Raises:
             Dropped: if the step has failed.
@@ -149,7 +155,7 @@ class GradReadiness:
             if isinstance(bucket, ParamBucket):
                 taken.append(bucket)
                 continue
-            with contextlib.suppress(StreamAborted, StreamError):  # a step has failed: this one, or the one behind it
+            with contextlib.suppress(StreamAborted, StreamError):  # this step has failed, or the one behind it
                 for upload in bucket.uploads:
                     upload.wait()
                 sent(bucket.bucket)

@@ -1,13 +1,14 @@
-"""From the sums of a batch to whoever uses them up: the loss that training_step returns.
+"""The loss that a step returns to Lightning, whose backward hands out the gradients of the batch.
 
-Lightning divides the loss, may scale it, calls ``zero_grad`` and only then ``backward``. So gradients wait in host
-buffers, and the returned loss is a node of which every master is an input. What its backward is given says by how much
-they are to be scaled. Then there are two ways:
+Lightning divides the loss, may scale it, calls ``zero_grad`` and only then ``backward``. Until then the gradients wait
+in host buffers. The returned loss is an autograd node, and the gradient that reaches the node is the factor to scale
+them by. Then there are two ways:
 
-* they are handed to autograd, and with it to ``.grad``: hooks, overridden parts of the step and any optimizer work as
-  in plain training, and everything waits for that;
-* nothing is handed on, and `async_optimizer` takes them from the buffers, bucket by bucket. That may begin while
-  backward is still under way.
+* The node's inputs are the masters that have a gradient. It returns the gradients, and autograd adds them to ``.grad``.
+  Hooks, overridden parts of the step and any optimizer work as in plain training, but the step's backward must have
+  ended.
+* The node's input is a dummy, and `async_optimizer` takes the gradients from the buffers, bucket by bucket. It may
+  begin while the step's backward is still running.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from lightning_roundpipe.runtime.user_code.mode import Proxies
 
 
 class StepGradients:
-    """The gradients of one batch, before its loss is differentiated.
+    """The gradients of one batch, until an optimizer or ``.grad`` has taken them.
 
     Args:
-        sums: per call, in trace order.
-        proxies: user code's stand-ins, in microbatch order.
-        factor: corrects the provisional total of the loss weights.
-        readiness: says when those of a bucket are complete, if they are taken bucket by bucket, and ``.grad`` stays as
-            it is. Without it all of them are complete.
+        sums: the host sums, per call, in an order that no plan changes.
+        proxies: the stand-ins that user code has read, in microbatch order.
+        factor: corrects the provisional total of the loss weights that the microbatches computed with.
+        readiness: reports when the gradients of a bucket are complete, if they are taken bucket by bucket and ``.grad``
+            stays untouched. None: all are complete, or will be once their downloads are waited for.
 
     Attributes:
-        scale: what they are multiplied by; None until the loss was differentiated.
+        scale: the factor to multiply the gradients by; None until the loss has been differentiated.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class StepGradients:
             self._masters = list(found.values())
 
     def loss(self, value: Tensor, *, differentiable: bool) -> Tensor:
-        """``value`` with a backward that hands the gradients out.
+        """Return ``value`` as a node whose backward hands out the gradients.
 
         Args:
             value: the merged loss.
-            differentiable: whether a microbatch's loss required grad. If so, and it depends on no parameter, a backward
-                pass does nothing; if not, it fails, as it would on the loss itself.
+            differentiable: whether a microbatch's loss required grad. If not, backward raises, as it would on the loss
+                itself. If so and no master has a gradient, backward does nothing.
         """
         with torch.enable_grad():
             anchors: list[Tensor] = [*self._masters] or [torch.zeros((), requires_grad=True)]
@@ -75,7 +76,11 @@ class StepGradients:
         return loss
 
     def differentiated(self, scale: float) -> list[Tensor]:
-        """Backward has reached the loss. The gradients of the masters that have one; nothing, if buckets are taken."""
+        """Set `scale`: backward has reached the loss.
+
+        Returns:
+            The gradients of the masters that have one; an empty list if they are taken bucket by bucket.
+        """
         if self.readiness is None and not self._masters:
             return []
         if self.scale is not None:
@@ -92,14 +97,14 @@ class StepGradients:
         return [taken.pop(id(master)) for master in self._masters]
 
     def take(self, bucket: ParamBucket) -> dict[int, Tensor]:
-        """The gradients of a bucket that is there, by the ids of its masters, scaled where they lie. Once."""
+        """Return the gradients of a ready bucket by id of the master, scaled in place. Call it once per bucket."""
         user_code = self._user_code({id(master) for master in bucket.masters}) if self._proxies else []
         return self._taken(self._of[bucket], user_code)
 
     def sums_by_master(self, bucket: ParamBucket) -> dict[int, list[HostGradSums]] | None:
-        """What the gradients of a bucket that is there are the sums of, by the ids of its masters, for `take_part`.
+        """Return the host sums that make up each gradient of a ready bucket, by id of the master, for `take_part`.
 
-        None if user code between layers has added to them: then they are to be taken as a whole.
+        None if user code between layers has read a master of the bucket and added to its gradient; then use `take`.
         """
         if self._proxies and self._user_code({id(master) for master in bucket.masters}):
             return None
@@ -110,7 +115,10 @@ class StepGradients:
         return found
 
     def take_part(self, sums: Sequence[HostGradSums], key: int, start: int, end: int) -> Tensor:
-        """Of one master's gradient the numbers ``start`` to ``end``, scaled and added up where they lie. Once."""
+        """Return the numbers ``start`` to ``end`` of one master's gradient, scaled and added up in place.
+
+        Waits for their download only. Call it once per part.
+        """
         assert self.scale is not None
         first, *others = (total.take_part(key, start, end, self.scale) for total in sums)
         for other in others:
@@ -119,16 +127,16 @@ class StepGradients:
 
     @property
     def sums(self) -> Sequence[HostGradSums]:
-        """Per call, in trace order; none once all have been released."""
+        """The host sums per call; empty once all have been released."""
         return self._sums
 
     def arrive(self) -> None:
-        """Wait until all of them are on the host."""
+        """Wait until all sums are on the host."""
         for total in self._sums:
             total.wait()
 
     def release(self, bucket: ParamBucket | None = None) -> None:
-        """Nobody needs the gradients of ``bucket``, or any of them, any more: their memory may be written to."""
+        """Let the next batch overwrite the gradients of ``bucket``, by default of all buckets."""
         for total in self._sums if bucket is None else self._of[bucket]:
             total.consumed.wake()
         if bucket is None:

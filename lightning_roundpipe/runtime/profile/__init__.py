@@ -1,1 +1,1 @@
-"""The first batches: what they show of user code and layers, and the plan that follows."""
+"""What the first batches show of user code and layers, and the plan made from it."""

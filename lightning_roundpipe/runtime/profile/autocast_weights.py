@@ -1,9 +1,9 @@
-"""Under autocast, which weights travel cast: those that autocast casts wherever they are used.
+"""Chooses the weights to upload in low precision under autocast: those that autocast casts at every use.
 
-    first batch ── each use of a weight is seen ── [1]     a plan is made: from here on they are sent cast ── [2]
-    a later batch uses one otherwise ── the worker fetches it as it was ── [3]     and all is learned anew
+    first batch ── every use of a weight is recorded ── [1]     the plan is made, and uploads become casts ── [2]
+    a later batch uses one otherwise ── the worker fetches the full-precision value ── [3]   the engine learns anew
 
-So nothing is computed from other numbers than where all weights travel as they are; see `model.rounded`.
+So a step computes with the same numbers as if all weights were uploaded in full precision; see `model.rounded`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 
 def is_watched(options: Options, formats: Formats, learned: Learned) -> bool:
-    """Whether it is to be found out now what layers do with their weights [1]. Inside compiled ones nothing is seen."""
+    """Return whether to record the uses of weights in this step [1]. Uses inside compiled layers cannot be seen."""
     if options.compile_layers is not None:
         return False
     return formats.mixed and learned.plans and learned.plan is None
 
 
 def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker]) -> bool:
-    """Send weights cast from here on, as far as their uses allow [2].
+    """From here on, upload weights in low precision where their uses allow it [2].
 
     Returns:
-        Whether layers have other sizes now, so that workers have given their arenas back.
+        Whether the size of a layer has changed. Then the workers have released their arenas.
     """
     rounding = {layer: formats for layer in layers if (formats := layer.uses.only_cast())}
     for layer, formats in rounding.items():
@@ -40,5 +40,5 @@ def send_rounded(layers: Iterable[HostLayer], workers: Iterable[Worker]) -> bool
 
 
 def is_surprised(layers: Iterable[HostLayer]) -> bool:
-    """Whether a weight that travels cast has been used otherwise meanwhile [3]."""
+    """Return whether a weight that is uploaded in low precision has been used otherwise since [3]."""
     return any(layer.rounded - layer.uses.only_cast().keys() for layer in layers)

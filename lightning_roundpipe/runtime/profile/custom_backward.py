@@ -1,14 +1,15 @@
-"""Whether backward code of the user's own gives in parts of a batch what it gives on the whole of it.
+"""Compares the user's own backward code on the parts of a batch with the same code on the whole batch.
 
-The gradients of torch's own operations are linear in what arrives, so those of parts add up. A
-``torch.autograd.Function`` and a hook may do anything else: add the gradient of a loss of their own, which then counts
-once for each part, or divide by a norm. So a rehearsal runs the graphs that such code is in backward, each for itself:
+The backward of torch's own operations is linear in the incoming gradient, so the gradients of parts add up. A
+``torch.autograd.Function`` or a hook may do otherwise: add the gradient of a loss of its own, which then counts once
+for each part, or divide by a norm. So a rehearsal runs backward through each graph that has such code in it:
 
-    the graph of a layer's call, of what goes into one, of a loss ── is there such code in it? ── [1]
-    a backward of gradients that a sample gets in whatever part, and a backward of zeros ── [2]
-    sums over what arrives at inputs and parameters, which those of the parts must add up to ── [3]
+    the graph of a layer call, of a layer's inputs, or of a loss ── is there such code in it? ── [1]
+    backward from random gradients, the same for a sample in any part; backward from zeros ── [2]
+    sums over the gradients of inputs and parameters ── those of the parts must add up to those of the whole ── [3]
 
-The backward of zeros shows what is added, however small it is beside the other gradients.
+From zeros, a linear backward gives zeros. Whatever else arrives was added by the code, however small it is beside the
+other gradients.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from lightning_roundpipe.runtime.layer_calls.recompute_check import sums_of
 
 _TORCHS = ("torch", "lightning_roundpipe")
 _REGISTERED = "torch._library"
-"""Where torch makes functions of the backward formulas of custom operators."""
+"""The package in which torch makes an autograd function of a custom operator's backward: that is the user's code."""
 
 
 @dataclass
 class GradEnd:
-    """Where gradients arrive.
+    """An end of a graph, where gradients arrive.
 
     Attributes:
-        of: what it is, for messages.
-        at: whose gradient it is.
-        hooks: that are called with it.
+        of: describes it in messages.
+        at: the tensor, or graph edge, whose gradient to take.
+        hooks: hooks of user code to call with that gradient.
     """
 
     of: str
@@ -47,14 +48,14 @@ class GradEnd:
 
 @dataclass
 class Arrived:
-    """Sums over one gradient, of all calls: two weighted ones, and the norm."""
+    """Sums over one gradient, added up over all runs: two weighted sums, and the norm."""
 
     code: str
     of: str
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def differs(self, other: Arrived, tolerance: float) -> bool:
-        """By more than rounding."""
+        """Return whether the sums differ by more than ``tolerance`` times the norm. Infinite or NaN sums never do."""
         mine, its = self.sums.tolist(), other.sums.tolist()
         if any(x != x or abs(x) == float("inf") for x in (*mine, *its)):
             return False
@@ -62,15 +63,15 @@ class Arrived:
 
 
 class CustomBackwards:
-    """What has arrived in the runs of one side.
+    """The gradients that arrived on one side of the comparison: the whole batch, or its parts.
 
     Args:
-        samples: of the whole batch.
-        rows: which of them run now.
-        whole: the side that the whole batch ran in, if this is another.
+        samples: number of samples in the whole batch.
+        rows: returns the rows of the whole batch that are running.
+        whole: the side of the whole batch; None if this is that side.
 
     Attributes:
-        arrived: by the place of the code, the end, and whether the gradients were zeros.
+        arrived: the sums by place of the code, index of the end, and whether the backward began with zeros.
     """
 
     def __init__(self, samples: int, rows: Callable[[], slice], whole: CustomBackwards | None = None) -> None:
@@ -78,19 +79,19 @@ class CustomBackwards:
         self._samples, self._rows, self._whole = samples, rows, whole
         self._shapes: dict[tuple[str, Any], set[torch.Size]] = {}
         self._untold: set[str] = set()
-        """Places that cannot be compared."""
+        """Places whose backward raised, so that they cannot be compared."""
 
     def see(
         self, place: str, roots: Sequence[Tensor], ends: list[GradEnd], code: str, share: float | None = None
     ) -> None:
-        """Run the graph of ``roots`` backward [2].
+        """Run backward from ``roots``, and add to the sums of what arrives [2].
 
         Args:
-            place: of the code.
+            place: names the code; the same on both sides.
             roots: tensors that require grad.
-            ends: where gradients are wanted; as many and in the same order on both sides.
-            code: of the user's own in it.
-            share: of a loss in that of the batch.
+            ends: the ends to take gradients at; as many and in the same order on both sides.
+            code: names the user's own code in the graph.
+            share: weight of this part's loss in the loss of the batch; None weights by number of samples.
         """
         try:
             gradients = [self._gradient(place, i, root, share) for i, root in enumerate(roots)]
@@ -106,10 +107,10 @@ class CustomBackwards:
                             gradient = gradient if changed is None else changed
                         arrived.sums += sums_of(self._placed(place, f"end {i}", gradient.detach())).cpu()
         except Exception:
-            self._untold.add(place)  # the step's own backward says what is wrong, if anything is
+            self._untold.add(place)  # if the user's code is wrong, the step's own backward raises
 
     def different(self, parts: CustomBackwards, tolerance: float) -> Iterator[tuple[Arrived, Arrived]]:
-        """Pairs of what differs between this side and ``parts`` [3]."""
+        """Yield the pairs of sums that differ between this side and ``parts`` [3], those from zeros first."""
         told = {place for place, _, _ in self.arrived.keys() & parts.arrived.keys()} - self._untold - parts._untold
         for key in sorted(self.arrived, key=lambda key: not key[2]):
             if key[0] in told and key in parts.arrived and self.arrived[key].differs(parts.arrived[key], tolerance):
@@ -126,7 +127,7 @@ class CustomBackwards:
         return (full * (1.0 if share is None else share)).to(root.device, root.dtype)
 
     def _placed(self, place: str, what: str, gradient: Tensor) -> Tensor:
-        """``gradient`` with its rows where they are in the whole batch."""
+        """Return ``gradient`` with its rows at their places in the whole batch, and zeros elsewhere."""
         shape, rows = self._whole_shape(place, what, gradient.shape)
         if rows is None:
             return gradient
@@ -135,7 +136,11 @@ class CustomBackwards:
         return placed
 
     def _whole_shape(self, place: str, what: Any, shape: torch.Size) -> tuple[torch.Size, slice | None]:
-        """The shape in the whole batch, and where the rows of a tensor of ``shape`` are there, if it has such."""
+        """Return the shape in the whole batch, and the place of the rows in it; None if the tensor has no sample rows.
+
+        Raises:
+            ValueError: if the whole batch had no tensor of a corresponding shape here.
+        """
         if self._whole is None:
             self._shapes.setdefault((place, what), set()).add(shape)
             return shape, None
@@ -155,10 +160,10 @@ class CustomBackwards:
 
 
 def code_in(roots: Sequence[Tensor]) -> tuple[str, list[GradEnd]]:
-    """Walk the graph of ``roots``, up to layers and leaves.
+    """Walk the graph of ``roots``, up to layer calls and leaves.
 
     Returns:
-        The user's code in it [1], by its name, or an empty text; and the ends that are calls of layers, and leaves.
+        The name of the first of the user's own code in it [1], empty if there is none; and the ends of the graph.
     """
     nodes: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr) for t in reversed(roots) if t.grad_fn is not None]
     seen: set[Any] = set()
@@ -187,7 +192,7 @@ _HOOK = "a hook on a tensor"
 
 
 def hooked(code: str, hooks: bool) -> str:
-    """``code``, or that there are hooks."""
+    """Return ``code``; if that is empty and there are ``hooks``, a name for these."""
     return code or (_HOOK if hooks else "")
 
 

@@ -1,4 +1,4 @@
-"""From what the first batch has called to a plan, and the arenas that it needs."""
+"""Makes a plan from the traces of the first batch, and the arenas that it needs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ from lightning_roundpipe.runtime.profile.autocast_weights import send_rounded
 from lightning_roundpipe.runtime.reporting.events import Recorder
 
 WORTH_S = 5.0
-"""Seconds of a step from which on some seconds are spent on a better plan."""
+"""A step that takes at least this many seconds is worth a search for a better plan, which takes some seconds."""
 
 
 class Planner:
-    """Makes plans, and room for what they need on workers.
+    """Makes plans, and reserves the memory that they need on the workers and the host.
+
+    It is where the `planning` package meets the runtime, so it imports from both.
 
     Args:
-        engine: whose steps run under them.
+        engine: the context of the engine.
     """
 
     def __init__(self, engine: EngineContext) -> None:
@@ -48,12 +50,18 @@ class Planner:
         self._devices, self._workers = engine.worker_pool.devices, engine.worker_pool.workers
 
     def plan_from(self, recorder: Recorder, traces: Sequence[Trace], microbatches: int, *, fuses: bool) -> None:
-        """Make a plan of what all microbatches called, unless they are to run in order.
+        """Make a plan from a finished step, if its traces show all calls and microbatches may run side by side.
 
         Args:
-            recorder: of the step.
-            traces: what each microbatch called.
-            fuses: whether a microbatch may go from its last layer into its backward.
+            recorder: the events of the step.
+            traces: the layer calls of each microbatch.
+            microbatches: their number.
+            fuses: whether a microbatch may go from its last forward straight into its backward.
+
+        Raises:
+            RoundPipeError: if training_step called no layer.
+            DoesNotFit: if no plan fits the memory budget.
+            ValueError: if the plan in the options does not fit the trace or the memory budget, or a buffer allows none.
         """
         options, learned, layers = self._options, self._learned, self._engine.model.layers
         learned.trace = trace = learned.trace or Trace()
@@ -81,7 +89,7 @@ class Planner:
             check_plan_fits(plan, costs, options, self._devices)
         else:
             try:
-                with interrupts_allowed():  # it may take its time, and nothing has been changed yet
+                with interrupts_allowed():  # the search may be long, and an interrupt leaves nothing half done
                     plan = self._cut(costs, trace, microbatches, limit, fuses=fuses)
             except ValueError as error:
                 raise DoesNotFit(f"{error}{libraries_note(options, self._devices)}") from None
@@ -90,17 +98,17 @@ class Planner:
             self.run_in_order(why, "plan must have these calls in one forward stage, or be left out.")
             return
         lead = lead_within(plan, costs, len(self._workers), limit, self._devices[0].lead_bytes)
-        # For tensors that are brought to a worker before their turn:
+        # What is left for prefetched activations:
         room = None if limit is None else max(0, limit - device_bytes(plan, costs, len(self._workers)) - lead)
         self._reserve_for(plan, costs, trace, room, lead)
         learned.plan = plan
 
     def _cut(self, costs: Costs, trace: Trace, microbatches: int, limit: int | None, *, fuses: bool) -> Plan:
-        """The plan of the paper's algorithm, or a better one where a step takes so long that looking for it pays."""
+        """Return the plan of the paper's algorithm, or a better one where a step is long enough to pay for a search."""
         options, workers, size = self._options, len(self._workers), self._options.round_microbatches
         stage_s = options.stage_seconds
         plan = partition_within(costs, workers, microbatches, size, limit, stage_s=stage_s)
-        if fuses:  # else gradients come when all have their outputs
+        if fuses:  # else no gradient comes before all outputs are there, and recomputing ahead gains nothing
             plan = ahead_within(plan, costs, workers, limit)
         seconds = run_steps(plan, costs, workers, microbatches).makespan_s
         if workers == 1 or size is not None or stage_s is not None or seconds < WORTH_S:
@@ -114,7 +122,7 @@ class Planner:
                 f"a step takes {seconds:.0f} s: searching for a faster plan, which takes up to {SEARCH_SECONDS:.0f} s.",
             )
         limits = Limits.usual(costs, workers, microbatches)
-        if limit is not None:  # how much is fused is a question of memory then
+        if limit is not None:  # memory decides how much is fused
             limits = Limits(limits.min_round, len(costs) - 1, limit)
         stale = bool(options.staleness)
         found = search_partition(costs, workers, microbatches, limits, 1 if stale else 0, by_clock=not static)
@@ -122,10 +130,10 @@ class Planner:
         return found if better and not trace.torn_buffer(found) else plan
 
     def run_in_order(self, why: str, remedy: str) -> None:
-        """Microbatches run one after another from now on.
+        """From now on, run microbatches one after another without a plan.
 
         Raises:
-            ValueError: if a plan was asked for, with the ``remedy``.
+            ValueError: if the options give a plan; the message is ``why`` and ``remedy``.
         """
         if self._options.plan_text is not None:
             raise ValueError(f"{why}: {remedy}")
@@ -145,7 +153,7 @@ class Planner:
         self._devices[0].reserve_host(boundary_bytes(plan, costs))
 
     def reserve_for_layers(self) -> None:
-        """Arenas for one layer at a time, which is what runs without a plan needs."""
+        """Make the arenas as large as the largest layer: without a plan, workers hold one layer at a time."""
         layers = self._engine.model.layers
         weights = max((layer.nbytes for layer in layers), default=0)
         gradients = max((HostGradSums.bytes_of(layer) for layer in layers), default=0)
@@ -153,8 +161,10 @@ class Planner:
             worker.reserve(weights, gradients)
 
     def forget(self) -> None:
-        """Everything is learned again: other parameters are trained now, so that gradients flow elsewhere; or a weight
-        that travels cast was used otherwise; or the batch is cut in another way.
+        """Drop traces and plan, to learn them again.
+
+        Called when other parameters require grad, so that gradients flow elsewhere, when a layer has used a weight that
+        is uploaded in low precision otherwise, and when batches are cut in another way.
         """
         self._engine.gradients.drop()
         self._learned.forget()
@@ -168,10 +178,10 @@ class Planner:
 
 
 def rates_of(device: Device) -> Hardware:
-    """What a static plan's times are computed by."""
+    """Return the rates that the times of a static plan are computed from."""
     return nominal(device.torch_device.type)
 
 
 def counter_of(options: Options, learned: Learned, device: Device) -> Counter | None:
-    """Something to count a call's operations with, where a static plan is going to be made from them."""
+    """Return a mode that counts a call's operations, if a static plan is to be made from this step; else None."""
     return Counter(rates_of(device)) if learned.plans and options.plan == "static" else None

@@ -1,13 +1,15 @@
-"""What user code leaves behind on Python objects: taken down before it runs, read afterwards, and put back.
+"""Snapshots and restores the Python objects that user code may change.
 
-A rehearsal of ``training_step`` must leave no trace, so everything that it can reach and change is taken down first:
+A rehearsal of ``training_step`` must leave no trace, so `LeftBehind` first records everything that it can reach and
+change:
 
     the modules' attributes and buffers ── containers, tensors, arrays, generators, helper objects in them ── [1]
-    their hooks, and the functions of the module's own class ── what closures and globals hold ── [2]
-    afterwards ── what differs from before, by path ── [3]   and all of it put back, in place ── [4]
+    their hooks, and the functions of the modules' classes ── what closures and globals hold ── [2]
+    afterwards ── report what differs from before, by path ── [3]   and restore everything in place ── [4]
 
-Objects keep their identity, so whoever else refers to them finds them as they were. Parameters are never copied; see
-`rehearsal` for what is written to them. What nobody can put back (generators, open files) is named, see `stuck`.
+Objects keep their identity, so other references to them find the old state as well. Parameters are never copied here;
+`rehearsal.Written` copies those that user code writes to. `LeftBehind.stuck` names what cannot be restored: iterators
+that cannot be copied, such as generators, and more than 1 GiB of tensors. Open files are ignored.
 """
 
 from __future__ import annotations
@@ -33,28 +35,28 @@ from lightning_roundpipe.model.attributes import STRUCTURE, Container, frozen, o
 _LIBRARIES = (sys.stdlib_module_names | {"builtins", "torch", "numpy", "lightning", "pytorch_lightning"}) | {
     "lightning_fabric", "lightning_utilities", "lightning_roundpipe", "torchmetrics", "_pytest", "pytest",
 }  # fmt: skip
-"""Packages whose objects are not looked into, unless they are known below."""
+"""Packages whose objects are not walked, except for the types named in `_kind`."""
 _NAMESPACES = ("SimpleNamespace", "Namespace")
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _CURSORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")), itertools.count)
-"""Iterators that a shallow copy is independent of."""
+"""Iterators whose shallow copy advances independently; others are copied deeply."""
 _MANY = 100_000
-"""Items from which on a container is taken for data: what is appended to it is taken away again, and no more."""
+"""A container with more items is taken for data: it is not walked, and restoring it only removes appended items."""
 _TENSOR_BYTES = 1 << 30
-"""Of tensors beside parameters, from which on no copy is made of them."""
+"""Limit for the copies of tensors, parameters aside, in bytes."""
 
 ABSENT = object()
 
 
 class LeftBehind:
-    """What is reachable from some objects, as it is now.
+    """A snapshot of what is reachable from a module and some other objects.
 
     Args:
-        root: whose modules, with their buffers and hooks, are looked at.
-        others: by name, further objects that its code may change.
+        root: the module whose submodules, buffers and hooks to record.
+        others: further objects that its code may change, by name.
 
     Attributes:
-        stuck: what cannot be put back once it is used, by path; empty if there is no such thing.
+        stuck: what cannot be restored after use, mostly paths; empty if everything can.
     """
 
     def __init__(self, root: nn.Module, others: Iterable[tuple[str, Any]] = ()) -> None:
@@ -63,23 +65,23 @@ class LeftBehind:
         self.stuck: list[str] = []
         self._put: list[Callable[[], object]] = []
         self._copies: dict[int, tuple[Any, Callable[[Any], Any], Any]] = {}
-        """Iterators by id, with how they are copied, and a copy."""
+        """By id of an iterator: the iterator, the function that copies it, and an unused copy."""
         self._marks: dict[int, tuple[Any, ...]] = {}
-        """Tensors by id: the object, which must not die, where its memory is, and its version."""
+        """By id of a tensor: the tensor (kept alive, so that the id stays its own), its address and its version."""
         self._bytes = 0
         self._before: dict[str, Any] = {}
         mine = {path for path, _, _ in walk(self._modules, hooks=False)}
         for path, value, kind in walk([*self._modules, *self._others]):
             self._take(path, value, kind)
         self._outside = self._before.keys() - mine
-        """Paths of what is put back, and not compared: hooks, closures and globals."""
+        """Paths that are restored and not compared: hooks, closures and globals."""
         if self._bytes > _TENSOR_BYTES:
             self.stuck.append(f"{self._bytes / 2**30:.1f} GiB of tensors that are no parameters")
 
     # -- before -------------------------------------------------------------------------------------------------------
 
     def _take(self, path: str, value: Any, kind: str) -> None:
-        now = functools.partial(_stands_for, self._copies)  # no method: a circle would keep copies of all tensors
+        now = functools.partial(_stands_for, self._copies)  # a method would be a reference cycle with all the copies
         if kind == "leaf":
             self._before[path] = value
         elif kind == "tensor":
@@ -111,7 +113,10 @@ class LeftBehind:
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def changes(self) -> dict[str, Any]:
-        """What of the modules differs from before [3]: by path, what is there now, or `ABSENT`. Tensors are copies."""
+        """Return what differs from before on the modules [3]: by path, the value now, or `ABSENT`.
+
+        Tensors are returned as copies on the host, numeric arrays as tensors, and other state as text or a length.
+        """
         found: dict[str, Any] = {}
         seen = set()
         for path, value, kind in walk(self._modules, hooks=False):
@@ -141,13 +146,19 @@ class LeftBehind:
         return found | dict.fromkeys(gone, ABSENT)
 
     def put_back(self) -> None:
-        """Everything is as it was [4]."""
+        """Restore everything [4]."""
         for put in self._put:
             put()
 
 
 def put_back_of(value: Any, kind: str, now: Callable[[Any], Any] = lambda item: item) -> Callable[[], object]:
-    """What makes ``value``, of a kind of `walk`, what it is now; ``now`` gives what is put in the place of an item."""
+    """Return a function that restores the present state of ``value``.
+
+    Args:
+        value: an object that `walk` yields.
+        kind: its kind, as `walk` names it.
+        now: maps an item of ``value`` to what to put in its place when it is restored.
+    """
     if kind == "tensor":
         return _tensor_back(value)
     if kind == "array":
@@ -171,27 +182,26 @@ def put_back_of(value: Any, kind: str, now: Callable[[Any], Any] = lambda item: 
 
 
 def names_in(value: Any, kind: str) -> dict[str, Any] | None:
-    """What an object, a class or a namespace holds now, by name; None for other kinds of `walk`."""
+    """Return what an object, a class or a namespace holds, by name; None for other kinds of `walk`."""
     if kind == "globals":
         return value.held()  # type: ignore[no-any-return]
     return _attributes(value) if kind == "object" else _class_attributes(value) if kind == "class" else None
 
 
 def state_of(value: Any, kind: str) -> list[Any]:
-    """What a cell, a generator or an iterator holds now."""
+    """Return what a cell holds, or the state of a generator or iterator."""
     if kind == "cell":
         return [value.cell_contents] if _filled(value) else []
     return [repr(_STATES[type(value)][0](value)) if kind == "generator" else _position(value)]
 
 
 class SavedAttributes:
-    """Those of some modules, as they are now; without buffers, and without what is in helper objects."""
+    """A snapshot of the attributes of some modules, without buffers and without the contents of helper objects."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._held = [(m, {k: (v, frozen(v)) for k, v in own_attributes(m).items()}) for m in modules]
 
     def put_back(self) -> None:
-        """They are as they were."""
         for module, held in self._held:
             space = module.__dict__
             for name in own_attributes(module).keys() - held.keys():
@@ -207,11 +217,13 @@ class SavedAttributes:
 
 
 def walk(roots: Iterable[tuple[str, Any]], *, hooks: bool = True) -> Iterator[tuple[str, Any, str]]:
-    """Everything that is reachable and may change: path, object, and what kind it is; each object once.
+    """Yield everything reachable that may change, as path, object and kind; each object once.
 
-    ``hooks``: what functions and hooks keep as well.
+    Args:
+        roots: the objects to start from, with their paths.
+        hooks: whether to follow functions, methods and classes, and so what hooks and closures keep.
     """
-    seen: dict[int, Any] = {}  # which keeps all of them alive, so that each has an id of its own
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is used twice
     waiting = deque(roots)
     while waiting:
         path, value = waiting.popleft()
@@ -226,7 +238,7 @@ def walk(roots: Iterable[tuple[str, Any]], *, hooks: bool = True) -> Iterator[tu
             continue
         if kind not in ("tuple", "function", "method"):
             yield path, value, kind
-        # Depth first: paths must not depend on how much there is elsewhere.
+        # Depth first: an object's path must not depend on the size of others.
         waiting.extendleft(reversed(list(_inside(path, value, kind))))
 
 
@@ -310,18 +322,18 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 class _Globals:
-    """Names in a module's namespace that a function refers to."""
+    """The names in a module's namespace that a function refers to."""
 
     def __init__(self, names: list[str], space: dict[str, Any]) -> None:
         self.names, self.space = names, space
 
     def held(self) -> dict[str, Any]:
-        """By name, what is there, as far as there is anything that user code may count in."""
+        """Return those that are bound to possible state, by name."""
         return {name: self.space[name] for name in self.names if _is_state(self.space.get(name, os))}
 
 
 def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function keeps [2]."""
+    """Yield what a function keeps: closure cells, attributes and globals [2]."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         if name != "__class__":
@@ -333,7 +345,7 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str,
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a global may be, or keep, what user code counts in."""
+    """Return whether a global may be or hold state of user code: modules and built-in functions do not."""
     return not isinstance(value, (types.ModuleType, types.BuiltinFunctionType))
 
 
@@ -342,7 +354,7 @@ def _class_attributes(owner: type) -> dict[str, Any]:
 
 
 def code_of(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The classes of the module's modules, with the functions in them."""
+    """Yield the class of each submodule, by name; `walk` follows the functions in them."""
     yield from ((kind.__name__, kind) for kind in {type(module): None for module in root.modules()})
 
 
@@ -364,7 +376,7 @@ _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] =
 
 
 def _stands_for(copies: dict[int, tuple[Any, Callable[[Any], Any], Any]], value: Any) -> Any:
-    """What is put back in the place of ``value``: for an iterator, one that has not been used."""
+    """Return what to restore in place of ``value``: for an iterator a fresh copy, else ``value`` itself."""
     if (known := copies.get(id(value))) is None:
         return value
     return known[1](known[2])
@@ -479,7 +491,7 @@ def _fill(cell: types.CellType, value: Any) -> None:
 
 
 def _position(iterator: Any) -> str:
-    """Where an iterator is, as far as it says so."""
+    """Return text for the position of an iterator; empty if it does not tell."""
     try:
         return repr(iterator) if isinstance(iterator, itertools.count) else repr(copy.copy(iterator).__reduce__()[2:])
     except Exception:

@@ -1,16 +1,15 @@
-"""What user code changes while a microbatch is on its way, and the engine cannot keep apart for each of them.
+"""Finds state that user code changes within a step and that the engine cannot isolate for each microbatch.
 
-Microbatches take turns within a step, so what one leaves in a global, in a helper object or in what a hook writes to,
-another would find. Attributes of modules are kept apart (`module_state`, `side_outputs`), as long as no layer changes
-those of
-others. A rehearsal shows whether there is anything else:
+Microbatches take turns within a step, so one would find what another has left in a global, in a helper object or in the
+target of a hook. Attributes of modules are isolated (`module_state`, `side_outputs`), unless a layer changes those of
+other modules. A rehearsal shows whether there is anything else:
 
     training_step on the whole batch ── which objects does it change at all? ── [1]   most often none
-    training_step on parts of it ── which of them while a layer runs ── [2]   or before its last call of one ── [3]
-    a part once more, which at every call finds what another one has there ── does it give something else? ── [4]
+    training_step on parts of it ── which of them while a layer runs ── [2]   or between two layer calls ── [3]
+    one part again, with another part's state put in at every call ── is its result another? ── [4]
 
-What is changed only behind the last call is read by nobody who is still on the way, and what is only counted or written
-down harms nobody.
+Changes behind the last layer call are not looked for: microbatches run the code there one after another, in order.
+State that no result depends on, such as a counter or a list of records, does no harm; [4] tells.
 """
 
 from __future__ import annotations
@@ -30,17 +29,23 @@ from lightning_roundpipe.model.attributes import Container, own_attributes
 from lightning_roundpipe.runtime.profile.left_behind import names_in, put_back_of, state_of, walk
 
 _MOST_BYTES = 1 << 26
-"""Of an array, from which on only its first bytes are looked at."""
+"""Of a larger array, only the first bytes are compared."""
 
 
 BETWEEN = "between layers"
-"""The place that is not a layer."""
+"""Stands for the code between layers where other places are named by their layer."""
 
 
 @dataclass
 class _Watched:
-    """One object: where it was found, its kind, what it held when it was last looked at, and whether it is kept apart
-    between layers."""
+    """One object under observation.
+
+    Attributes:
+        path: the path that `walk` found it by.
+        kind: its kind in `walk`.
+        apart: whether `ModuleStateIsolation` isolates changes by the code between layers.
+        before: its state at the last `look`; see `_mark`.
+    """
 
     path: str
     value: Any
@@ -49,7 +54,7 @@ class _Watched:
     before: dict[str, Any] | list[Any]
 
     def change(self) -> str | None:
-        """The path of something in it that has changed."""
+        """Return the path of something in it that has changed since the last `look`; None if nothing has."""
         now = _mark(self.value, self.kind)
         if isinstance(now, dict) and isinstance(self.before, dict):
             for name in {**now, **self.before}:
@@ -63,16 +68,16 @@ class _Watched:
 
 
 class OutsideWrites:
-    """Looks at what is reachable.
+    """Observes everything that is reachable from the modules and other objects, during rehearsals.
 
     Args:
-        modules: all, with their names.
-        others: by name, further objects that user code may change.
+        modules: all modules, by name.
+        others: further objects that user code may change, by name.
         inside: ids of the modules inside layers.
 
     Attributes:
-        found: what is changed, by the name of the layer whose code does, or `BETWEEN`.
-        clashes: the same where a layer changes what is kept apart between layers.
+        found: path of a change, by the name of the layer whose code makes it, or `BETWEEN`.
+        clashes: the same for changes by layers to what is isolated only between layers.
     """
 
     def __init__(
@@ -96,26 +101,26 @@ class OutsideWrites:
         self._replay: Iterator[list[Callable[[], object]]] | None = None
 
     def narrow(self) -> None:
-        """Look at nothing any more but what has changed meanwhile [1]; at first, there is nothing else to see."""
+        """After the first run: from now on observe only what that run has changed [1]."""
         if not self._narrow:
             self._watched = [watched for watched in self._watched if watched.change() is not None]
             self._narrow = True
 
     def begin(self) -> None:
-        """A microbatch begins."""
+        """Note the state at the start of a microbatch."""
         self._look()
 
     def enter(self) -> None:
-        """It calls a layer [3]."""
+        """Find what the code in front of a layer call has changed [3]."""
         self._see(BETWEEN, (watched for watched in self._watched if not watched.apart))
 
     def leave(self, layer: str) -> None:
-        """The layer has run [2]."""
+        """Find what the layer has changed [2]."""
         self._see(layer, self._watched)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """While a part runs, whose state another is to find."""
+        """Record the state at each layer call of a part, for `replaying`."""
         self._record = self._recorded = []
         try:
             yield
@@ -124,7 +129,7 @@ class OutsideWrites:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """While another one does [4]."""
+        """Put the recorded state in at each layer call of another part [4]."""
         self._replay, self._recorded = iter(self._recorded), []
         try:
             yield
@@ -152,7 +157,7 @@ class OutsideWrites:
 
 
 def _own(module: nn.Module, *, tensors: bool) -> Iterable[int]:
-    """Ids of what the attributes of ``module`` hold: lists and dicts, and ``tensors``."""
+    """Yield the ids of the containers that the attributes of ``module`` hold, and with ``tensors`` those of tensors."""
     yield from map(id, module._buffers.values() if tensors else ())
     waiting = list(own_attributes(module).values())
     while waiting:
@@ -166,7 +171,10 @@ def _own(module: nn.Module, *, tensors: bool) -> Iterable[int]:
 
 
 def _mark(value: Any, kind: str) -> dict[str, Any] | list[Any]:
-    """What changes when ``value`` does; it keeps what it refers to alive, so that nothing else gets its id."""
+    """Return something that differs once ``value`` has changed.
+
+    It refers to the items themselves. That keeps them alive, so no new object can have the identity of an old one.
+    """
     if (named := names_in(value, kind)) is not None:
         return named
     if kind == "tensor":

@@ -1,11 +1,11 @@
-"""Whether parts of a batch give what the whole batch gives: found out on a few samples, before anything is trained.
+"""Checks on a few samples, before any training, whether training_step gives the same in parts as on the whole batch.
 
     a few samples as one batch ── loss, outputs, logged values, metrics, what is left on modules ── [1]
-    the same samples as two parts, one after the other ── put together as those of a step are ── [2]   the same: parts
-    training_step once, and each call of the model in two parts ── [3]   the same as [1]: microbatch_scope="model"
-    neither ── an error with the value that differs most plainly ── [4]
+    the same samples as two parts, one after the other ── merged as a step merges them ── [2]   same as [1]: cut batches
+    training_step once, each call of the model in two parts ── [3]      same as [1]: microbatch_scope="model"
+    neither ── an error that names the first value that differs ── [4]
 
-Rehearsals run forward only and leave nothing behind; see `rehearsal` and `left_behind`.
+Rehearsals run layers forward only and leave nothing behind; see `rehearsal` and `left_behind`.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from lightning_roundpipe.runtime.user_code.interception import Interceptor, Mode
 from lightning_roundpipe.runtime.user_code.rng import GlobalRandomState, derive
 
 FEW = 2
-"""Samples of a part in a rehearsal; one more in the first, where parts of the batch are not all equal."""
+"""Samples of a part in a rehearsal; one more in the first of two parts that are unequal."""
 PAIRS = 3
-"""Neighbouring parts that are tried, if the first ones do not tell."""
+"""Pairs of neighbouring parts to try, while a comparison is not conclusive."""
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Relative difference that rounding makes, by the format that is computed in."""
+"""Relative difference that rounding makes, by dtype of the computation."""
 _FLOOR = 1e-2
-"""Of the tolerance: the absolute difference that is rounding, too, as values may be small differences of large ones."""
+"""Added to the size of a value before it is multiplied by the tolerance: it may be a small difference of large ones."""
 
 _NAMED = 3
-"""Attributes that an error names."""
+"""Attributes that an error names at most."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that parts give otherwise than the whole batch.
+    """A value that differs between the parts and the whole batch.
 
     Attributes:
-        what: it is.
-        whole: what it is for the whole; None: ``what`` raises ``parts`` instead.
-        parts: what it is for the parts.
+        what: describes the value.
+        whole: its value on the whole batch, as text; None if ``what`` raised ``parts``.
+        parts: its value on the parts, as text, or the exception.
     """
 
     what: str
@@ -76,21 +76,22 @@ class Difference:
 
 @dataclass
 class Verdict:
-    """What the rehearsals have shown.
+    """The outcome of the rehearsals.
 
     Attributes:
-        parts: what is another value in parts; None if nothing is.
-        model: the same where only the model's calls are cut; None if nothing is, or it was not tried.
-        samples: that were taken.
-        why_not: why it could not be found out; empty if it was.
-        left: attributes and buffers that training_step changes, by path, if parts differ.
-        announced: whether all that differs comes from layers with batch statistics.
-        raised: whether training_step raises an error on a part.
-        lopsided: whether a part counts nothing, so that the other one is all.
-        spread: whether its targets were spread unlike its samples.
-        losses_inside: layers that compute a cross entropy themselves, whose targets nobody counts.
-        shared: what is changed that microbatches share, by whose code does that; see `OutsideWrites`.
-        rules: how logged values may be made of those of the parts: `USUAL`, or some of `logs.RULES`.
+        samples: number of samples compared.
+        parts: the first difference in parts of the batch; None if there is none.
+        model: the first difference with only the model's calls cut; None if there is none, or that was not tried.
+        why_not: why there is no comparison; empty if there is one.
+        left: paths of attributes and buffers that training_step changes, if parts differ.
+        announced: whether the difference vanishes with batch statistics and layer buffers held fixed; `Hints` warns of
+            those.
+        raised: whether training_step raises on a part.
+        lopsided: whether a part has weight 0 in the loss, so that the comparison shows only the other one.
+        spread: whether the targets were distributed over the parts otherwise than the samples.
+        losses_inside: layers that compute a mean cross entropy themselves, whose targets are not counted.
+        shared: path of shared state that microbatches would disturb, by the code that changes it; see `OutsideWrites`.
+        rules: per logged value, the ways to merge it that give the whole batch's: `USUAL`, or keys of `logs.RULES`.
     """
 
     samples: int
@@ -109,7 +110,19 @@ class Verdict:
 
 @dataclass
 class _Shown:
-    """What one side has shown: values by what they are."""
+    """What one side of a comparison has produced: the whole batch, or its parts, merged.
+
+    Attributes:
+        output, loss: as training_step returned them; ``loss`` is None if no microbatch has one.
+        logged: names and merged values, in order.
+        said: the logged values of each part.
+        weights: of each part in the loss.
+        spread: see `Verdict`.
+        metrics: values of metrics that were updated, by description.
+        left: changes to attributes, buffers and parameters, by path.
+        alike: whether all random numbers were the same for a sample in any part.
+        backwards: what the user's own backward code gives.
+    """
 
     output: Any = None
     loss: Tensor | None = None
@@ -123,25 +136,29 @@ class _Shown:
     backwards: CustomBackwards | None = None
 
     def log(self, name: str, value: Any, **kwargs: Any) -> None:
-        """Stands in for the module's."""
+        """Record a merged value; takes the place of ``LightningModule.log``."""
         self.logged.append((name, value))
 
 
 class PartsCheck:
-    """Of one engine and batch.
+    """Rehearses one batch whole and in parts, and compares.
+
+    The class is large because everything that a step merges (loss, logs, metrics, outputs, attributes, gradients of
+    custom backwards) is produced and compared here, once for each of three ways to run training_step.
 
     Args:
-        engine: what outlives steps, which runs layers. Nothing is on its way.
-        interceptors: of layers.
+        engine: the context of the engine. No step may be in flight.
+        interceptors: the interceptors of all layers.
         cutter: cuts batches.
         function: training_step.
-        batch: of the first step, and ``rest``, its other arguments.
-        sizes: samples of each part that it would be cut into.
-        seed: of the batch.
-        others: by name, further objects that user code may change.
-        asked: whether the calls of the model are to be cut, whatever parts of the batch give. Then only those are
-            compared with the whole, as `Verdict.parts`, with layers whose statistics are held fixed, and not by what
-            the model's own forward leaves in itself: it is known to run several times.
+        batch: the batch of the coming step.
+        rest: the other arguments of training_step.
+        sizes: number of samples of each part that the step would cut.
+        seed: numbers that identify the batch.
+        others: further objects that user code may change, by name.
+        asked: whether the user has set ``microbatch_scope="model"``. Then only that is compared with the whole, with
+            the result in `Verdict.parts`. Batch statistics are held fixed, and what is left on modules is not
+            compared: the user knows that the model's forward runs several times.
     """
 
     def __init__(
@@ -163,15 +180,18 @@ class PartsCheck:
         self._outside = OutsideWrites(self._modules.items(), [*others, *code_of(self._root)], self._inside)
         self._order = CallOrder()
         self._lost: Exception | None = None
-        """The error after which the engine cannot go on."""
+        """An error after which the engine cannot go on; None if there was none."""
 
     # -- what is rehearsed --------------------------------------------------------------------------------------------
 
     def find_out(self, models: Sequence[ModelInterceptor]) -> Verdict:
-        """Rehearse; ``models`` are what calls are cut of, if that is to be tried, too.
+        """Rehearse until a comparison is conclusive.
+
+        Args:
+            models: interceptors of the models whose calls to cut; empty to try only parts of the batch.
 
         Raises:
-            Exception: after which the engine cannot go on. What user code raises is part of the verdict.
+            Exception: if the engine has lost a thread. What user code raises is part of the verdict.
         """
         found: Verdict | None = None
         for start, one, two, full in self._candidates():
@@ -188,15 +208,17 @@ class PartsCheck:
             if found is None or found.why_not or (found.raised and not verdict.why_not):
                 found = verdict
         assert found is not None
-        if found.why_not and len(self._sizes) > 2 and not self._left.stuck:  # a few samples may not be taken out of it
+        if found.why_not and len(self._sizes) > 2 and not self._left.stuck:  # user code may take whole batches only
             verdict = self._rehearse(0, sum(self._sizes[:-1]), self._sizes[-1], models)
             found = found if verdict.why_not else verdict
         return found
 
     def _candidates(self) -> Iterator[tuple[int, int, int, bool]]:
-        """Samples to take: the first one, how many each of two neighbouring parts has, and whether that is all of them.
+        """Yield the samples to compare on: the first one, the sizes of two neighbouring parts, and whether these are
+        full parts.
 
-        Of parts of unequal sizes, if there are such. A few samples may be too few for user code, or hold no targets.
+        Parts of unequal sizes come first. Full parts follow the first few samples, which may be too few for user code
+        or hold no targets.
         """
         sizes, ends = self._sizes, [*itertools.accumulate(self._sizes)]
         pairs = sorted(range(len(sizes) - 1), key=lambda i: sizes[i] == sizes[i + 1])
@@ -255,7 +277,7 @@ class PartsCheck:
         return verdict
 
     def _take(self, start: int, first: int, last: int) -> Any:
-        """Samples of the batch, to which training_step may write."""
+        """Return a copy of some samples of the batch: training_step may write to them."""
         return self._cutter.part(self._batch, slice(start + first, start + last), sum(self._sizes))
 
     # -- sides --------------------------------------------------------------------------------------------------------
@@ -277,7 +299,7 @@ class PartsCheck:
             raise CannotRehearse("training_step draws random numbers, which parts cannot be given alike")
 
     def _shared(self, parts: Callable[[], list[Any]], sizes: list[int], draws: SameDraws) -> dict[str, str]:
-        """What one part must not find of another, by whose code changes it; see `outside_writes`."""
+        """Return the state that a part must not find as another part left it; see `outside_writes`."""
         outside = self._outside
         if outside.clashes or not outside.found:
             return outside.clashes
@@ -306,9 +328,10 @@ class PartsCheck:
         self, batch: Callable[[], list[Any]], sizes: list[int], models: Sequence[ModelInterceptor], draws: SameDraws,
         *, steady: bool,
     ) -> tuple[Difference | None, bool]:  # fmt: skip
-        """What differs where the calls of the model are cut, and whether that is an error.
+        """Return the first difference with the model's calls cut, and whether training_step raised instead.
 
-        In the run that it is compared with calls are whole, and detached from code around them as they are when cut.
+        The run to compare with passes the calls whole through the same graph cuts, so that the two differ only in the
+        number of parts.
         """
         samples = sum(sizes)
 
@@ -332,7 +355,17 @@ class PartsCheck:
         self, batches: list[Any], sizes: list[int], draws: SameDraws, backwards: CustomBackwards,
         models: Sequence[ModelInterceptor] = (), cut: Callable[[int], list[int]] | None = None, *, steady: bool = False,
     ) -> _Shown:  # fmt: skip
-        """Run training_step on each of ``batches`` [1] [2] [3]; ``steady``: layers find their buffers as they were."""
+        """Run training_step on each of ``batches`` [1] [2] [3], and restore everything.
+
+        Args:
+            batches: the whole samples, or the parts.
+            sizes: number of samples of each.
+            draws: supplies the random numbers.
+            backwards: collects what the user's own backward code gives.
+            models: interceptors of the models whose calls ``cut`` applies to.
+            cut: returns the sizes that a call of a model is cut into, for its number of samples.
+            steady: whether to hold batch statistics and layer buffers fixed.
+        """
         if self._lost is not None:
             raise self._lost
         engine, shown = self._engine, _Shown(backwards=backwards)
@@ -343,7 +376,7 @@ class PartsCheck:
         before = {id(m): m._update_count for m in self._modules.values() if isinstance(m, Metric)}
         buffers = [(b, b.clone()) for m in self._layers_modules() for b in m.buffers(recurse=False)] if steady else []
         for module in self._batch_norms() if steady else ():
-            module.training = False  # until it is put back
+            module.training = False  # `self._left.put_back` restores it
 
         def renew() -> None:
             for buffer, value in buffers:
@@ -364,7 +397,7 @@ class PartsCheck:
                     )
                     current.append(run)
                     draws.begin(rows)
-                    own.put_back()  # what a layer sets on itself, each microbatch finds as the step began
+                    own.put_back()  # as in a step, where each microbatch finds a layer's attributes as the step began
                     renew()
                     try:
                         output = run.run(self._function, (batch, *self._rest), {})
@@ -400,7 +433,7 @@ class PartsCheck:
         return shown
 
     def _values(self, before: dict[int, int]) -> Iterator[tuple[str, Any]]:
-        """Of metrics that have been updated, over the epoch and, where it is kept, of the step."""
+        """Yield the values of metrics that were updated: over the epoch and, if they keep it, of the step."""
         for name, metric in self._modules.items():
             if isinstance(metric, Metric) and metric._update_count != before[id(metric)]:
                 with contextlib.suppress(Exception):
@@ -416,7 +449,7 @@ class PartsCheck:
         return [m for m in self._modules.values() if isinstance(m, _BatchNorm) and m.training]
 
     def _layers_gather(self, whole: _Shown) -> bool:
-        """Whether layers compute statistics of a batch, or change their buffers; `hints` tells of it."""
+        """Return whether there are batch norms, or changes inside layers or metrics; `Hints` warns of statistics."""
         return bool(self._batch_norms()) or any(not self._counts(path) for path in whole.left)
 
     # -- comparing ----------------------------------------------------------------------------------------------------
@@ -450,7 +483,7 @@ class PartsCheck:
         return max([*kinds, _TOLERANCE.get(low, 0.0) if low is not None else 0.0])
 
     def _counts(self, path: str) -> bool:
-        """Whether ``path`` is compared: not what layers keep in themselves, of which `hints` tells, nor metrics."""
+        """Return whether to compare ``path``: not the state of layers, of which `Hints` warns, nor that of metrics."""
         owner = path
         while owner and owner not in self._modules:
             owner = owner.rpartition(".")[0]
@@ -465,7 +498,12 @@ def _without_loss(output: Any) -> Any:
 
 
 class _Comparison:
-    """Finds the first value that differs by more than rounding."""
+    """Finds the first value that differs by more than rounding.
+
+    Attributes:
+        found: the first difference; None so far.
+        rules: see `Verdict`.
+    """
 
     def __init__(self, tolerance: float, sizes: list[int]) -> None:
         self._tolerance, self._sizes = tolerance, sizes
@@ -473,7 +511,7 @@ class _Comparison:
         self.rules: dict[Key, list[str]] = {}
 
     def see(self, what: str, whole: Any, parts: Any) -> None:
-        """Compare what ``what`` is."""
+        """Compare a value, described by ``what``."""
         if self.found is not None:
             return
         if whole is ABSENT or parts is ABSENT or type(whole) is not type(parts):
@@ -490,7 +528,7 @@ class _Comparison:
         return bool(spec == found) and len(one) == len(other) and all(map(self._near, one, other))
 
     def see_logs(self, whole: _Shown, parts: _Shown) -> None:
-        """Compare what was logged, in its order under each name."""
+        """Compare the logged values, in order under each name."""
         one, other = _by_name(whole.logged), _by_name(parts.logged)
         for name in {**one, **other}:
             a, b = one.get(name, []), other.get(name, [])
@@ -506,7 +544,7 @@ class _Comparison:
                     self.see(f"the logged {name!r}", x, y)
 
     def _rules_for(self, key: Key, whole: Any, parts: _Shown) -> list[str]:
-        """How a logged value may be made of those of the parts, if not as usual."""
+        """Return the rules by which the parts' values merge into ``whole``."""
         said = parts.said.get(key, [])
         if len(said) < 2 or not isinstance(whole, Tensor):
             return []
@@ -520,7 +558,7 @@ class _Comparison:
         return found
 
     def see_backwards(self, whole: CustomBackwards, parts: CustomBackwards) -> None:
-        """Compare the gradients in which backward code of the user's own has a hand."""
+        """Compare the gradients that pass through the user's own backward code."""
         for one, other in whole.different(parts, self._tolerance):
             at = max((0, 1), key=lambda i: abs(float(one.sums[i] - other.sums[i])))
             self.found = self.found or Difference(
@@ -529,7 +567,7 @@ class _Comparison:
             )  # fmt: skip
 
     def see_left(self, path: str, whole: Any, parts: Any) -> None:
-        """Compare what is left at ``path``; of what has a row for each sample, the last part's rows are left."""
+        """Compare what is left at ``path``. Of a tensor with a row per sample, parts leave only the last one's rows."""
         if isinstance(whole, Tensor) and isinstance(parts, Tensor) and whole.dim() and parts.dim():
             last = self._sizes[-1]
             if (len(whole), len(parts)) == (sum(self._sizes), last) and whole.shape[1:] == parts.shape[1:]:
@@ -555,7 +593,7 @@ class _Comparison:
         try:
             return a is b or bool(a == b) or not _is_plain(a)
         except Exception:
-            return True  # they cannot be compared
+            return True  # not comparable: count them as equal
 
     def _close(self, gap: float, size: float) -> bool:
         return gap <= self._tolerance * (size + _FLOOR)
@@ -605,18 +643,24 @@ def _text(value: Any) -> str:
 
 
 def described(verdict: Verdict) -> str:
-    """What differs, for messages."""
+    """Return the difference in parts as text for messages."""
     return f"{verdict.parts} (compared on {plural(verdict.samples, 'sample')} of the batch)"
 
 
 def in_both(one: dict[Key, list[str]], other: dict[Key, list[str]]) -> dict[Key, list[str]]:
-    """The rules that two comparisons leave; those of the later one where they agree on none."""
+    """Return the rules that fit both comparisons; those of ``other``, the later one, where none fits both."""
     both = {key: [rule for rule in one.get(key, rules) if rule in rules] for key, rules in other.items()}
     return one | {key: both[key] or rules for key, rules in other.items()}
 
 
 def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:
-    """The error where parts do not give what the whole batch gives; ``left`` is what training_step changes."""
+    """Return the error message for parts that differ from the whole batch.
+
+    Args:
+        what: the difference; see `described`.
+        left: attributes that training_step changes.
+        auto: whether cutting only the model's calls was tried, too.
+    """
     tried = ", and neither does cutting the calls of the model alone (microbatch_scope='model')" if auto else ""
     names = ", ".join(map(repr, left[:_NAMED]))
     changed = f" It leaves another value in {names}, which the next part of the batch finds." if left else ""
@@ -630,7 +674,7 @@ def not_the_whole(what: str, left: Sequence[str], *, auto: bool) -> str:
 
 
 def calls_are_not_the_whole(what: str) -> str:
-    """The error where the user set ``microbatch_scope="model"``, and the model's calls give something else in parts."""
+    """Return the error message for ``microbatch_scope="model"`` where cut calls differ from whole ones."""
     return (
         f"training_step gives something else where microbatch_scope='model' cuts its calls of the model: {what}. The "
         "model must treat each sample for itself, forward and backward. num_microbatches=1 keeps its calls whole."

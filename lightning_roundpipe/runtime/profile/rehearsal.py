@@ -1,14 +1,13 @@
-"""``training_step`` on a few samples, forward only, before anything is trained: to see what it does.
+"""Runs ``training_step`` on a few samples, forward only, before any training, to see what it does.
 
-It runs as evaluation does, on the calling thread, each layer on a worker for as long as it computes; but in training
-mode and with grad between layers, so that losses show what they are made of. Layers keep no graph; where backward code
-of the user's own is in it, it is looked at first (`custom_backward`). What must not happen in a rehearsal is kept from
-happening, or can be undone:
+It runs as evaluation does, on the calling thread with layers on workers, but in training mode and with a graph between
+layers, so that losses show which operations they come from. The graph of a layer call is dropped at its end; if it
+contains backward code of the user's own, `custom_backward` runs that first. Side effects are prevented or undone:
 
-    self.log ── a recorder ── [1]       writes to parameters ── each is copied before, and put back ── [2]
-    dropout ── passes through ── [3]    other random numbers ── the same ones for a sample, in whatever part ── [4]
+    self.log ── goes to a recorder ── [1]    writes to parameters ── each is copied before, and restored ── [2]
+    dropout ── passes its input ── [3]       other random numbers ── the same for a sample in any part ── [4]
 
-What else user code leaves behind is the subject of `left_behind`.
+`left_behind` restores the other Python state that user code changes.
 """
 
 from __future__ import annotations
@@ -52,25 +51,28 @@ from lightning_roundpipe.runtime.user_code.mode import DATA, UserCodeMode
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 _WRITTEN_BYTES = 1 << 30
-"""Of parameters that user code writes to, from which on no copy is made of them."""
+"""Limit for the copies of parameters that user code writes to, in bytes."""
 
 
 class CannotRehearse(Exception):
-    """Something that a rehearsal could not undo."""
+    """Raised where a rehearsal could not undo, or not compare, what user code does."""
 
 
 class Rehearsal(Evaluation):
-    """One microbatch, or the whole batch.
+    """One run of training_step: on one microbatch, or on the whole batch.
+
+    It uses much of the engine because it is evaluation with a second set of observers on it: random numbers, parameter
+    writes, backward code and shared state.
 
     Args:
-        engine: whose layers run.
-        index: of the microbatch.
-        draws: random numbers that its samples get.
-        written: copies of parameters that are written to.
-        order: that layers are called in, as far as earlier rehearsals have shown.
-        backwards: takes down what backward code of the user's own gives.
-        outside: looks at what user code changes that microbatches share.
-        cut: sizes of the parts that a call of the model is cut into, by its number of samples; None: it is whole.
+        engine: the context of the engine.
+        index: number of the microbatch.
+        draws: supplies the random numbers of its samples.
+        written: copies the parameters that are written to.
+        order: the order of layer calls in earlier rehearsals.
+        backwards: collects what the user's own backward code gives.
+        outside: observes the shared state that user code changes.
+        cut: returns the sizes that a call of a model is cut into, for its number of samples; None keeps calls whole.
         renew: called before each of these parts.
     """
 
@@ -82,7 +84,7 @@ class Rehearsal(Evaluation):
         super().__init__(engine)
         self.index, self.weight = index, 0.0
         self.output: Any = None
-        me = weakref.ref(self)  # no method: a circle would keep what is on the devices
+        me = weakref.ref(self)  # a method would be a reference cycle, which keeps device memory until a gc run
 
         def about_to_write(parameter: nn.Parameter) -> None:
             written.keep(parameter)
@@ -104,7 +106,7 @@ class Rehearsal(Evaluation):
 
     @property
     def lost(self) -> bool:
-        """Whether the engine gave up waiting: a thread has died, or is stuck."""
+        """Whether the engine gave up waiting for a thread, which has died or is stuck."""
         return self._cancel_scope.given_up or self._engine.worker_pool.broken
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -148,16 +150,14 @@ class Rehearsal(Evaluation):
         self.look_back(f"the code in front of layer {call.layer.name!r}", call.originals)
 
     def look_back(self, place: str, values: Iterable[Any], share: float | None = None) -> None:
-        """Take down what the backward of code between layers gives, if it is the user's own.
-
-        Code around calls of the model that are cut runs once, on the whole batch.
+        """Run backward through the code between layers, if some of it is the user's own.
 
         Args:
-            place: of the code.
-            values: what it computes.
-            share: of a loss in that of the batch.
+            place: names the code.
+            values: what the code has computed.
+            share: weight of this part's loss in the loss of the batch; see `CustomBackwards.see`.
         """
-        if self._cut is not None and not self._within:
+        if self._cut is not None and not self._within:  # code around cut calls runs once, on the whole batch
             return
         roots = [v for v in values if isinstance(v, Tensor) and v.requires_grad and v.grad_fn is not None]
         code, ends = code_in(roots)
@@ -180,7 +180,7 @@ class Rehearsal(Evaluation):
 
 
 class _RehearsalPart:
-    """A part of a call of the model, for `ModelCall.merge`."""
+    """One part of a call of a model. Implements `model_calls.Part`."""
 
     def __init__(self, leaves: list[Any], spec: Any, rehearsal: Rehearsal) -> None:
         self.outputs = leaves, spec
@@ -191,7 +191,7 @@ class _RehearsalPart:
 
 
 class _Runner(LayerExecutor):
-    """Layers as they are written, which draw what the rehearsal's samples are given."""
+    """Runs layers uncompiled, under the random numbers of the rehearsal, and looks for the user's backward code."""
 
     def __init__(self, engine: EngineContext, worker: Any, draws: SameDraws, backwards: CustomBackwards) -> None:
         super().__init__(
@@ -226,7 +226,7 @@ class _Runner(LayerExecutor):
         with self._device.acquire_core(), calling(Inside(name)), ran.detached_inputs:
             self._backwards.see(f"layer {name!r}", roots, ends, code)
         for parameter in replica.parameters:
-            parameter.grad = None  # which code that runs a backward of its own has put there
+            parameter.grad = None  # set by code that runs a backward of its own
 
     @contextlib.contextmanager
     def _watching(self, layer: HostLayer) -> Iterator[None]:
@@ -238,10 +238,10 @@ class _Runner(LayerExecutor):
 
 
 class Written:
-    """Parameters that user code writes to, or may write to, as they were before [2].
+    """Copies of the parameters that user code writes to, or may write to, with their values before [2].
 
     Args:
-        names: of all parameters, by id.
+        names: the names of all parameters, by id.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -249,7 +249,11 @@ class Written:
         self._kept: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
 
     def keep(self, parameter: nn.Parameter) -> None:
-        """Before it is written to."""
+        """Copy ``parameter`` before it is written to.
+
+        Raises:
+            CannotRehearse: if the copies would take more than 1 GiB.
+        """
         if id(parameter) in self._kept:
             return
         if sum(values.nbytes for _, _, values in self._kept.values()) + parameter.nbytes > _WRITTEN_BYTES:
@@ -258,7 +262,7 @@ class Written:
             self._kept[id(parameter)] = (parameter, parameter.detach(), parameter.detach().clone())
 
     def changes(self) -> dict[str, Any]:
-        """What differs, by name."""
+        """Return the parameters that differ from their copies, by name."""
         return {
             self._names.get(key, "a parameter"): parameter.detach().clone()
             for key, (parameter, _, values) in self._kept.items()
@@ -266,7 +270,7 @@ class Written:
         }
 
     def put_back(self) -> bool:
-        """All are as they were; whether any was not."""
+        """Restore all of them, and return whether any had changed."""
         changed = bool(self.changes())
         for parameter, memory, values in self._kept.values():
             with torch.no_grad():
@@ -278,7 +282,9 @@ class Written:
 
 
 class _RehearsalUserCode(UserCodeMode):
-    """As in training; ``about_to_write`` is called before user code gets hold of what it could write to."""
+    """The mode of training. Calls ``about_to_write`` before user code writes to a parameter, or gets a tensor that
+    shares its memory.
+    """
 
     def __init__(self, engine: EngineContext, about_to_write: Callable[[nn.Parameter], None]) -> None:
         model = engine.model
@@ -293,7 +299,7 @@ class _RehearsalUserCode(UserCodeMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if func is Tensor.register_hook and not _is_known(args[0]):
-            return func(*args, **(kwargs or {}))  # it may be called several times here; see `graph_cuts.hook_gradient`
+            return func(*args, **(kwargs or {}))  # unlike `graph_cuts.hook_gradient`, allow it to run several times
         if func == DATA or name in ("__set__", "detach", "copy_") or IN_PLACE.fullmatch(name) or "_foreach" in name:
             for value in tree_iter(args[:1]):
                 if isinstance(value, nn.Parameter) and id(value) in self._all and not _is_setting(func):
@@ -302,12 +308,12 @@ class _RehearsalUserCode(UserCodeMode):
 
 
 def _is_known(tensor: Tensor) -> bool:
-    """Whether hooks on ``tensor`` are the strategy's to call."""
+    """Return whether the strategy calls the hooks on ``tensor`` itself, or refuses them."""
     return isinstance(tensor, nn.Parameter) or hasattr(tensor.grad_fn, "graph_cut")
 
 
 def _is_setting(func: Callable[..., Any]) -> bool:
-    """Whether an attribute is set that is not the values."""
+    """Return whether ``func`` sets an attribute other than ``data``."""
     return getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is not Tensor.data
 
 
@@ -316,7 +322,7 @@ def _is_setting(func: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def without_dropout() -> Iterator[None]:
-    """Dropout passes through [3], in all threads; nothing else runs in a rehearsal."""
+    """Make dropout pass its input through [3], in all threads: nothing else runs during a rehearsal."""
     before: dict[str, Any] = {}
 
     def off(function: Callable[..., Any], position: int) -> Callable[..., Any]:
@@ -350,15 +356,14 @@ _FILLING = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.random_
 
 
 class SameDraws(TorchFunctionMode):
-    """Random numbers for the rows that are run: those which these rows get in the whole batch, too [4].
+    """Gives the samples of a part the random numbers that they get in the whole batch [4].
 
-    What is drawn for as many rows as there are samples is drawn for all samples of the whole batch, and the part's rows
-    are taken.
+    A draw with a row for each sample of the part is made for the whole batch, and the part's rows are taken from it.
 
     Args:
-        devices: whose generators may be drawn from.
-        samples: of the whole batch.
-        seed: of every run.
+        devices: the devices whose generators code may draw from.
+        samples: number of samples in the whole batch.
+        seed: seeds all generators at the beginning of every run.
     """
 
     def __init__(self, devices: Sequence[Device], samples: int, seed: int) -> None:
@@ -370,12 +375,12 @@ class SameDraws(TorchFunctionMode):
         self._others: Any = None
         self._alike = True
         self.hooked = False
-        """Whether this run has put a hook on a tensor."""
+        """Whether user code of this run has put a hook on a tensor; while a layer runs, whether that layer has."""
         self.losses_inside: dict[str, None] = {}
-        """Layers that compute a mean cross entropy themselves."""
+        """Names of layers that compute a mean cross entropy themselves, in order."""
 
     def begin(self, rows: slice) -> None:
-        """A run of ``rows`` of the whole batch begins."""
+        """Begin a run of ``rows`` of the whole batch: seed all generators."""
         self._rows = self._narrowed = rows
         self.hooked = False
         for generator in self._generators:
@@ -386,23 +391,26 @@ class SameDraws(TorchFunctionMode):
 
     @property
     def rows(self) -> slice:
-        """What runs now."""
+        """The rows of the whole batch that are running."""
         return self._narrowed
 
     @property
     def alike(self) -> bool:
-        """Whether all random numbers so far were such that a sample gets the same in any part. At the end of a run."""
+        """Whether each sample gets the same random numbers in any part, in all runs so far. Read it after a run.
+
+        False if a generator has advanced other than by a draw that this mode has seen.
+        """
         self._look()
         return self._alike and self._others == _others()
 
     def narrow(self, part: int, sizes: Sequence[int]) -> None:
-        """A part of a call of the model begins."""
+        """Begin part number ``part`` of a call of a model, if the call has a row for each sample of the run."""
         rows = microbatches.rows_of(list(sizes))[part]
         if sum(sizes) == self._rows.stop - self._rows.start:
             self._narrowed = slice(self._rows.start + rows.start, self._rows.start + rows.stop)
 
     def widen(self) -> None:
-        """All of its parts are done."""
+        """End the last part of a call of a model."""
         self._narrowed = self._rows
 
     def _now(self) -> list[Tensor]:
@@ -442,7 +450,7 @@ class SameDraws(TorchFunctionMode):
         return None
 
     def _covers(self, shape: Sequence[int]) -> bool:
-        """Whether there is a row for each sample of this run, which is not the whole batch."""
+        """Return whether ``shape`` has a row for each running sample, and these are not the whole batch."""
         rows = self._narrowed.stop - self._narrowed.start
         return rows != self._samples and len(shape) > 0 and shape[0] == rows
 

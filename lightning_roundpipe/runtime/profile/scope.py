@@ -1,10 +1,10 @@
-"""What is cut: the batch, or the calls of the model in ``training_step``; and how that is found out.
+"""Decides what is cut: the batch, or only the calls of the model in ``training_step``.
 
-microbatch_scope="model" ── the first batch: do the calls, cut, give what they give whole? ── the calls, or [4]
-"step", "auto" ── the first batch that is cut, and the first that is cut unevenly: are parts the whole? ── [1]
-                  they are ── the batch ── [2]      they are not, and cut calls are ── the calls ── [3]
-                  neither ── an error, once the engine has had its say ── [4]
-                  later batches alone, or none can be cut and that was not asked for ── they stay whole ── [5]
+microbatch_scope="model" ── the first batch: do cut calls give what whole calls give? ── yes: cut the calls; no: [3]
+"step", "auto" ── the first batch that is cut, and the first that is cut unevenly: do parts give the same? ── [1]
+                  parts do ── cut the batch               only cut calls do ── cut the calls ("auto") ── [2]
+                  neither ── an error, unless the step itself raises a more specific one ── [3]
+                  only later batches differ, or no parts were asked for and none work ── keep them whole ── [4]
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from lightning_roundpipe.runtime.profile.parts_check import (
 from lightning_roundpipe.runtime.user_code.interception import Interceptor, ModelInterceptor
 
 LOOKS = 3
-"""Batches of one kind whose parts are compared with the whole, if one does not tell."""
+"""Batches of one kind (cut evenly, or unevenly) to compare at most while the rule of a logged value is `OPEN`."""
 
 
 class Scope:
-    """Of one engine.
+    """Decides what to cut, for the batches of one engine.
 
     Args:
-        engine: what outlives steps.
+        engine: the context of the engine.
         cutter: cuts the batches.
-        planner: forgets what was learned of batches that were cut in another way.
-        layers, models: which are called; the models' calls may be cut.
-        rehearsal: layers may be called in it as in evaluation; gives, by name, what user code may change that is not
-            the module's.
+        planner: forgets traces and plan when batches are cut in another way.
+        layers: the interceptors of all layers.
+        models: the interceptors of the models, whose calls may be cut.
+        rehearsal: returns a context in which layers may be called as in evaluation. It yields further objects that user
+            code may change, by name.
 
     Attributes:
-        cuts_calls: whether calls of the model are cut, and not the batch.
+        cuts_calls: whether the calls of the model are cut instead of the batch.
     """
 
     def __init__(
@@ -56,20 +57,21 @@ class Scope:
         self._layers, self._models = layers, models
         self.cuts_calls = engine.options.microbatch_scope == "model"
         self._fitting: dict[Key, list[str]] = {}
-        """Of logged values, what all comparisons leave."""
+        """By logged value, the rules that fit all comparisons so far."""
         self._looks: dict[bool, int] = {}
-        """How often batches were compared, by whether they are cut unevenly."""
+        """Number of comparisons, by whether the batch is cut unevenly; `LOOKS` once no more are needed."""
         self._whole: set[bool] = set()
-        """Those that stay whole."""
+        """The kinds of batches that stay whole: False for those that are cut evenly, True for others."""
         self._refusal = ""
+        """The error that `refuse` raises; empty if none."""
 
     @property
     def interceptors(self) -> list[Interceptor | ModelInterceptor]:
-        """Of all whose calls are intercepted in a step."""
+        """The interceptors to install during a step."""
         return [*self._layers, *(self._models if self.cuts_calls else ())]
 
     def cut(self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]) -> Cut:
-        """What ``function`` (training_step) is called with; the arguments are those of `Engine.train_batch`."""
+        """Cut ``batch``, after a rehearsal if one is due. The arguments are those of `Engine.train_batch`."""
         cut = self._cutter.cut(batch, calls=self.cuts_calls)
         if cut.sizes is None and self._engine.options.microbatch_scope == "model" and not self._looks:
             self._look_at_calls(function, batch, rest, seed)
@@ -82,10 +84,12 @@ class Scope:
         return cut if uneven not in self._whole or cut.sizes is None else Cut([batch], [sum(cut.sizes)])
 
     def refuse(self) -> None:
-        """After the first step: parts of the batch are not the whole [4].
+        """Refuse parts that differ from the whole batch [3].
+
+        Called after the step, so that an error of the step itself, which is more specific, comes first.
 
         Raises:
-            RoundPipeError: if so, and the engine has refused nothing.
+            RoundPipeError: if the rehearsal has found such a difference.
         """
         if self._refusal:
             raise RoundPipeError(self._refusal)
@@ -94,12 +98,12 @@ class Scope:
         self, check: type[PartsCheck], function: Callable[..., Any], batch: Any, rest: tuple[Any, ...],
         seed: tuple[int, ...], sizes: list[int], *, first: bool,
     ) -> None:  # fmt: skip
-        """Whether parts give what the whole batch gives [1]; ``first``: no batch has been trained in parts yet."""
+        """Rehearse the batch in parts, and act on the verdict [1]; ``first``: no batch has been compared before."""
         engine, options = self._engine, self._engine.options
         uneven = len(set(sizes)) > 1
         auto = options.microbatch_scope == "auto" and options.plan_text is None and not self._cutter.weighs
         again = uneven in self._looks
-        with self._rehearsal() as others:  # which lets interrupts through where user code runs
+        with self._rehearsal() as others:  # `Evaluation.run` lets interrupts through where user code runs
             parts = check(engine, self._layers, self._cutter, function, batch, rest, sizes, seed, others)
             verdict = parts.find_out(self._models if auto and (first or again) else ())
         learned = engine.learned
@@ -119,9 +123,9 @@ class Scope:
     def _look_at_calls(
         self, function: Callable[..., Any], batch: Any, rest: tuple[Any, ...], seed: tuple[int, ...]
     ) -> None:
-        """Whether calls that are cut because the user says so give what whole calls give [2].
+        """Rehearse calls that are cut because the user has set ``microbatch_scope="model"``.
 
-        What user code raises in the rehearsal, the step raises as well.
+        An error that user code raises in the rehearsal is ignored: the step raises it again.
         """
         engine = self._engine
         self._looks[False] = LOOKS
@@ -142,7 +146,7 @@ class Scope:
             self._refusal = calls_are_not_the_whole(described(verdict))
 
     def _keep_in_order(self, place: str, what: str) -> None:
-        """The code of ``place`` changes ``what``, which another microbatch would find."""
+        """Run microbatches one after another, because the code of ``place`` changes ``what``, which they share."""
         self._engine.learned.shares = True
         if self._engine.learned.plan is not None:
             self._planner.forget()
@@ -153,29 +157,29 @@ class Scope:
         )
 
     def _part_ways(self, verdict: Verdict, *, auto: bool, uneven: bool, first: bool) -> None:
-        """Parts are not the whole."""
+        """Choose a hint, a wider scope or an error, as parts differ from the whole batch."""
         engine, what = self._engine, described(verdict)
         if engine.options.microbatch_scope == "auto" and self._cutter.weighs:
             engine.hints.of_given_weights(what)
         elif not first and verdict.parts is not None and verdict.parts.what.startswith("metric"):
-            engine.hints.of_uneven_metric(what)  # which has seen parts of earlier batches
+            engine.hints.of_uneven_metric(what)  # the metric has seen parts of earlier batches, so only warn
         elif not first:
             engine.hints.of_later_batches(what, uneven=uneven)
-            self._whole.add(uneven)  # [5]
+            self._whole.add(uneven)  # [4]
         elif auto and verdict.raised and verdict.model is not None and not engine.options.asks_for_parts:
             engine.hints.of_a_whole_batch(what)
-            self._whole = {False, True}  # [5]
+            self._whole = {False, True}  # [4]
         elif verdict.raised and (not auto or verdict.model is not None):
-            engine.hints.of_no_comparison(what)  # the step raises the error as well, or shows that parts do not
+            engine.hints.of_no_comparison(what)  # the step raises it as well, or shows that full parts do not
         elif not auto or verdict.model is not None:
             self._refusal = not_the_whole(what, verdict.left, auto=auto)
         else:
             engine.hints.of_the_scope(what)
-            self.cuts_calls = True  # [3]
+            self.cuts_calls = True  # [2]
             self._planner.forget()
 
 
 def _chosen(fitting: list[str]) -> str:
-    """One of the rules for a logged value that the comparisons leave; a value that was always zero may be a sum."""
+    """Return the rule for a logged value from those that fit; `OPEN` for one that was always zero and fits many."""
     zero = {USUAL, "sum", "mean over samples"} <= set(fitting)
     return OPEN if zero else fitting[0] if fitting else USUAL

@@ -1,1 +1,1 @@
-"""What a step reports, and what the user is told."""
+"""The events of a step, and the hints to the user."""

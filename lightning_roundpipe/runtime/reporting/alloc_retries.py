@@ -1,7 +1,7 @@
-"""How often GPUs' allocators have given back all that they keep in order to find room.
+"""Counts allocation retries: how often a GPU's caching allocator freed its cached blocks to find room.
 
-Each time, the host waits for the GPU and the GPU for the driver. In the first steps of a plan that is how the allocator
-parts from the sizes of the steps before. Where it goes on, a setting helps.
+Each retry makes the host wait for the GPU, and the GPU for the driver. In the first steps of a plan they are expected,
+as the allocator still caches blocks of the sizes before. If they go on, an allocator setting helps.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.reporting.hints import Hints
 
 SETTLING = 3
-"""Steps of a plan in which retries are to be expected."""
+"""The first steps of a plan, whose retries are expected."""
 ENOUGH = 2
-"""Later steps with retries, after which the user is told: one may have had a longer batch than all before."""
+"""Later steps with retries before a warning: one alone may have had a longer batch than all before."""
 
 
 def so_far(devices: Sequence[Device]) -> list[int]:
-    """Of each of ``devices``, since the process began."""
+    """Return the number of retries of each device since the process began."""
     return [device.allocation_retries() for device in devices]
 
 
 class Retries:
-    """Of all workers.
+    """Counts the retries of all workers, and warns if they go on.
 
     Args:
-        devices: one per worker.
-        hints: say what to set.
+        devices: the device of each worker.
+        hints: issues the warning.
 
     Attributes:
-        last: of each worker, in the last step.
+        last: the retries of each worker in the last step.
     """
 
     def __init__(self, devices: Sequence[Device], hints: Hints) -> None:
@@ -43,10 +43,15 @@ class Retries:
         self._steps = self._with = 0
 
     def after_step(self, plan: Plan | None, begun: Sequence[int]) -> None:
-        """A step under ``plan`` is over, which began when there were ``begun``."""
+        """Count the retries of a finished step.
+
+        Args:
+            plan: the step's plan.
+            begun: what `so_far` returned when the step began.
+        """
         now = so_far(self._devices)
         self.last = [new - old for new, old in zip(now, begun, strict=True)]
-        again, self._seen = now != self._seen, now  # steps overlap
+        again, self._seen = now != self._seen, now  # as steps overlap, ``last`` may count a retry twice; this does not
         if plan is not self._plan:
             self._plan, self._steps, self._with = plan, 0, 0
         self._steps += 1

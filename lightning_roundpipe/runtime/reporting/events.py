@@ -1,4 +1,4 @@
-"""What really ran in a step: every call and copy with its times, for the report, the timeline and the plan's costs."""
+"""Records what ran in a step: every call and copy with its times, for the report, the timeline and the plan's costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOWNLOADS = ("download_activations", "download_gradients")
 
 
 class EventSource(NamedTuple):
-    """The slot, phase and call that an event belongs to; -1 and empty where there is none."""
+    """The slot, phase, call and layer that an event belongs to; -1 and empty where there is none."""
 
     slot: int = -1
     phase: str = ""
@@ -26,7 +26,7 @@ NOWHERE = EventSource()
 
 
 class Recorder:
-    """Collects events during a step, from any thread. Events are read when the step is over."""
+    """Collects events during a step, from any thread. Read them when the step is over."""
 
     def __init__(self) -> None:
         self._items: list[tuple[str, int, Event, Event, int, int, EventSource]] = []
@@ -47,16 +47,16 @@ class Recorder:
         self._items.append((kind, worker, start, end, microbatch, nbytes, where))
 
     def waited(self, worker: int, start: Event, end: Event) -> None:
-        """A worker had its turn, and waited from ``start`` to ``end`` for what was on its way to it."""
+        """Record a stall: a worker waited from ``start`` to ``end`` for a copy that its next computation needs."""
         self._waits.append((worker, start, end))
 
     def count(self, kind: str, microbatch: int, call: int, seconds: float) -> None:
-        """A call's computation takes so long by its shapes."""
+        """Record the nominal time of a call's computation: computed from its shapes, not measured."""
         with self._counting:
             self._counted[kind, microbatch, call].append(seconds)
 
     def stalls(self, origin: float) -> list[dict[str, Any]]:
-        """When workers waited so, with times as in `rows`."""
+        """Return the finished stalls, with times in seconds from ``origin`` as in `rows`."""
         return [
             {"worker": worker, "start_s": start.time() - origin, "end_s": end.time() - origin}
             for worker, start, end in self._waits
@@ -64,7 +64,7 @@ class Recorder:
         ]
 
     def nbytes(self, kinds: tuple[str, ...], workers: int) -> list[int]:
-        """Bytes per worker that events of ``kinds`` moved."""
+        """Return the bytes that events of ``kinds`` moved, per worker."""
         total = [0] * workers
         for kind, worker, _, _, _, nbytes, _ in self._items:
             if kind in kinds:
@@ -72,12 +72,12 @@ class Recorder:
         return total
 
     def rows(self, origin: float) -> list[dict[str, Any]]:
-        """The events in order of their start, with times in seconds from ``origin``.
+        """Return the events in order of their start, with times in seconds from ``origin``.
 
-        Waits for those that are not over: gradients may be on their way until somebody asks for them.
+        Waits for events that are not over: gradient downloads may outlive the step.
 
         Args:
-            origin: on the clock of ``time.perf_counter()``. What was uploaded ahead of a step has negative times.
+            origin: a time of ``time.perf_counter()``. Uploads that were prefetched before it have negative times.
         """
         rows: list[dict[str, Any]] = []
         for kind, worker, start, end, microbatch, nbytes, where in self._items:
@@ -85,7 +85,7 @@ class Recorder:
                 if not end.done():
                     end.wait()
                 times = start.time(), end.time()
-            except RuntimeError:  # a later step failed, and this was dropped before it was over
+            except RuntimeError:  # a later step failed and aborted this copy
                 continue
             rows.append(
                 {
@@ -104,7 +104,7 @@ class Recorder:
         return sorted(rows, key=lambda r: r["start_s"])
 
     def call_seconds(self) -> dict[tuple[str, int, int], list[float]]:
-        """Durations by (kind, microbatch, call), of compute only."""
+        """Return the durations of computations in seconds, by (kind, microbatch, call)."""
         found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
         for kind, _, start, end, microbatch, _, where in self._items:
             if kind in COMPUTE:
@@ -112,18 +112,18 @@ class Recorder:
         return found
 
     def nominal_seconds(self) -> dict[tuple[str, int, int], list[float]]:
-        """The same by shapes, of calls that were counted."""
+        """Return the nominal durations that `count` has recorded, by the same keys."""
         return self._counted
 
 
 def bubble_percent(rows: list[dict[str, Any]], workers: int) -> float:
-    """100 (1 - compute time / (workers x span of the step))."""
+    """Return 100 (1 - compute time / (workers x span of the step))."""
     span = span_of(rows)
     busy = sum(r["end_s"] - r["start_s"] for r in rows if r["kind"] in COMPUTE)
     return 100.0 * (1.0 - busy / (workers * span)) if span > 0 else 0.0
 
 
 def span_of(rows: list[dict[str, Any]]) -> float:
-    """Seconds from the first computation to the last."""
+    """Return the seconds from the start of the first computation to the end of the last."""
     compute = [r for r in rows if r["kind"] in COMPUTE]
     return max((r["end_s"] for r in compute), default=0.0) - min((r["start_s"] for r in compute), default=0.0)

@@ -1,7 +1,7 @@
-"""What the user is told once: what was switched off, and where several microbatches are not the whole batch.
+"""Hints and warnings to the user, each issued once: what is switched off, and where microbatches change the result.
 
-Much that couples the samples of a batch cannot be seen from here (a contrastive loss is ordinary user code). What can
-be seen is said: layers that keep statistics in buffers, and what a Hugging Face configuration says of the loss.
+Much that couples the samples of a batch cannot be detected here (a contrastive loss is ordinary user code). Layers that
+keep statistics in buffers can, and so can Hugging Face configurations that add a loss over the batch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _WHOLE_LOGS = "microbatch_scope='model' or num_microbatches=1 computes it from t
 
 
 class Hints:
-    """Says each thing once.
+    """Issues each hint and warning once.
 
     Args:
         module: the user's LightningModule.
-        inform: is given the texts.
+        inform: called with the text of each hint. Warnings go through `warn`.
     """
 
     def __init__(self, module: nn.Module, inform: Callable[[str], None]) -> None:
@@ -38,22 +38,28 @@ class Hints:
         self._said: set[str] = set()
 
     def after_step(self, layers: Sequence[HostLayer], switched_off: Sequence[str], microbatches: int) -> None:
-        """What a finished step has shown."""
+        """Issue the hints that a finished step gives rise to.
+
+        Args:
+            layers: all layers.
+            switched_off: settings that the strategy has switched off during the step.
+            microbatches: number of microbatches of the step.
+        """
         for name in switched_off:
             self.say(name, f"training runs with {name}=False, as the strategy recomputes layers itself.")
         if microbatches > 1 and "coupled" not in self._said:
-            self._said.add("coupled")  # looked for in the first such step only: a walk over all modules takes time
+            self._said.add("coupled")  # walk over all modules in the first such step only: it takes time
             for key, text in self._coupled(layers).items():
                 self.warn(key, text)
 
     def of_cuts(self, refined: Refined) -> None:
-        """Layers that were too large for a worker."""
+        """Hint: layers that were too large for a worker were cut."""
         if refined.cuts:
             cuts = "; ".join(refined.summary())
             self.say("cuts", f"cut {cuts}: two of them with their gradients do not fit on a device.")
 
     def of_moving_state(self, layer: str, said: str) -> None:
-        """A layer reads what changes from step to step."""
+        """Hint: steps do not overlap, as a layer reads state that changes from step to step."""
         self.say(
             "moving",
             f"a step's backward ends before the next batch begins, as layer {layer!r} may read what changes between "
@@ -61,7 +67,7 @@ class Hints:
         )
 
     def of_refilled_batches(self) -> None:
-        """The data set gives each batch in the memory of the one before."""
+        """Hint: steps do not overlap, as the data set reuses the memory of a batch for the next one."""
         self.say(
             "refilled",
             "a step's backward ends before the next batch is fetched, as the data set fills the same memory for each. "
@@ -69,7 +75,7 @@ class Hints:
         )
 
     def of_a_sum(self) -> None:
-        """The loss is the sum of a tensor's rows, of which nothing else is known."""
+        """Warning: the loss is a plain ``sum()``, so it is not known how to combine those of the microbatches."""
         self.warn(
             "sum",
             "the loss is a sum() over the samples of each microbatch, and the losses of microbatches are averaged. If "
@@ -79,7 +85,7 @@ class Hints:
         )
 
     def of_the_scope(self, what: str) -> None:
-        """Parts do not give what the whole batch gives, and ``what`` differs."""
+        """Hint: only the model's calls are cut, as ``what`` differs in parts of the batch."""
         self.say(
             "scope",
             f"in parts of the batch, {what}. So training_step runs once, on the whole batch, and the calls of the "
@@ -87,7 +93,7 @@ class Hints:
         )
 
     def of_a_loss_inside(self, layer: str) -> None:
-        """A layer computes a cross entropy."""
+        """Hint: a layer computes a cross entropy itself, whose targets are not counted."""
         self.say(
             "inside",
             f"layer {layer!r} computes a cross entropy itself, whose targets are not counted: microbatches weigh by "
@@ -96,7 +102,7 @@ class Hints:
         )
 
     def of_evaluation(self, name: str) -> None:
-        """Calls of a model are cut in evaluation."""
+        """Hint: evaluation cuts the calls of the model ``name``."""
         self.say(
             "evaluation",
             f"in evaluation, calls of {name!r} run in parts of the batch, which gave what the whole batch gives; some "
@@ -104,7 +110,7 @@ class Hints:
         )
 
     def of_uneven_evaluation(self, name: str) -> None:
-        """They differ on a later batch."""
+        """Warning: evaluation stops cutting the calls of ``name``, as a later comparison failed."""
         self.warn(
             f"evaluation {name}",
             f"in evaluation, parts of a batch gave something else than the whole batch for {name!r}, which the batches "
@@ -113,7 +119,7 @@ class Hints:
         )
 
     def of_uneven_metric(self, what: str) -> None:
-        """A metric takes unequal parts for equal ones."""
+        """Warning: a metric gives equal weight to parts of unequal sizes."""
         self.warn(
             "uneven",
             f"in parts of unequal sizes, {what}. A batch size that num_microbatches divides, or drop_last=True in the "
@@ -121,7 +127,7 @@ class Hints:
         )
 
     def of_later_batches(self, what: str, *, uneven: bool) -> None:
-        """Parts of one kind, uneven or even, do not give what the whole batch gives, and those of the other one do."""
+        """Hint: batches that are cut unevenly (or evenly) stay whole; parts of the other kind give the right result."""
         if uneven:
             self.say(
                 "uneven",
@@ -137,14 +143,14 @@ class Hints:
             )
 
     def of_a_whole_batch(self, why: str) -> None:
-        """Batches cannot be cut, and parts were not asked for."""
+        """Hint: batches stay whole, as they cannot be cut and the options do not ask for parts."""
         self.say(
             "whole",
             f"training runs each batch whole, which keeps one device busy at a time: it cannot be cut, as {why}",
         )
 
     def of_given_weights(self, what: str) -> None:
-        """By the user's own weights, parts do not give what the whole batch gives."""
+        """Warning: with the user's loss weights, parts differ from the whole batch."""
         self.warn(
             "scope",
             f"with the given loss_weight, training in parts of the batch is not that on the whole batch: {what}. Leave "
@@ -153,7 +159,12 @@ class Hints:
         )
 
     def of_logs(self, undecided: Sequence[str], lost: Sequence[str]) -> None:
-        """Logged values that may not be those of the whole batch."""
+        """Warning: logged values may differ from those of the whole batch.
+
+        Args:
+            undecided: names of values whose merge rule is unknown, as they were zero when they were compared.
+            lost: names of values that are NaN in some microbatches only.
+        """
         for name in undecided:
             self.warn(
                 f"log {name}",
@@ -168,7 +179,7 @@ class Hints:
             )
 
     def of_no_comparison(self, why: str, *, of_calls: bool = False) -> None:
-        """It is not known whether parts, of the batch or of the model's calls, give what the whole gives."""
+        """Hint: parts, of the batch or with ``of_calls`` of the model's calls, could not be compared with the whole."""
         if of_calls:
             return self.say(
                 "scope",
@@ -184,17 +195,17 @@ class Hints:
 
     @property
     def couples(self) -> bool:
-        """Whether the configuration couples samples in a way that `after_step` warns of."""
+        """Whether a configuration couples samples in a way that `after_step` warns of: a router loss."""
         return any(getattr(config, "output_router_logits", False) is True for config in self._configs())
 
     def say(self, key: str, text: str) -> None:
-        """Inform of ``text``, which the user need not act on."""
+        """Issue a hint, which the user need not act on; once for each ``key``."""
         if key not in self._said:
             self._said.add(key)
             self._inform(PREFIX + text)
 
     def warn(self, key: str, text: str) -> None:
-        """Warn of ``text``, which names the setting that helps."""
+        """Issue a warning, which names the setting that helps; once for each ``key``."""
         if key not in self._said:
             self._said.add(key)
             warn(PREFIX + text)
