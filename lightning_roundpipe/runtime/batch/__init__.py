@@ -1,1 +1,1 @@
-"""A batch cut into microbatches, and what they return, log and lose put together again."""
+"""Cutting a batch into microbatches, and joining what they return and log, and their losses."""

@@ -1,4 +1,4 @@
-"""How the engine's options cut a batch, or leave that to the calls of the model."""
+"""How a batch is cut according to the engine's options, unless only calls of the model are."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Cut:
     """What training_step is called with.
 
     Attributes:
-        parts: of the batch; the batch itself where only the model's calls are cut.
-        sizes: samples of each; None where only the model's calls are cut.
-        weights: what the user says of how their losses make up that of the batch; None if that is to be found out.
+        parts: parts of the batch; the batch itself if only calls of the model are cut.
+        sizes: samples per part; None if only calls of the model are cut.
+        weights: the user's loss weights of the parts; None if the losses are to show them.
     """
 
     parts: list[Any]
@@ -38,13 +38,13 @@ class Cut:
 
 
 class Cutter:
-    """Cuts batches, as the options say.
+    """Cuts batches according to the options.
 
     Args:
-        options: the engine's.
-        module: the user's LightningModule, which may weigh losses.
-        workers: how many there are.
-        hints: say why a batch stays whole.
+        options: the engine's options.
+        module: the user's LightningModule, which may define ``loss_weight``.
+        workers: the number of workers.
+        hints: told why a batch stays whole.
     """
 
     def __init__(self, options: Options, module: nn.Module, workers: int, hints: Hints) -> None:
@@ -52,10 +52,10 @@ class Cutter:
         self._columns = microbatches.Columns()
         batch_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
         self._fewest = 2 if batch_statistics else 1
-        """Samples of a microbatch by default: there is no variance of one sample."""
+        """Least samples of a microbatch by default: batch norm needs two for a variance."""
 
     def cut(self, batch: Any, *, calls: bool) -> Cut:
-        """``batch`` in parts; ``calls``: only calls of the model are cut."""
+        """Cut ``batch`` into parts. If ``calls``, it stays whole, and the calls of the model are cut instead."""
         if calls and self._options.num_microbatches != 1:
             return Cut([batch], None)
         sizes = self.sizes_for(batch)
@@ -63,11 +63,11 @@ class Cutter:
         return Cut(parts, sizes, self.given_weights_of(parts))
 
     def part(self, batch: Any, rows: slice, samples: int) -> Any:
-        """Some samples of ``batch``, which has ``samples``, in memory of their own."""
+        """Return a part of ``batch``, which has ``samples``, in memory of its own."""
         return self._columns.part(batch, rows, samples, copied=True)
 
     def sizes_for(self, batch: Any) -> list[int]:
-        """How many samples each microbatch of ``batch`` gets."""
+        """Return how many samples each microbatch of ``batch`` gets."""
         if self._options.num_microbatches == 1:
             try:
                 return [batch_size(batch)]
@@ -84,17 +84,17 @@ class Cutter:
         return self.sizes_of(samples)
 
     def sizes_of(self, samples: int) -> list[int]:
-        """How many of ``samples`` each microbatch gets."""
+        """Return how many of ``samples`` each microbatch gets."""
         count, size = self._options.num_microbatches, self._options.microbatch_size
         return microbatches.sizes_of(samples, count, size, self._workers, self._fewest)
 
     @property
     def weighs(self) -> bool:
-        """Whether the user says how losses of microbatches make up that of the batch."""
+        """Whether the user says how the losses of microbatches combine."""
         return self._options.loss_weight is not None or callable(getattr(self._module, "loss_weight", None))
 
     def given_weights_of(self, parts: Sequence[Any]) -> Weights:
-        """What the user says of how the losses of ``parts`` make up that of the batch."""
+        """Return how the losses of ``parts`` combine according to the user; None if the user does not say."""
         if self._options.loss_weight == "sum":
             return "sum"
         function = self._options.loss_weight or getattr(self._module, "loss_weight", None)

@@ -1,4 +1,4 @@
-"""What the microbatches of a batch returned, logged and lost, made into what the whole batch would have given."""
+"""Joins what the microbatches of a batch returned and logged, and their losses, into the result of the whole batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_roundpipe.runtime.batch.microbatches import combined, loss_of, me
 
 
 class MicrobatchResult(Weighed, Protocol):
-    """One microbatch that training_step has run on."""
+    """One microbatch on which training_step has run."""
 
     output: Any
     weight: float
@@ -25,13 +25,13 @@ class MicrobatchResult(Weighed, Protocol):
 
 @dataclass
 class Joined:
-    """Of the whole batch.
+    """The result of the whole batch.
 
     Attributes:
         output: what training_step would have returned; None if it skips the batch.
-        losses: those of the microbatches; fewer than these if there is no loss.
+        losses: losses of the microbatches that have one.
         weights: how much each microbatch counts.
-        added: the losses, if they add up.
+        added: the losses, if they are to be added; None if they are averaged by ``weights``.
         said: what the microbatches logged.
     """
 
@@ -43,7 +43,7 @@ class Joined:
 
     @property
     def loss(self) -> Tensor:
-        """That of the batch."""
+        """The loss of the batch."""
         return combined(self.losses, self.weights, self.added)
 
 
@@ -51,7 +51,7 @@ def join(
     module: Any, runs: Sequence[MicrobatchResult], sizes: list[int], weighing: Weighing,
     rules: Mapping[Key, str] | None = None, *, mixes: bool = False,
 ) -> Joined:  # fmt: skip
-    """Put together what ``runs``, of so many samples each, gave; ``module.log`` is called with what they logged."""
+    """Join the results of ``runs``, which have ``sizes`` samples, and call ``module.log`` with what they logged."""
     outputs = [run.output for run in runs]
     missing = [m for m, output in enumerate(outputs) if output is None]
     if missing and len(missing) < len(outputs):

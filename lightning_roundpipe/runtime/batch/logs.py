@@ -1,12 +1,11 @@
 """``self.log`` from several microbatches, issued once.
 
-Called once per microbatch, Lightning's own ``log`` would keep the last microbatch's step value, count sums twice and
-lose updates between threads. So it is shadowed during the step, and what was said is merged by its reduction and said
-once, on the main thread. Scalars are merged by the weights of the loss: what a step logs is most often the loss itself,
-or a mean over the same targets.
+If each microbatch called Lightning's own ``log``, it would keep the last step value, count sums twice and lose updates
+between threads. So ``log`` is shadowed during the step. The recorded values are merged by their reduction and logged
+once, on the main thread. Scalars are merged by the weights of the loss, because a step usually logs the loss itself or
+another mean over the same targets.
 
-Metric objects gather over an epoch, and see each microbatch once. Their value for the batch is another matter, see
-`BatchValues`.
+Metric objects accumulate over an epoch and see each microbatch once. For their value of the batch see `BatchValue`.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from lightning_roundpipe.runtime.batch.microbatches import combined, weighted_me
 class LogRecorder:
     """What one microbatch logged, in order.
 
-    ``self.log`` runs while the microbatch holds the user-code lock, so it never waits for a device: a value that a
-    device still computes starts its download and is waited for when the step issues its logs.
+    ``self.log`` runs while the microbatch holds the user-code lock, so it never waits for a device. A value on a device
+    starts its download; the step waits for it when it issues its logs.
 
     Args:
-        devices: where logged values may lie.
-        weigh: what a value that is no mean over the samples weighs, or None.
+        devices: devices on which logged values may lie.
+        weigh: returns the weight of a value that has one of its own, such as its number of targets, else None.
     """
 
     def __init__(self, devices: Sequence[Device] = (), weigh: Callable[[Any], float | None] = lambda _: None) -> None:
@@ -45,11 +44,11 @@ class LogRecorder:
         self.weights.append(self._weigh(value))
 
     def another(self) -> LogRecorder:
-        """An empty one for the same devices."""
+        """Return an empty recorder for the same devices."""
         return LogRecorder(self._devices, self._weigh)
 
     def _kept(self, value: Any) -> Any:
-        """``value`` as it is now: user code may write to it later."""
+        """Return a copy of ``value``, because user code may write to it later."""
         if isinstance(value, dict):
             return {key: self._kept(item) for key, item in value.items()}
         if not isinstance(value, Tensor):
@@ -61,7 +60,7 @@ class LogRecorder:
 
 
 class _Download:
-    """A tensor on its way from ``device``, where ``compute`` makes it, to the host."""
+    """A tensor on its way from ``device``, whose compute stream produces it, to the host."""
 
     def __init__(self, tensor: Tensor, device: Device) -> None:
         self._host = device.host_like(tensor)
@@ -71,9 +70,9 @@ class _Download:
         self._end = stream.record()
 
     def wait(self) -> Tensor:
-        """The tensor on the host."""
+        """Wait for the tensor and return it on the host."""
         self._end.wait()
-        return self._host.clone()  # in ordinary memory, as loggers may keep it
+        return self._host.clone()  # in pageable memory, as loggers may keep it
 
 
 def _arrived(value: Any) -> Any:
@@ -84,7 +83,7 @@ def _arrived(value: Any) -> Any:
 
 @contextlib.contextmanager
 def log_as(module: nn.Module, stand_in: Callable[..., None]) -> Iterator[None]:
-    """``stand_in`` in place of ``module.log``, be that the class's or one that was set on the module itself."""
+    """Put ``stand_in`` in place of ``module.log``, whether the class defines it or the module has its own."""
     own = vars(module)
     before = {"log": own["log"]} if "log" in own else {}
     own["log"] = stand_in
@@ -97,7 +96,7 @@ def log_as(module: nn.Module, stand_in: Callable[..., None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusing_others(module: Any) -> Iterator[None]:
-    """A ``module.log`` bound before, for which `log_as` cannot stand in, would log the values of each microbatch."""
+    """Refuse calls of a ``log`` that was bound before `log_as`: they would log values of single microbatches."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RoundPipeError(
@@ -119,7 +118,13 @@ def _refusing_others(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shadowed_log(module: Any, current: Any, *, several: bool) -> Iterator[None]:
-    """Send ``module.log`` to ``current().log`` (the calling microbatch's recorder, of ``several`` or the only one)."""
+    """Send ``module.log`` to ``current().log``, the recorder of the calling microbatch.
+
+    Args:
+        module: the user's LightningModule.
+        current: returns the calling microbatch's recorder.
+        several: whether the batch has several microbatches; metrics then get their `BatchValue`.
+    """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if len(args) > len(_POSITIONAL):
@@ -143,13 +148,13 @@ _POSITIONAL = (
 
 
 class HostMetrics:
-    """The metrics of a module whose steps run on devices: what they gather stays on the host.
+    """Keeps on the host what the metrics of a module accumulate while its steps run on devices.
 
-    Predictions come from whichever device a microbatch ends on, and targets from the host. Lightning computes a metric
-    at the end of an epoch outside of the mode that brings them together, and a GPU would hold all of them until then.
+    Predictions come from the device on which a microbatch ends, and targets from the host. Lightning computes a metric
+    at the end of an epoch, outside the mode that brings them together, and a GPU would hold all of them until then.
 
     Args:
-        module: whose metrics they are.
+        module: the module with the metrics.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -159,29 +164,29 @@ class HostMetrics:
             metric.compute_on_cpu = True  # torchmetrics moves lists to the host after each update
 
     def bring_to_host(self) -> None:
-        """After a step: move the tensors that an update has replaced (``self.total = self.total + x``) too."""
+        """After a step: move tensors that an update has replaced (``self.total = self.total + x``) to the host."""
         for metric in self._metrics:
             for name, value in metric.metric_state.items():
                 if isinstance(value, Tensor) and value.device.type != "cpu":
                     setattr(metric, name, value.cpu())
 
     def end(self) -> None:
-        """Leave the metrics as they were found."""
+        """Restore the metrics' settings."""
         for metric in self._changed:
             metric.compute_on_cpu = False
 
 
 class BatchValue:
-    """The value of a metric for all microbatches that it is called with in one step, as if they had been one batch.
+    """The value of a metric over all its calls in one step, as if the microbatches were one batch.
 
-    Calling a metric adds to what it gathers and returns the value for this call alone, which it also keeps for
-    ``log(on_step=True)``. From the values of microbatches that of the batch does not follow, be they weighted or not:
-    sums, extremes, F1. So what the step's calls were given is gathered once more, apart, and the value made of that is
-    what the metric keeps.
+    Calling a metric accumulates and returns the value of this call alone, which it also keeps for
+    ``log(on_step=True)``. The batch's value does not follow from the microbatches' values, weighted or not: sums,
+    extremes, F1. So the inputs of the step's calls are accumulated a second time, apart, and the metric keeps the value
+    computed from these.
     """
 
     def __init__(self, metric: Metric) -> None:
-        self._parts = [part for part in metric.modules() if isinstance(part, Metric)]  # wrappers hold others
+        self._parts = [part for part in metric.modules() if isinstance(part, Metric)]  # wrappers contain others
         self._metric = metric
         self._apart: list[dict[str, Any]] | None = None
 
@@ -203,13 +208,13 @@ class BatchValue:
 
     @contextlib.contextmanager
     def _swapped(self) -> Iterator[None]:
-        """The metric holds what was gathered in this step, at first nothing."""
+        """Let the metric hold what it has accumulated in this step alone; at first nothing."""
         kept = [dict(vars(part)) for part in self._parts]
         try:
             if self._apart is not None:
                 self._load(self._apart)
             else:
-                for part in self._parts:  # ``reset`` empties lists where they are
+                for part in self._parts:  # ``reset`` would clear the original lists in place
                     vars(part).update({k: [] for k, v in vars(part).items() if type(v) is list})
                 self._metric.reset()
             yield
@@ -223,11 +228,11 @@ class BatchValue:
 
 
 Key = tuple[str, int]
-"""A logged value: its name, and how many were logged under it before."""
+"""Name of a logged value, and how many values the microbatch logged under that name before."""
 
 
 class Saying(NamedTuple):
-    """What a microbatch said under one key: its number, the value, what that weighs of itself, other arguments."""
+    """A logged value of one microbatch: microbatch number, value, its own weight if any, other arguments of ``log``."""
 
     part: int
     value: Any
@@ -236,11 +241,11 @@ class Saying(NamedTuple):
 
 
 Said = dict[Key, list[Saying]]
-"""By logged value, what each microbatch said."""
+"""The microbatches' values by key."""
 
 
 def gathered(recorders: Sequence[LogRecorder]) -> Said:
-    """What the microbatches said."""
+    """Collect what the microbatches logged, by key; waits for downloads."""
     merged: Said = {}
     for index, recorder in enumerate(recorders):
         said: dict[str, int] = {}
@@ -251,7 +256,7 @@ def gathered(recorders: Sequence[LogRecorder]) -> Said:
 
 
 def undecided(said: Said, rules: Mapping[Key, str]) -> list[str]:
-    """Names of values that were zero as long as it was looked how they are merged, and are not any more."""
+    """Return names of values whose merging rule is `OPEN`, because they were zero so far, and that are non-zero now."""
     return [
         key[0]
         for key, parts in said.items()
@@ -260,7 +265,7 @@ def undecided(said: Said, rules: Mapping[Key, str]) -> list[str]:
 
 
 def lost(said: Said, weights: Sequence[float]) -> list[str]:
-    """Names of values that are NaN in some parts only."""
+    """Return names of values that are NaN in some of the microbatches that count, but not in all."""
     found = []
     for (name, _), parts in said.items():
         counting = [p for p in parts if (weights[p.part] if p.weight is None else p.weight)]
@@ -275,14 +280,15 @@ def issue(
     module: Any, said: Said, sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None,
     rules: Mapping[Key, str] | None = None,
 ) -> None:  # fmt: skip
-    """Say once what the microbatches said, on the main thread.
+    """Call ``module.log`` once per key, on the main thread.
 
     Args:
-        module: whose ``log`` is called.
+        module: the user's LightningModule.
         said: see `gathered`.
-        sizes: samples of each microbatch; ``weights``: and what it counts.
-        losses: as in `microbatches.combined`.
-        rules: how values are made of those of the microbatches that are no means, see `RULES`.
+        sizes: samples of each microbatch.
+        weights: how much each microbatch counts.
+        losses: see `microbatches.combined`.
+        rules: how to merge values that are not merged as `USUAL`, by key; see `RULES`.
     """
     for (name, nth), parts in said.items():
         kwargs = dict(parts[-1].kwargs)
@@ -290,7 +296,7 @@ def issue(
         if None not in given:
             kwargs["batch_size"] = sum(given)
         elif len(parts) < len(sizes):
-            kwargs["batch_size"] = sum(sizes[p.part] for p in parts)  # else Lightning infers it from the batch
+            kwargs["batch_size"] = sum(sizes[p.part] for p in parts)  # otherwise Lightning infers it from the batch
         values, rule = [p.value for p in parts], (rules or {}).get((name, nth), USUAL)
         mine = [weights[p.part] if p.weight is None else p.weight for p in parts]
         if rule in RULES and len(values) > 1:
@@ -302,9 +308,9 @@ def issue(
 
 
 USUAL = "by what the loss weighs"
-"""Instead of one of `RULES`: by ``reduce_fx``, and if that is a mean, by the weights of the loss."""
+"""Rule: merge by ``reduce_fx``, and means by the weights of the loss."""
 OPEN = "unknown"
-"""Instead of one of `RULES`: as usual, but it is not known that this is right."""
+"""Rule: merge as `USUAL`, without knowing that it is right."""
 
 
 def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
@@ -321,11 +327,11 @@ RULES: dict[str, Callable[[Tensor, Sequence[float], Sequence[float]], Tensor]] =
     "root of the mean": lambda v, weights, sizes: _mean(v.square(), weights).sqrt(),
     "root of the mean over samples": lambda v, weights, sizes: _mean(v.square(), sizes).sqrt(),
 }
-"""How the value of a batch may follow from those of its microbatches, where that is not as usual."""
+"""Other rules by which the value of a batch may follow from those of its microbatches (values, weights, sizes)."""
 
 
 def ruled(rule: str, values: Sequence[Any], weights: Sequence[float], sizes: Sequence[float]) -> Tensor:
-    """The value of the batch by one of `RULES`."""
+    """Return the value of the batch by one of `RULES`."""
     tensors = [torch.as_tensor(value).detach().cpu() for value in values]
     made = RULES[rule](torch.stack([t.double() for t in tensors]), weights, sizes)
     return made.to(tensors[0].dtype if tensors[0].is_floating_point() else torch.float32)

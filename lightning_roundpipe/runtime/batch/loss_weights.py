@@ -2,8 +2,8 @@
 
 The losses of microbatches are averaged by their weights, or added if the loss is a sum.
 
-The total is known only when the last of them has its loss, and by then the first is in its backward. So losses are
-divided by a guess that depends on nothing but the batch, not on what runs when; one factor corrects all gradients.
+The total weight is known only once the last microbatch has its loss; by then the first is in its backward. So losses
+are divided by a guess that depends on the batch alone, not on timing, and one factor corrects all gradients.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Literal, Protocol
 from lightning_roundpipe.runtime.batch.losses import Counted
 
 Weights = Sequence[float] | Literal["sum"] | None
-"""What the user says of how losses of microbatches make up that of the batch: their weights, or that they are added."""
+"""How losses of microbatches combine according to the user: their weights, or ``"sum"``. None: not given."""
 
 
 class Weighed(Protocol):
-    """A microbatch, as far as its weight is concerned.
+    """A microbatch as far as its weight is concerned.
 
     Attributes:
-        index: its number.
+        index: number of the microbatch.
         mode: what its loss has shown.
-        weight: of its loss, once that is known.
+        weight: weight of its loss, once known.
     """
 
     index: int
@@ -34,11 +34,11 @@ class Weighed(Protocol):
 
 
 class Weighing:
-    """Of one batch.
+    """The weights of the microbatches of one batch.
 
     Args:
         sizes: samples per microbatch.
-        given: what the user says; None: targets are counted, and sums recognised.
+        given: the user's weights. None: targets are counted and sums recognised.
     """
 
     def __init__(self, sizes: Sequence[int], given: Weights) -> None:
@@ -47,20 +47,23 @@ class Weighing:
         self._guess: float | None = None if given is None or given == "sum" else sum(given)
 
     def adds(self, run: Weighed) -> bool:
-        """Whether the losses of microbatches add up to that of the batch, as far as this one shows."""
+        """Return whether losses are added rather than averaged, as far as this microbatch shows."""
         return len(self._sizes) > 1 and (self.given == "sum" or (self.given is None and run.mode.sums.whole))
 
     def of(self, run: Weighed) -> float:
-        """What the microbatch counts, known when its loss is."""
+        """Return the weight of a microbatch, once it has its loss."""
         if len(self._sizes) == 1:
-            return 1.0  # whatever it holds, even nothing
+            return 1.0  # also without targets
         if self.given is not None and self.given != "sum":
             return self.given[run.index]
         counts = run.mode.counts.of
         return counts[0] if counts else float(self._sizes[run.index])
 
     def share(self, run: Weighed) -> float:
-        """By what its loss is multiplied: its weight over a total that is guessed from the first one; 1 in a sum."""
+        """Return the factor of a microbatch's loss: its weight over the guessed total, or 1 in a sum.
+
+        The first microbatch determines the guess.
+        """
         if self.adds(run):
             return 1.0
         if self._guess is None:
@@ -70,7 +73,7 @@ class Weighing:
         return run.weight / self._guess
 
     def factor(self, runs: Iterable[Weighed]) -> float:
-        """What corrects the guess, when all are known."""
+        """Return the factor that corrects the guess, once all weights are known."""
         if self._guess is None:
             return 1.0
         total = sum(run.weight for run in runs)

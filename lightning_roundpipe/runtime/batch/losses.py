@@ -1,15 +1,14 @@
-"""What kind of loss training_step computes: a mean over targets, which are counted, or a sum, whose parts are added.
+"""What kind of loss training_step computes: a mean over targets, which are counted, or a sum.
 
-The gradient of a mean over the batch is a weighted mean of those of the microbatches, that of a sum is their sum. The
-functions that training_step calls tell which of the two a loss is, as long as it does nothing to what they
-return but add it up:
+The gradient of a mean over the batch is a weighted mean of the microbatches' gradients; that of a sum is their sum. The
+loss functions that training_step calls tell which of the two a loss is, provided that it only adds up what they return:
 
-    F.cross_entropy(..., reduction="sum") ── its node in the graph is kept ── [1]
+    F.cross_entropy(..., reduction="sum") ── its autograd node is kept ── [1]
     the loss's graph, from its root ── sums and differences of such nodes, and nothing else ── [2]
     all microbatches agree ── [3]
 
-A sum that is divided by something cannot be told from a mean, as the divisor may be a number of this microbatch alone,
-or of the batch: training has to be told which.
+A sum that is divided cannot be told from a mean: the divisor may belong to this microbatch or to the whole batch. The
+user has to say which.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _LINEAR = {
     "AddBackward0", "SubBackward0", "NegBackward0", "CloneBackward0", "AliasBackward0", "ToCopyBackward0",
     "SqueezeBackward0", "UnsqueezeBackward0", "ViewBackward0", "ReshapeAliasBackward0",
 }  # fmt: skip
-"""Nodes whose output is the sum, or the difference, of their inputs."""
+"""Autograd nodes whose output is a sum or difference of their inputs, up to shape and dtype."""
 _SUM = ("SumBackward0", "SumBackward1")
 
 
 def _functions_with_a_reduction() -> dict[Callable[..., Any], tuple[int, str]]:
-    """``torch.nn.functional``'s losses: where ``reduction`` stands among the arguments, and its default."""
+    """Return the position and default of the ``reduction`` argument of each loss in ``torch.nn.functional``."""
     found: dict[Callable[..., Any], tuple[int, str]] = {}
     for function in vars(F).values():
         if inspect.isfunction(function) and not function.__name__.startswith("_"):
@@ -46,11 +45,11 @@ def _functions_with_a_reduction() -> dict[Callable[..., Any], tuple[int, str]]:
 
 WITH_REDUCTION = _functions_with_a_reduction()
 COUNTED = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
-"""Those whose means are over targets, some of which may be ignored."""
+"""Losses whose mean is over targets, some of which may be ignored."""
 
 
 def reduction_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """``"mean"``, ``"sum"`` or ``"none"``, as one of ``WITH_REDUCTION`` is called."""
+    """Return the reduction, ``"mean"``, ``"sum"`` or ``"none"``, of a call of one of ``WITH_REDUCTION``."""
     position, default = WITH_REDUCTION[function]
     return str(args[position] if len(args) > position else kwargs.get("reduction", default))
 
@@ -59,9 +58,9 @@ class Sums:
     """The sum-reduced losses of one microbatch.
 
     Attributes:
-        name: of the last cross entropy that was summed; empty if none was.
-        whole: whether the loss is made of sums alone.
-        plain: whether the loss is the ``sum()`` of a tensor with a row for each sample, which may be any weighted sum.
+        name: the last cross entropy that was summed; empty if there was none.
+        whole: whether the loss consists of sums alone.
+        plain: whether the loss is the ``sum()`` of a tensor with a row per sample, which may be any weighted sum.
     """
 
     def __init__(self) -> None:
@@ -70,13 +69,13 @@ class Sums:
         self._nodes: set[Any] = set()
 
     def note(self, result: Any, name: str = "") -> None:
-        """A loss function returned ``result``, a sum [1]. ``name``: of a cross entropy."""
+        """Record that a loss function returned the sum ``result`` [1]. ``name`` is given for a cross entropy."""
         if isinstance(result, Tensor) and result.grad_fn is not None:
             self._nodes.add(result.grad_fn)
             self.name = name or self.name
 
     def judge(self, loss: Tensor | None, samples: int) -> None:
-        """The microbatch of so many ``samples`` has its ``loss``. Nothing of its graph is kept."""
+        """Set the attributes from the graph of ``loss``, over ``samples`` samples. Keeps nothing of the graph."""
         nodes, self._nodes = self._nodes, set()
         if loss is None or loss.grad_fn is None:
             return
@@ -85,7 +84,7 @@ class Sums:
 
 
 def _adds_up(node: Any, nodes: set[Any]) -> bool:
-    """Whether ``node`` computes sums and differences of what ``nodes`` computed [2]."""
+    """Return whether ``node`` computes sums and differences of the outputs of ``nodes`` alone [2]."""
     if node in nodes:
         return True
     if node is None or type(node).__name__ not in _LINEAR or getattr(node, "_saved_alpha", 1) != 1:
@@ -101,11 +100,11 @@ def _sums_rows(node: Any, samples: int) -> bool:
 
 
 class Counts:
-    """The targets that the mean-reduced cross entropies of one microbatch have counted.
+    """The target counts of the mean-reduced cross entropies of one microbatch.
 
     Attributes:
-        of: each that the loss is made of, once that is there: one that is logged alone weighs nothing.
-        mixed: whether the loss is made of other things that layers have computed, too.
+        of: count of each cross entropy that the loss depends on, once judged. One that is only logged is left out.
+        mixed: whether the loss also depends on layer outputs other than through these.
     """
 
     def __init__(self) -> None:
@@ -115,20 +114,20 @@ class Counts:
         self._results: list[tuple[Tensor, float]] = []
 
     def note(self, result: Any, count: float) -> None:
-        """A loss function returned ``result``, a mean over so many targets."""
+        """Record that a loss function returned ``result``, a mean over ``count`` targets."""
         if isinstance(result, Tensor) and result.grad_fn is not None:
             self._nodes[result.grad_fn] = count
             self._results.append((result.detach(), count))
 
     def behind(self, value: Any) -> float | None:
-        """The targets that ``value`` is a mean over, if it is what a cross entropy returned; else None."""
+        """Return the target count of ``value`` if a cross entropy returned it, else None."""
         for result, count in self._results if isinstance(value, Tensor) else ():
             if value.data_ptr() == result.data_ptr() and value.shape == result.shape:
                 return count
         return None
 
     def judge(self, loss: Tensor | None) -> None:
-        """The microbatch has its ``loss``. Nothing of its graph is kept."""
+        """Set the attributes from the graph of ``loss``. Keeps nothing of the graph."""
         nodes, self._nodes, self._results = self._nodes, {}, []
         if loss is None or not nodes:
             return
@@ -146,7 +145,7 @@ class Counts:
 
 
 class Counted(Protocol):
-    """What is known of a microbatch's loss; see `mode.UserCodeMode`."""
+    """What is known of a microbatch's loss; see `UserCodeMode`."""
 
     @property
     def counts(self) -> Counts: ...
@@ -156,7 +155,7 @@ class Counted(Protocol):
 
 
 def are_spread(modes: Sequence[Counted], sizes: Sequence[int]) -> bool:
-    """Whether the targets of a first cross entropy are spread over the microbatches unlike the samples (``sizes``)."""
+    """Return whether targets are distributed over the microbatches unlike samples (``sizes``)."""
     counts = [m.counts.of[0] for m in modes if m.counts.of]
     if len(counts) < len(sizes) or not sum(counts):
         return False
@@ -164,16 +163,17 @@ def are_spread(modes: Sequence[Counted], sizes: Sequence[int]) -> bool:
 
 
 def check_counts(modes: Sequence[Counted], sizes: Sequence[int], *, mixes: bool = False) -> None:
-    """Refuse losses of which it is not known how those of the microbatches make up that of the batch [3].
+    """Refuse losses for which it is unknown how those of the microbatches combine [3].
 
     Args:
-        modes: of the microbatches, which have so many samples each (``sizes``).
-        mixes: whether it is known that another loss beside a cross entropy makes no difference.
+        modes: modes of the microbatches.
+        sizes: samples of each microbatch.
+        mixes: whether another loss beside a cross entropy is known to make no difference.
 
     Raises:
-        RoundPipeError: if a step computed several mean-reduced cross entropies whose targets are spread differently
-            over the microbatches, or one whose targets are spread unlike the samples and another loss, or sums and did
-            something with them.
+        RoundPipeError: if the step computed several mean-reduced cross entropies whose targets are distributed
+            differently over the microbatches, or one whose targets are distributed unlike the samples together with
+            another loss, or sums with further operations on them.
     """
     if len(modes) < 2 or all(m.sums.whole for m in modes):
         return

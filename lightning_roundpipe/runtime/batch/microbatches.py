@@ -1,8 +1,8 @@
-"""A batch cut into microbatches, and what training_step returned for each of them put together again.
+"""Cuts a batch into microbatches, and merges what training_step returned for them.
 
-Every tensor or array whose first dimension is the batch size is cut, and every list or tuple of texts of that length;
-the rest is given to every microbatch as it is. Containers keep their type (a tokenizer's ``BatchEncoding``, dataclasses
-and named tuples too).
+Tensors and arrays whose first dimension is the batch size are cut, and so are lists and tuples of strings of that
+length. Every microbatch gets the rest as it is. Containers keep their type (including a tokenizer's ``BatchEncoding``,
+dataclasses and named tuples).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.runtime.batch.samples import are_similar, are_texts, listed_samples
 
 _LOOKED_AT = 1 << 18
-"""Values of a tensor that are compared."""
+"""Elements of a tensor that `memory_of` looks at."""
 
 
 def sizes_of(samples: int, count: int | None, size: int | None, workers: int, fewest: int = 1) -> list[int]:
-    """How many samples each microbatch gets. An empty batch is one microbatch, as plain training would run it.
+    """Return how many samples each microbatch gets. An empty batch is one microbatch, as in plain training.
 
     Args:
         samples: the batch size.
-        count: microbatches asked for; fewer if there are fewer samples.
-        size: or samples per microbatch asked for.
-        workers: sets the default count, 2 per worker.
-        fewest: samples that each microbatch has at least by default.
+        count: requested number of microbatches; there are fewer if there are fewer samples.
+        size: or requested samples per microbatch.
+        workers: number of workers; the default count is 2 per worker.
+        fewest: least samples of a microbatch under the default count.
     """
     if not samples:
         return [0]
@@ -48,10 +48,10 @@ def sizes_of(samples: int, count: int | None, size: int | None, workers: int, fe
 
 
 def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[float]:
-    """What ``function``, the user's ``loss_weight``, says of each microbatch.
+    """Return what ``function``, the user's ``loss_weight``, returns for each microbatch.
 
     Raises:
-        ValueError: if that are no weights: numbers of at least 0, of which one is more.
+        ValueError: if the weights are not finite numbers of at least 0, or are all 0.
     """
     weights = []
     for index, part in enumerate(parts):
@@ -71,7 +71,7 @@ def given_weights(function: Callable[[Any], Any], parts: Sequence[Any]) -> list[
 
 
 def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
-    """The memory that the tensors and arrays of a batch lie in: who holds it, and what is there, by its address."""
+    """Map the address of each tensor's and array's memory to the object and a checksum of its first elements."""
     found: dict[int, tuple[Any, int]] = {}
     for leaf in tree_iter(batch):
         tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf" else leaf
@@ -82,7 +82,7 @@ def memory_of(batch: Any) -> dict[int, tuple[Any, int]]:
 
 
 class Columns:
-    """Which tensors of a batch have a row for each sample: those that had one in the first batch of the same structure.
+    """Remembers which tensors of a batch have a row per sample, from the first batch of the same structure.
 
     A tensor that all samples share may have as many rows as a smaller last batch has samples.
     """
@@ -91,15 +91,19 @@ class Columns:
         self._known: dict[tuple[Any, ...], list[bool]] = {}
 
     def split(self, batch: Any, sizes: list[int]) -> list[Any]:
-        """The microbatches. Tensors have the batch's memory."""
+        """Return the microbatches. Their tensors are views of the batch."""
         if len(sizes) == 1:
             return [batch]
         return [self.part(batch, rows, sum(sizes)) for rows in rows_of(sizes)]
 
     def part(self, batch: Any, rows: slice, samples: int, *, copied: bool = False) -> Any:
-        """What of ``batch``, which has so many ``samples``, belongs to those of ``rows``.
+        """Return the part of ``batch`` that belongs to the samples in ``rows``.
 
-        ``copied``: in memory of its own, to which user code may write.
+        Args:
+            batch: the batch.
+            rows: the samples of the part.
+            samples: the batch size.
+            copied: whether the part gets memory of its own, to which user code may write.
         """
         listed = listed_samples(batch) is not None
         found: list[tuple[Any, bool]] = []
@@ -122,19 +126,20 @@ class Columns:
 
 
 def rows_of(sizes: list[int]) -> list[slice]:
-    """The rows of each microbatch."""
+    """Return the rows of each microbatch."""
     ends = list(itertools.accumulate(sizes))
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def part_of(value: Any, rows: slice, samples: int, listed: bool, take: Callable[[Any, slice | None], Any]) -> Any:
-    """What of a batch belongs to the samples of ``rows``.
+    """Return the part of a batch that belongs to the samples in ``rows``.
 
     Args:
         value: the batch, or something in it.
-        rows: of the part.
-        samples: of the batch; ``listed`` if there are lists with one item for each.
-        take: gives the rows of a tensor or array that is to be cut, or, if these are None, one that is not.
+        rows: the samples of the part.
+        samples: the batch size.
+        listed: whether the batch has lists with one item per sample.
+        take: called with each tensor or array, and with ``rows`` if it is to be cut, else None; returns its part.
     """
     if isinstance(value, (Tensor, np.ndarray)):
         return take(value, rows if value.ndim and value.shape[0] == samples else None)
@@ -146,8 +151,8 @@ def part_of(value: Any, rows: slice, samples: int, listed: bool, take: Callable[
 class RowSlicer:
     """Takes the rows of one microbatch out of a batch.
 
-    Its tensors have the batch's memory, and count what is written to them apart from other microbatches', which have
-    other rows. Among themselves they count together where they share memory, as inputs and targets may that are parts
+    The parts share the batch's memory, but their version counters are separate from those of other microbatches, which
+    have other rows. Parts of one microbatch that share a storage share a counter, since inputs and targets may be views
     of one tensor.
     """
 
@@ -166,7 +171,7 @@ class RowSlicer:
 
 
 def _has_an_item_each(values: Sequence[Any], samples: int, listed: bool) -> bool:
-    """A list of columns that happens to be as long as the batch is cut inside, not across."""
+    """Return whether ``values`` has an item per sample. If it is a list of columns, the columns are cut instead."""
     if len(values) != samples or (listed and are_similar(values)):
         return len(values) == samples
     return not any(_is_column(value, samples, listed) for value in values)
@@ -194,11 +199,11 @@ def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the type of ``value``, which has the same keys."""
+    """Return ``items`` as a mapping of the type of ``value``, which has the same keys."""
     if type(value) is dict:
         return items
     mapping: Any = copy.copy(value)
-    if isinstance(getattr(mapping, "data", None), dict):  # a UserDict's copy shares its dict
+    if isinstance(getattr(mapping, "data", None), dict):  # the copy of a UserDict shares its dict
         mapping.data = dict(mapping.data)
     for key, item in items.items():
         mapping[key] = item
@@ -208,10 +213,10 @@ def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 def merge(
     outputs: Sequence[Any], sizes: list[int], weights: list[float], losses: Sequence[Tensor] | None = None
 ) -> Any:
-    """What ``training_step`` would have returned for the whole batch, as far as that can be told.
+    """Return what ``training_step`` would have returned for the whole batch, as far as possible.
 
-    Tensors with one row per sample are concatenated, scalars `combined`, other things kept if they are the same for
-    every microbatch and gathered in a list otherwise.
+    Tensors with one row per sample are concatenated and scalars `combined`. Other values are kept if they are equal for
+    all microbatches, and collected in a list otherwise.
     """
     first = outputs[0]
     if len(outputs) == 1:
@@ -234,7 +239,7 @@ def merge(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two outputs are surely equal; arrays, and what holds tensors, do not compare to one truth value."""
+    """Return whether two outputs are certainly equal. Arrays and holders of tensors have no single truth value."""
     try:
         return a is b or (type(a) is type(b) and bool(a == b))
     except Exception:
@@ -242,7 +247,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def without(value: Any, drop: Callable[[Any], bool]) -> Any:
-    """``value`` with None in place of what is to be dropped."""
+    """Return ``value`` with None in place of everything for which ``drop`` is true."""
     return None if drop(value) else _rebuild(value, lambda item: without(item, drop))
 
 
@@ -253,12 +258,12 @@ def _detached(value: Any) -> Any:
 
 
 def combined(tensors: list[Tensor], weights: list[float], losses: Sequence[Tensor] | None = None) -> Tensor:
-    """One tensor of several of the same shape: their mean by ``weights``.
+    """Combine tensors of the same shape into one: their mean by ``weights``, or their sum.
 
     Args:
-        tensors: of each microbatch.
-        weights: of each.
-        losses: of each, if they add up to that of the batch. Then tensors that are these losses are added, too.
+        tensors: one per microbatch.
+        weights: one per microbatch.
+        losses: one per microbatch if losses are added. Tensors that equal these losses are added too.
     """
     if losses is None or not all(_is_value_of(t, loss) for t, loss in zip(tensors, losses, strict=True)):
         return weighted_mean(tensors, weights)
@@ -271,7 +276,7 @@ def _is_value_of(tensor: Tensor, loss: Tensor) -> bool:
 
 
 def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
-    """Mean over tensors of one shape; a weight of 0 leaves its tensor out, even if it holds NaN."""
+    """Return the weighted mean of tensors of one shape. A weight of 0 leaves its tensor out, even if it holds NaN."""
     total = sum(weights)
     dtype = tensors[0].dtype if tensors[0].is_floating_point() else torch.float32
     result = torch.zeros(tensors[0].shape, dtype=torch.float64)
@@ -282,10 +287,10 @@ def weighted_mean(tensors: list[Tensor], weights: list[float]) -> Tensor:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what ``training_step`` returned; None if there is none, of which Lightning says what is wrong.
+    """Return the loss in what ``training_step`` returned. None if there is none; Lightning reports what is wrong then.
 
     Raises:
-        RoundPipeError: it is not one real number in a tensor.
+        RoundPipeError: if the loss is not one real number in a tensor.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
@@ -303,10 +308,10 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def seed_of(scale: float, dtype: torch.dtype) -> tuple[float, float]:
-    """What the backward of a loss starts with, and what its gradients are multiplied by where they are summed.
+    """Return the seed of a loss's backward, and the factor by which its gradients are multiplied when summed.
 
-    Their product is ``scale``. Half precision, the loss's own or that of the gradients behind it, rounds a third: what
-    it starts with is a power of two.
+    Their product is ``scale``. In half precision, of the loss or of the gradients behind it, a seed such as 1/3 would
+    be rounded, so the seed is a power of two.
     """
     if not scale or dtype not in (torch.bfloat16, torch.float16):
         return scale, 1.0
@@ -315,7 +320,7 @@ def seed_of(scale: float, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def detached(output: Any) -> Any:
-    """What ``training_step`` returned, without the graph."""
+    """Return what ``training_step`` returned, detached."""
     if isinstance(output, Tensor):
         return output.detach()
     if isinstance(output, Mapping):

@@ -1,10 +1,9 @@
-"""How many samples a batch holds: what it is cut by.
+"""How many samples a batch holds.
 
-Nothing in a batch says so. Nearly always its tensors have a row for each sample, and the first tensor tells; a batch
-without tensors has lists. But user code may also collect samples in lists, as object detection does (images and boxes
-of different sizes), and a batch may carry constants. Taken wrongly, images would be cut by their channels and
-sequences by their tokens, and some models train on that without an error. So whatever can be read in two ways is
-refused.
+Nothing in a batch says so. Usually its tensors have a row per sample, and the first tensor tells; a batch without
+tensors has lists. But user code may collect samples in lists, as object detection does (images and boxes of different
+sizes), and a batch may carry constants. A wrong guess would cut images by channels or sequences by tokens, on which
+some models train without an error. So a batch that can be read in two ways is refused.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from lightning_roundpipe.messages import plural
 
 
 class NoSamples(ValueError):
-    """Nothing in the batch has a row or an item for each sample."""
+    """Raised if nothing in the batch has a row or an item per sample."""
 
 
 _REMEDY = "Return tensors with a row for each sample from the dataloader, or set num_microbatches=1."
 
 
 def batch_size(batch: Any) -> int:
-    """The number of samples.
+    """Return the number of samples.
 
     Raises:
-        NoSamples: it cannot be found.
-        ValueError: it cannot be told from other numbers.
+        NoSamples: if nothing in the batch tells it.
+        ValueError: if the batch can be read in several ways.
     """
     if (listed := listed_samples(batch)) is not None:
         return listed
@@ -51,13 +50,12 @@ def batch_size(batch: Any) -> int:
 
 
 def listed_samples(batch: Any) -> int | None:
-    """The number of samples if there is a list with one item for each; None if the tensors' rows are the samples.
+    """Return the number of samples if a list has one item per sample; None if the tensors' rows are the samples.
 
-    A list of similar things may be one of samples or one of columns (a pair of batches). Columns have equally many
-    rows.
+    A list of similar items may hold samples or columns (a pair of batches). Columns have equally many rows.
 
     Raises:
-        ValueError: it can be either.
+        ValueError: if it can be either.
     """
     known = list(_rows(batch))
     lengths = {length for _, length in known if length}
@@ -78,9 +76,10 @@ def _untold(why: str) -> ValueError:
 
 
 def _rows(value: Any, length: int | None = None) -> Iterator[tuple[int | None, int | None]]:
-    """For each tensor the rows that it has, and the length of the outermost list of similar things that it is in.
+    """Yield for each tensor its number of rows, and the length of the outermost list of similar items around it.
 
-    Single numbers (None rows) count within such lists only: collating would have made tensors with rows of them.
+    Plain numbers (None rows) count within such lists only: elsewhere collation would have made tensors with rows of
+    them.
     """
     if isinstance(value, Tensor):
         if value.dim() or length:
@@ -96,7 +95,7 @@ def _rows(value: Any, length: int | None = None) -> Iterator[tuple[int | None, i
 
 
 def are_similar(values: Sequence[Any]) -> bool:
-    """Whether they may be samples of one kind."""
+    """Return whether the values may be samples of one kind."""
     kinds = {_kind(value) for value in values}
     return len(values) > 1 and len(kinds) == 1 and None not in kinds
 
@@ -121,7 +120,7 @@ def _items(value: Any) -> Iterator[Any]:
 
 
 def are_texts(value: Any) -> bool:
-    """Whether it is a tuple of texts, which is how collating leaves the texts of samples that are tuples."""
+    """Return whether it is a tuple of strings, into which collation turns the strings of samples that are tuples."""
     return type(value) is tuple and bool(value) and all(isinstance(v, (str, bytes)) for v in value)
 
 
@@ -134,7 +133,7 @@ def _arrays(value: Any) -> Iterator[Any]:
 
 
 def _plain_lists(value: Any) -> Iterator[Sequence[Any]]:
-    """The lists that hold no containers."""
+    """Yield the lists without containers in them."""
     if are_texts(value) or (isinstance(value, list) and not any(isinstance(v, (Tensor, Mapping, list)) for v in value)):
         yield value
     else:

@@ -1,1 +1,1 @@
-"""What goes into a layer's call and comes out of it, and what its code does besides."""
+"""Inputs, outputs and side effects of layer calls."""

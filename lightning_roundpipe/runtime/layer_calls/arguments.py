@@ -1,4 +1,4 @@
-"""A call's arguments and outputs as flat lists of leaves, and what may not stand among them."""
+"""A call's arguments and outputs as flat lists of leaves, and checks of what may be among them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PLAIN = (Tensor, str, int, float, complex, type(None), nn.Module, type, types.F
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """Stands for an input that comes out of a layer as it went in: user code gets back the tensor that it gave."""
+    """Marks an output that is one of the layer's inputs: user code gets back the tensor that it passed."""
 
     index: int
 
 
 @dataclasses.dataclass
 class FlatValue:
-    """A value taken apart; ``objects`` if the structure has some that hold tensors."""
+    """A flattened value. ``objects``: whether its structure includes objects that hold tensors."""
 
     leaves: list[Any]
     spec: TreeSpec
@@ -36,7 +36,7 @@ class FlatValue:
 
     @classmethod
     def of(cls, value: Any, given: dict[int, Tensor]) -> FlatValue:
-        """``value`` with the tensors of ``given`` (by position) replaced by `Given`."""
+        """Flatten ``value``, replacing the tensors in ``given`` (by position) by `Given`."""
         leaves, spec, objects = _flatten(value)
         known = {id(t): i for i, t in given.items()}
         return cls([Given(known[id(x)]) if id(x) in known else x for x in leaves], spec, objects)
@@ -45,14 +45,14 @@ class FlatValue:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def value(self, tensors: list[Tensor], originals: list[Any]) -> Any:
-        """The value with ``tensors`` in place of its own, and ``originals`` where it holds what was given."""
+        """Rebuild the value with ``tensors`` in place of its own, and ``originals`` in place of `Given`."""
         others = iter(tensors)
         leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return unflatten([originals[x.index] if isinstance(x, Given) else x for x in leaves], self.spec)
 
 
 class _Opened:
-    """An object that holds tensors, to be taken apart as a dict is."""
+    """An object that holds tensors, opened for flattening: the emptied object and a dict of its contents."""
 
     def __init__(self, shell: Any, contents: dict[Any, Any]) -> None:
         self.shell = shell
@@ -61,7 +61,7 @@ class _Opened:
 
 @dataclasses.dataclass(frozen=True)
 class _Sparse:
-    """What a sparse tensor is beside the tensors that it is made of."""
+    """The metadata of a sparse tensor, beside the dense tensors that it consists of."""
 
     layout: torch.layout
     size: torch.Size
@@ -116,27 +116,27 @@ def _close(contents: Any, shell: Any) -> Any:
 register_pytree_node(_Opened, lambda opened: ([opened.contents], opened.shell), _close)
 
 _Shape = tuple[Any, ...] | None
-"""Of tuples, lists and dicts: (type, shapes of the items), for a dict (type, keys, shapes). None is a leaf."""
+"""Shape of tuples, lists and dicts: (type, shapes of the items), for a dict (type, keys, shapes). None: a leaf."""
 
 MOST_SHAPES = 4096
-"""How many are remembered: a list that grows from call to call has another shape each time."""
+"""How many shapes are cached: a list that grows from call to call has another shape each time."""
 
 _specs: dict[_Shape, TreeSpec] = {}
 _shapes: dict[int, tuple[_Shape, bool]] = {}
-"""By id of a call's structure: its shape, and whether one of the arguments is, or holds, a list or a dict."""
+"""By id of a call's spec: its shape, and whether one of the arguments is, or contains, a list or a dict."""
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and structure of containers, and of objects that hold tensors (dataclasses, mappings, sparse tensors).
+    """Flatten containers, and objects that hold tensors (dataclasses, mappings, sparse tensors).
 
-    Key-value caches stay whole: they are refused where they would be filled twice. So do shapes, which torch puts
-    together again as ordinary tuples.
+    Key-value caches stay whole; they are refused where they would be filled twice. `torch.Size` stays whole too,
+    because torch would rebuild it as a plain tuple.
     """
     return _flatten(value)[:2]
 
 
 def _flatten(value: Any) -> tuple[list[Any], TreeSpec, bool]:
-    """The same, and whether objects were opened, which the structure then holds with all that is in them."""
+    """Like `flatten`, and return whether objects were opened. The spec then holds these with all their contents."""
     leaves, spec = _flatten_usual(value) or tree_flatten(value, is_leaf=_is_leaf)
     objects = False
     while any(map(_holds_tensors, leaves)):
@@ -153,12 +153,13 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
 
 
 class _Unusual(Exception):
-    """A value has containers of other types."""
+    """Raised for a value with containers of other types."""
 
 
 def _flatten_usual(value: Any) -> tuple[list[Any], TreeSpec] | None:
-    """What most calls are: tuples, lists and dicts. Torch's functions look up each level's type in a registry, in
-    Python, which was a fifth of what a call cost.
+    """Flatten nested tuples, lists and dicts, which is what most calls have; None for other containers.
+
+    Torch's functions look up each level's type in a registry, in Python, which took a fifth of the cost of a call.
     """
     leaves: list[Any] = []
     try:
@@ -175,7 +176,7 @@ def _flatten_usual(value: Any) -> tuple[list[Any], TreeSpec] | None:
 
 
 def _shape_of(value: Any, leaves: list[Any]) -> _Shape:
-    """The shape of ``value``, whose leaves are added to ``leaves``."""
+    """Return the shape of ``value`` and append its leaves to ``leaves``."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind, tuple([_shape_of(item, leaves) for item in value])
@@ -195,7 +196,7 @@ def _filled(shape: _Shape, leaves: Iterator[Any]) -> Any:
 
 
 def _inner(shape: _Shape) -> list[_Shape]:
-    """Of (arguments, keywords), those of each argument."""
+    """Return the shapes of the arguments in a shape of (args, kwargs)."""
     return [] if shape is None else [item for part in shape[-1] if part is not None for item in part[-1]]
 
 
@@ -205,9 +206,13 @@ def _has_mutable(shape: _Shape) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class CallSpec:
-    """The structure of a call: of its arguments, which have ``count`` leaves, and of the attributes that it carries.
+    """The structure of a call: of its arguments, and of the module attributes that it carries.
 
-    ``objects`` says if it has some that hold tensors.
+    Attributes:
+        arguments: spec of (args, kwargs).
+        count: number of their leaves.
+        carried: spec of the carried attributes; None if there are none.
+        objects: whether the arguments include objects that hold tensors.
     """
 
     arguments: TreeSpec
@@ -217,13 +222,13 @@ class CallSpec:
 
     @property
     def is_immutable(self) -> bool:
-        """Whether no argument is, or holds, a container that a layer could change, or an object with tensors."""
+        """Whether the arguments include no container that a layer could change, and no object with tensors."""
         known = _shapes.get(id(self.arguments))
         return not self.objects and known is not None and not known[1]
 
 
 def flatten_call(args: Any, kwargs: Any, carried: dict[Any, Any]) -> tuple[list[Any], CallSpec]:
-    """Leaves and structure of a call; ``carried`` is most often empty."""
+    """Flatten a call's arguments and its carried attributes, of which there are usually none."""
     leaves, spec, objects = _flatten((args, kwargs))
     if not carried:
         return leaves, CallSpec(spec, len(leaves), None, objects)
@@ -260,12 +265,12 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether ``value`` is a key-value cache of a Hugging Face model."""
+    """Return whether ``value`` is a key-value cache of a Hugging Face model."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def mutable_parts(value: Any) -> Iterator[Any]:
-    """The lists and dicts in ``value`` that a layer may change, in an order that depends on its structure only."""
+    """Yield the lists and dicts in ``value`` that a layer may change, in an order that its structure determines."""
     if isinstance(value, Container):
         yield value
     elif not isinstance(value, tuple):
@@ -278,7 +283,7 @@ def mutable_parts(value: Any) -> Iterator[Any]:
 
 
 def refuse_caches(leaves: list[Any], layer: str) -> None:
-    """A cache among the arguments of a layer that will be recomputed would be filled twice."""
+    """Refuse a cache among the arguments of a layer that is recomputed: it would be filled twice."""
     for leaf in leaves:
         if is_cache(leaf):
             raise RoundPipeError(
@@ -289,7 +294,7 @@ def refuse_caches(leaves: list[Any], layer: str) -> None:
 
 
 def refuse_filled(leaves: list[Any], layer: str) -> None:
-    """An object without tensors is given to the layer as it is; what the layer puts there would be lost."""
+    """Refuse tensors in an object that held none when it was passed: the worker's changes to it would be lost."""
     for leaf in leaves:
         if _holds_tensors(leaf):
             raise RoundPipeError(
@@ -299,7 +304,7 @@ def refuse_filled(leaves: list[Any], layer: str) -> None:
 
 
 def refuse_hidden(leaves: list[Any], layer: str) -> None:
-    """What torch cannot look into would carry tensors past the boundary unseen."""
+    """Refuse outputs that torch cannot look into: tensors would cross the boundary unseen."""
     for leaf in leaves:
         function = isinstance(leaf, types.FunctionType) and leaf.__closure__
         slots = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and not hasattr(leaf, "__dict__")

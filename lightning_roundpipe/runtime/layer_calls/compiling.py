@@ -1,21 +1,22 @@
-"""How a layer's forward is run: as it is written, or compiled by ``torch.compile``.
+"""How a layer's forward runs: as written, or compiled by ``torch.compile``.
 
-What is compiled is the copy that a worker runs. Its parameters are inputs of the compiled code, so it is no matter in
-which arena they lie; and as torch keeps what it has compiled beside the code, copies of a layer on one device share
-it, and so do layers of one class whose parameters have the same shapes.
+The replica on a worker is compiled. Its parameters are inputs of the compiled code, so it does not matter in which
+arena they lie. Torch caches compiled code by function, so replicas of a layer on one device share it, and so do layers
+of one class with parameters of the same shapes.
 
-    layer's class and shapes ── a function of its own on each device ── compiled once for each kind of input ── [1]
-    forward, backward ── compiled together, or threads would compile the backward at the same time ── [2]
+    class and shapes of a layer ── a function of its own on each device ── compiled once per kind of input ── [1]
+    forward, backward ── compiled together; otherwise threads would compile the backward concurrently ── [2]
     while torch compiles ── it saves and restores generators that other threads draw from ── [3]
-    sizes of inputs ── no matter for the code, or it would depend on what came before ── [4]
-    more variants than torch keeps ── an error; torch would run the layer as it is written from then on ── [5]
+    sizes of inputs ── do not affect the code; otherwise it would depend on what ran before ── [4]
+    more variants than torch caches ── an error; torch would run the layer as written from then on ── [5]
 
-A layer computes other bits compiled than as it is written, and others again compiled without grad. So all of its calls
-in training, the first batch's too, are compiled, and with grad: forward, fused stage and recomputation are one code.
+A compiled layer rounds otherwise than the layer as written, and otherwise again without grad. So all calls in training,
+including the first batch's, are compiled and run with grad mode: forward, fused stage and recomputation are one code.
 
-About [4]: by default torch compiles for the first sizes, then once more for all. Both fit the first sizes, and what
-ran before decides between them. Symbolic sizes from the start are not enough: two that are equal become one symbol, and
-a code for unequal ones fits equal ones, too. So inputs whose sizes are equal in other places have another function.
+On [4]: by default torch compiles for the first sizes, then once more for all sizes. Both versions fit the first sizes,
+and what ran before decides between them. Dynamic sizes from the start are not enough: two equal sizes become one
+symbol, and code for unequal sizes fits equal ones too. So inputs with another pattern of equal sizes get another
+function.
 """
 
 from __future__ import annotations
@@ -35,40 +36,40 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.user_code.process_state import holding_generators
 
 _TOGETHER = "force_non_lazy_backward_lowering"
-"""The setting of AOTAutograd that [2] is about."""
+"""AOTAutograd's setting for [2]."""
 _STRICT = {"fail_on_recompile_limit_hit": True, "suppress_errors": False}
-"""Settings of dynamo that [5] is about."""
+"""Dynamo's settings for [5]."""
 
 
 class LayerCompiler:
-    """Layers run as they are written."""
+    """Runs layers as written."""
 
     compiled = False
 
     def of(self, layer: HostLayer, replica: Replica) -> Callable[..., Any]:
-        """What to call for ``replica``, a copy of ``layer``."""
+        """Return the callable for ``replica`` of ``layer``."""
         forward: Callable[..., Any] = replica.module.forward
         return forward
 
     def alone(self, device: Device) -> contextlib.AbstractContextManager[object]:
-        """Around a call on ``device``, outside of everything that it holds while it computes."""
+        """Return the context of a call on ``device``; entered before the call takes any other lock."""
         return contextlib.nullcontext()
 
 
 class CompiledForwards(LayerCompiler):
-    """Layers are compiled when they are first called.
+    """Compiles layers on their first call.
 
     Args:
         settings: arguments of ``torch.compile``.
 
     Raises:
-        ValueError: torch refuses the settings.
+        ValueError: if torch refuses the settings.
     """
 
     compiled = True
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from torch._dynamo import config as tracing  # takes a second, which only those wait who compile
+        from torch._dynamo import config as tracing  # takes a second to import
         from torch._dynamo import exc
         from torch._functorch import config
 
@@ -90,7 +91,7 @@ class CompiledForwards(LayerCompiler):
         self._too_many = exc.FailOnRecompileLimitHit
         self._config: Any = config
         self._tracing: Any = tracing
-        # A thread's own in newer torch, so workers are told; in older torch all threads', but compiled calls are alone.
+        # Thread-local in newer torch, so workers patch it; process-wide in older torch, where compiled calls run alone.
         self._limits = {**_STRICT, "recompile_limit": self._tracing.recompile_limit}
         self._functions: dict[Any, Callable[..., Any]] = {}
         try:
@@ -128,7 +129,10 @@ class CompiledForwards(LayerCompiler):
         return forward
 
     def _function_of(self, replica: Replica, alike: tuple[int, ...]) -> Callable[..., Any]:
-        """Shared by layers of a class with parameters of the same shapes [1]. Others would push each other out."""
+        """Return the function that all layers of this class and these parameter shapes share [1].
+
+        Other layers would use up its limit of variants.
+        """
         kind = type(replica.module)
         shapes = tuple((p.shape, p.dtype) for p in replica.originals[0].parameters())
         key = (kind, shapes, replica.device, torch.is_grad_enabled(), alike)
@@ -142,10 +146,10 @@ class CompiledForwards(LayerCompiler):
 
 
 def sizes_alike(value: Any) -> tuple[int, ...]:
-    """Which sizes of the tensors in ``value`` torch takes for the same [4].
+    """Return which sizes of the tensors in ``value`` torch identifies [4].
 
     Returns:
-        For each size of each tensor: 0 or 1 where it is that, else the number of those that are like it, from 2.
+        For each size of each tensor: the size itself if it is 0 or 1, else a number from 2 that equal sizes share.
     """
     seen: dict[int, int] = {}
     tensors = (leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor) and not leaf.is_nested)
@@ -154,7 +158,7 @@ def sizes_alike(value: Any) -> tuple[int, ...]:
 
 
 def _own_function(name: str) -> Callable[..., Any]:
-    """Calls a module. By its code, and the name of that, torch knows what it has compiled for it."""
+    """Return a function that calls a module. Torch caches compiled code by the code object, including its name."""
 
     def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return module.forward(*args, **kwargs)
@@ -163,6 +167,6 @@ def _own_function(name: str) -> Callable[..., Any]:
 
 
 def forwards_of(options: Options) -> LayerCompiler:
-    """As ``compile_layers`` says."""
+    """Return the compiler that ``compile_layers`` asks for."""
     settings = options.compile_layers
     return CompiledForwards(settings) if isinstance(settings, Mapping) else LayerCompiler()

@@ -1,17 +1,17 @@
-"""What a layer chooses by its numbers is chosen again when it is recomputed: which experts a token goes to, above all.
+"""Repeats a layer's discrete choices in its recomputation, above all which experts a token goes to.
 
-A recomputation may differ from the forward in the last bit: sums on a GPU come in any order, and kernels differ. That
-is rounding everywhere but where a layer decides. A router whose two best experts are nearly alike would send a token
-elsewhere, and gradients be those of a computation that nobody made. So a layer's choices are written down:
+A recomputation may differ from the forward in the last bit: a GPU adds up in any order, and kernels differ. This is
+mere rounding except where a layer decides. A router whose two best experts are nearly equal would send a token
+elsewhere, and the gradients would belong to a computation that never took place. So choices are recorded:
 
-    forward: what makes integers of real numbers (topk, argmax, comparisons) ── its results, in order ── [1]
+    forward: operations that make integers of real numbers (topk, argmax, comparisons) ── results, in order ── [1]
     packed into one small tensor, which is saved as inputs are ── [2]
-    recomputation: the same operations give the same; values are gathered anew, and differentiated ── [3]
+    recomputation: the same operations give the same results; values are gathered anew, and differentiated ── [3]
     backward: a checkpoint inside the layer runs some of them once more ── [4]
 
-Which layers choose is learned in the first batch; the others run without any of this, and so does one whose
-recomputation makes other choices altogether, as it asks for grad mode. It is done below autograd, so that gradients of
-an operation go where its values came from.
+The first batch shows which layers choose. All others run without any of this. So does a layer whose recomputation
+chooses by other operations, because it depends on grad mode. The modes work below autograd, so that gradients of an
+operation flow to where its values came from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 
 _ALIGNMENT = 8
 _SMALL = 8
-"""Comparisons are choices where they take less than a call's inputs over this; larger ones are part of activations."""
+"""A comparison is a choice if its result times this is smaller than the call's inputs; else it is an activation."""
 
 aten = torch.ops.aten
 
@@ -37,22 +37,22 @@ _PAIRS = {
     aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim, aten.kthvalue.default,
     aten.mode.default, aten.median.dim, aten.nanmedian.dim, aten.cummax.default, aten.cummin.default,
 }  # fmt: skip
-"""Values along a dimension, and where they were."""
+"""Operations that return values along a dimension and their indices."""
 _DIMENSION = {aten.topk.default: 2, aten.kthvalue.default: 2}
-"""Position of the dimension among the arguments; 1 for the others."""
+"""Position of the dimension among the arguments; 1 for all others."""
 _INDICES = {aten.argmax.default, aten.argmin.default, aten.searchsorted.Tensor, aten.bucketize.Tensor}
 _DRAWN = {aten.multinomial.default}
-"""Run again all the same, for the random numbers that they take."""
+"""Operations that the replay runs all the same, to consume random numbers."""
 _COMPARISONS = {
     getattr(getattr(aten, name), kind) for name in ("gt", "ge", "lt", "le", "eq", "ne") for kind in ("Tensor", "Scalar")
 } | {aten._to_copy.default}
 _NUMBERS = {aten._local_scalar_dense.default, aten.equal.default}
-"""Give numbers to Python, which may go one way or another by them."""
+"""Operations that return values to Python, whose control flow may depend on them."""
 _CHOOSING = _PAIRS | _INDICES | _DRAWN | _COMPARISONS | _NUMBERS
 
 
 class _RecordedOp(NamedTuple):
-    """A choice: by which operation, what it was, and in which format. ``place``: of a tensor among all of the call."""
+    """A recorded choice: its `_Mode._key`, result and result dtype. ``place``: byte offset in the packed tensor."""
 
     key: Any
     value: Any
@@ -62,11 +62,11 @@ class _RecordedOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """Those of one call, on the host.
+    """The choices of one call, on the host.
 
     Attributes:
-        made: in order; tensors stand as empty ones of their format and shape.
-        packed: all tensors, one behind the other.
+        made: choices in order; tensors are represented by meta tensors of their dtype and shape.
+        packed: the data of all tensors, one after another.
     """
 
     made: list[_RecordedOp]
@@ -74,11 +74,11 @@ class Choices:
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operations of one call. What is compiled stays compiled, and its inside unseen.
+    """Sees the operations of one call. Compiled code stays compiled, and its operations unseen.
 
     Args:
-        device: where the call computes.
-        inputs: of the call, which say what is small.
+        device: device on which the call computes.
+        inputs: the call's inputs; comparisons are small or large relative to these.
     """
 
     supports_higher_order_operators = True
@@ -90,7 +90,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        return True  # or torch.compile, which several threads may be in, would look away as long as this is on
+        return True  # otherwise torch.compile, possibly in another thread, would skip compilation in this mode
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -107,7 +107,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError  # `DiscreteOpRecorder` and `DiscreteOpReplayer` do it, each in its way
 
     def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What has to agree for a choice to be the same one; None: it is none, or too large to be one."""
+        """Return what must be equal for two choices to be the same; None if this is no choice, or too large for one."""
         tensors = [a for a in args if isinstance(a, Tensor)]
         if not any(t.is_floating_point() for t in tensors) or not any(t.device == self._device for t in tensors):
             return None
@@ -123,7 +123,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class DiscreteOpRecorder(_Mode):  # type: ignore[no-untyped-call]
-    """Writes down what the call chooses [1]."""
+    """Records what the call chooses [1]."""
 
     def __init__(self, device: torch.device, inputs: Iterable[Tensor]) -> None:
         super().__init__(device, inputs)
@@ -139,7 +139,14 @@ class DiscreteOpRecorder(_Mode):  # type: ignore[no-untyped-call]
         return found
 
     def saved(self, save: Callable[[Tensor], HostTensor]) -> tuple[Tensor | None, Choices]:
-        """All tensors of it in one [2], where there are any, and what it is when ``save`` has begun to save that."""
+        """Pack all recorded tensors into one [2].
+
+        Args:
+            save: begins to save a tensor on the host.
+
+        Returns:
+            The packed tensor, None without data, and the choices.
+        """
         places, end = [], 0
         for made in self.made:
             places.append(end)
@@ -154,13 +161,13 @@ class DiscreteOpRecorder(_Mode):  # type: ignore[no-untyped-call]
 
 
 class DiscreteOpReplayer(_Mode):  # type: ignore[no-untyped-call]
-    """Chooses what was chosen [3], and what a checkpoint chooses in backward [4].
+    """Repeats the recorded choices [3], and those that a checkpoint makes again in backward [4].
 
     Args:
-        device: where the call computes.
-        inputs: of the call.
-        choices: what the forward chose.
-        bring: gets its tensors to the device.
+        device: device on which the call computes.
+        inputs: the call's inputs.
+        choices: the forward's choices.
+        bring: brings the packed tensor to the device.
     """
 
     def __init__(
@@ -172,7 +179,7 @@ class DiscreteOpReplayer(_Mode):  # type: ignore[no-untyped-call]
         self._next = 0
         self._again = False
         self.agrees = True
-        """Whether the recomputation has chosen by the same operations as the forward, so far."""
+        """Whether the recomputation has chosen by the same operations as the forward so far."""
 
     def choose(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = self._like(key, func, args, kwargs) if self._again else self._take(key)
@@ -186,22 +193,22 @@ class DiscreteOpReplayer(_Mode):  # type: ignore[no-untyped-call]
         return (_values(func, args, kwargs, chosen), chosen) if func in _PAIRS else chosen
 
     def ended(self) -> bool:
-        """The forward of the recomputation is over; from here on a checkpoint chooses again. Whether it agreed."""
+        """End the recomputation's forward; later choices are a checkpoint's. Return whether all choices agreed."""
         self.agrees &= self._next == len(self._made)
         self._again = True
         return self.agrees
 
     def _take(self, key: Any) -> _RecordedOp | None:
-        """The next choice."""
+        """Return the next choice; None from the first disagreement on."""
         made = self._made[self._next] if self._next < len(self._made) else None
         self.agrees &= made is not None and made.key == key
         self._next += 1
         return made if self.agrees else None
 
     def _like(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _RecordedOp | None:
-        """Which choice a checkpoint makes again: the one of its kind, or of several the one that agrees best.
+        """Return the choice that a checkpoint makes again: the one with this key, or the best fit of several.
 
-        Autograd's own operations run without grad mode.
+        Without grad mode the operation is autograd's own, and no choice.
         """
         kind = [made for made in self._made if made.key == key] if torch.is_grad_enabled() else []
         if len(kind) < 2 or kind[0].dtype is None:
@@ -227,7 +234,7 @@ def _plain(kwargs: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _narrowest(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
-    """The smallest format for positions in what was chosen from."""
+    """Return the smallest integer dtype that holds the indices; results that are no indices keep ``dtype``."""
     if func in _PAIRS:
         most = args[0].shape[_dim(func, args, kwargs)]
     elif func in _INDICES:
@@ -244,7 +251,7 @@ def _dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def _values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], indices: Tensor) -> Tensor:
-    """Of the operation's input, at ``indices``."""
+    """Gather the values of the operation's input at ``indices``."""
     source, dim = args[0], _dim(func, args, kwargs)
     if indices.dim() == source.dim():
         return torch.gather(source, dim, indices)

@@ -1,8 +1,8 @@
-"""What Hugging Face models collect from inside a layer while it runs: router logits, attentions.
+"""What Hugging Face models collect inside a layer while it runs: router logits, attentions.
 
-Their forward hooks append to a dict that a context variable holds, past the layer's outputs. On a worker that would
-lose the gradients of what is collected, and a recomputation would collect it twice. So the layer runs under a fresh
-collector, what it gathers becomes further outputs, and user code adds them to the real one.
+Their forward hooks append to a dict in a context variable, bypassing the layer's outputs. On a worker the gradients of
+what is collected would be lost, and a recomputation would collect it twice. So the layer runs with a fresh collector.
+Its contents become further outputs, which user code adds to the real collector.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 
 def _variable() -> Any:
-    """The context variable, if this version of transformers has one and it was imported."""
+    """Return the context variable if transformers is imported and this version has it."""
     module = sys.modules.get("transformers.utils.output_capturing")
     return getattr(module, "_active_collector", None)
 
 
 def collecting(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, list[Any]]]:
-    """``function(*args, **kwargs)``, and what it collected."""
+    """Call ``function`` and return its result with what it collected."""
     variable = _variable()
     outer = variable.get() if variable is not None else None
     if outer is None:
@@ -34,7 +34,7 @@ def collecting(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple
 
 
 def hand_over(result: tuple[Any, dict[str, list[Any]]]) -> Any:
-    """The layer's output; what was collected goes to the calling thread's collector."""
+    """Return the layer's output and add what it collected to the calling thread's collector."""
     output, collected = result
     if collected:
         outer = _variable().get()

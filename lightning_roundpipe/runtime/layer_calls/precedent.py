@@ -1,17 +1,17 @@
-"""What a call did in the last step, as a guess at what the same call does in this one, where there is no plan.
+"""Predicts a call from the same call in the last step, where there is no plan.
 
-A step of one microbatch may go any way, so its calls are learned as they come: the forward builds its graph, which is
-dropped again, only to see what requires grad and what else the layer does. Where the last step made the same call in
-the same manner, and all that the layer did was to return tensors that require grad, it runs without grad:
+A step of one microbatch may take any path, so it learns its calls as they come. The forward builds its graph, which is
+dropped again, only to see what requires grad and what else the layer does. If the last step made the same call in the
+same manner, and the layer only returned tensors that require grad, the call runs without grad:
 
-    same outputs, nothing else done ──► they require grad, as they did
+    same outputs, nothing else done ──► they require grad, as in the last step
     anything else ────────────────────► undone; the call runs again, with grad, and is learned
-    fails, and again if repeated ─────► the same, as it may fail for want of grad
-    fails once only ──────────────────► that is raised, as plain training would
+    fails, and again if repeated ─────► the same, as it may need grad mode
+    fails once only ──────────────────► the error is raised, as in plain training
 
-What cannot be seen without grad is whether an output has ceased to require it. The recomputation shows that: the
-gradient ends there as it does in plain training, and the next step learns the call anew. No output can begin to
-require grad, as all of them did; a layer with one that does not is learned in each step.
+Without grad it cannot be seen that an output no longer requires it. The recomputation shows that: the gradient ends
+there, as in plain training, and the next step learns the call anew. No output can begin to require grad, because all
+did; a layer with an output that does not is learned in each step.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 _Ran = TypeVar("_Ran")
 
 _VALUES = (str, int, float, complex, bytes, type(None), torch.dtype, torch.device)
-"""What is compared by value; of everything else only the type is."""
+"""Types that are compared by value; for all others only the type is."""
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How a layer is called. Shapes may differ, and so may what is in a tensor. Holds no tensor.
+    """How a layer is called, apart from shapes and tensor contents. Holds no tensor.
 
-    Torch folds a matrix product or not by how its input lies in memory and whether it requires grad.
+    Contiguity and ``requires_grad`` are included, because torch folds a matrix product or not depending on them.
     """
 
     spec: CallSpec
@@ -60,7 +60,7 @@ class Manner:
         thread_state: TorchThreadState,
         state: StateDiff | None,
     ) -> Manner | None:
-        """None if tensors come along in objects or attributes: each call has others."""
+        """Return the manner of a call; None if objects or attributes carry tensors, which differ from call to call."""
         if spec.objects or (state is not None and state.carried):
             return None
         return cls(spec, tuple(map(_kind, leaves)), tuple(requires_grad), tuple(trainable), thread_state, state)
@@ -74,11 +74,12 @@ def _kind(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class Precedent:
-    """A call of which nothing is to be known but that its outputs require grad.
+    """A call of which only one fact matters: its outputs require grad.
 
     Attributes:
-        outputs: their structure and kinds.
-        flags: per tensor, whether it requires grad: all that can.
+        manner: how the layer was called.
+        outputs: structure and kinds of the outputs.
+        flags: per tensor, whether it requires grad; true for all floating point and complex tensors.
         alike: whether the layer computes the same bits without grad; None if that was not tried.
     """
 
@@ -89,7 +90,7 @@ class Precedent:
 
     @classmethod
     def of(cls, manner: Manner | None, output: FlatValue, alike: bool | None) -> Precedent | None:
-        """None if there is a tensor that could begin to require grad, or none that does, or one in an object."""
+        """Return the precedent; None if a tensor could begin to require grad, none does, or objects hold tensors."""
         tensors = output.tensors()
         flags = tuple(t.requires_grad for t in tensors)
         if manner is None or output.objects or not any(flags) or flags != tuple(map(_can_require_grad, tensors)):
@@ -97,7 +98,7 @@ class Precedent:
         return cls(manner, _kinds(output), flags, alike)
 
     def matches(self, output: FlatValue) -> bool:
-        """Whether ``output`` is what is expected, as far as can be seen without grad."""
+        """Return whether ``output`` is as expected, as far as can be seen without grad."""
         return not output.objects and _kinds(output) == self.outputs
 
 
@@ -113,10 +114,10 @@ def _can_require_grad(tensor: Tensor) -> bool:
 
 
 def attempt(run: Callable[[], _Ran], holds: Callable[[_Ran], bool], undo: Callable[[], None]) -> _Ran | None:
-    """What ``run`` gives, if it ``holds``; else it is undone, and None.
+    """Return the result of ``run`` if ``holds`` accepts it. Otherwise call ``undo`` and return None.
 
     Raises:
-        Exception: of ``run``, if it is not raised again when repeated: it is not for want of grad.
+        Exception: the exception of ``run`` if a second run succeeds, because then it was not for lack of grad mode.
     """
     try:
         ran = run()

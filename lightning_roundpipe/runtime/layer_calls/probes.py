@@ -1,6 +1,6 @@
-"""Whether a layer computes something else in other circumstances: found out, once, by running it again.
+"""Finds out whether a layer computes something else under other conditions, by running it again.
 
-The first batch pays for it, so that later steps may choose the circumstances by what is fast.
+The first batch pays for it once, so that later steps may choose the faster condition.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ Again = Callable[[], Sequence[Tensor]]
 
 
 def differs(first: Sequence[Tensor], again: Again, forget: Callable[[], None]) -> bool:
-    """Whether ``again`` gives anything else than ``first``, or fails; then it is to be forgotten what it wrote."""
+    """Return whether ``again`` raises or returns other values than ``first``.
+
+    If it raises, ``forget`` drops what it has written.
+    """
     try:
         second = again()
     except Exception:
@@ -24,7 +27,7 @@ def differs(first: Sequence[Tensor], again: Again, forget: Callable[[], None]) -
 
 
 def differs_outside(first: Sequence[Tensor], again: Again, forget: Callable[[], None], outside: torch.dtype) -> bool:
-    """The same under the default format ``outside``, which is the whole process's: nothing else may run now."""
+    """Do the same under the default dtype ``outside``. It is process-wide, so no other thread may compute now."""
     within = torch.get_default_dtype()
     torch.set_default_dtype(outside)
     try:

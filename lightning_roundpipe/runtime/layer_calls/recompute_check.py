@@ -1,14 +1,14 @@
-"""Whether a recomputation gives what the forward gave, in steps that check it.
+"""Checks, in some steps, that a recomputation gives what the forward gave.
 
-A layer may read what the engine does not know of: a generator of its own, a counter in an object, a flag that a context
-manager around the model sets. Its recomputation is then another function, and its gradients are those of that one. In
-the first steps, and then in one of `EVERY`, the outputs of each call that is recomputed are summed up in a few numbers,
-on the device, both times. They agree up to rounding, or the step fails before its gradients are used:
+A layer may depend on state that the engine does not know of: a generator of its own, a counter in an object, a flag set
+by a context manager around the model. Its recomputation is then another function, with other gradients. In the first
+steps, and then in one of `EVERY`, the outputs of each recomputed call are reduced to a few numbers on the device, both
+times. They agree up to rounding, or the step fails before its gradients are used:
 
     sums along rows and along columns, weighted by place ── two numbers, which a permutation changes
-    the norm ── what differences are measured by
+    the norm ── relative to which differences are measured
 
-Reading the numbers makes the worker wait for its device, which is why not every step is checked.
+Reading the numbers makes the worker wait for its device, so not every step is checked.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.reachable import changes, listed
 
 FIRST, EVERY = 2, 100
-"""Steps that are checked: so many at first, and then one of so many."""
+"""How many steps are checked at first, and the interval at which they are checked afterwards."""
 _ROUNDING = {torch.float64: 1024.0, torch.float32: 64.0}
-"""Multiples of the format's resolution that rounding may change, relative to the norm; `_COARSE` for others.
+"""Multiples of the dtype's resolution, relative to the norm, that rounding may change; `_COARSE` for other dtypes.
 
-Sums in another order differ in some of the last bits, which partly cancel; another mask or noise differs by far more.
+Sums in another order differ in some of the last bits, which partly cancel. Another mask or noise differs by far more.
 """
 _COARSE = 4.0
 _MOST_INTEGERS = 1 << 22
-"""Of larger tensors of integers only the number of zeros is compared."""
+"""For larger integer tensors only the number of non-zeros is compared."""
 
 
 def is_checked(step: int) -> bool:
-    """Whether the recomputations of the step with that number are checked."""
+    """Return whether the recomputations of step number ``step`` are checked."""
     return step < FIRST or (step + 1) % EVERY == 0
 
 
 @dataclass(frozen=True)
 class CallFingerprint:
-    """What a call gave, in numbers, and what its code could read.
+    """The outputs of a call as a few numbers, and the values that its code could read.
 
     Attributes:
-        shapes: of its tensors, with their formats.
+        shapes: shapes and dtypes of the tensors.
         sums: per tensor, two weighted sums and the norm.
         values: see `reachable_values`.
     """
@@ -56,14 +56,14 @@ class CallFingerprint:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], values: dict[str, Any]) -> CallFingerprint:
-        """Waits for the device. ``values``: as they were before the call."""
+        """Compute the fingerprint, waiting for the device. ``values`` are those before the call."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
             rows = [sums_of(t.detach()) for t in tensors]
             sums = torch.stack(rows).tolist() if rows else []
         return cls(tuple((t.shape, t.dtype) for t in tensors), sums, values)
 
     def difference(self, other: CallFingerprint, low: torch.dtype | None) -> str | None:
-        """How the first output that differs does; None if none does. ``low``: the format that layers compute in."""
+        """Describe the first output that differs; None if none does. ``low``: dtype that layers compute in."""
         if self.shapes != other.shapes:
             return "the outputs have other shapes or formats"
         for index, ((_, dtype), mine, its) in enumerate(zip(self.shapes, self.sums, other.sums, strict=True)):
@@ -86,14 +86,14 @@ def refuse_difference(
     """Raise if the recomputation gave something else than the forward.
 
     Args:
-        forward: what the call gave.
-        recomputed: what it gives now.
-        again: runs it once more, to find out whether it depends on what has run before or on how often it has run.
-        low: the format that layers compute in, if it is a lower one.
-        layer: its name.
+        forward: the forward's fingerprint.
+        recomputed: the recomputation's.
+        again: recomputes once more, to tell whether the layer depends on how often it ran or on what ran in between.
+        low: dtype that layers compute in, if lower than fp32.
+        layer: name of the layer.
 
     Raises:
-        RoundPipeError: with what has changed in between, as far as that can be seen.
+        RoundPipeError: names what has changed in between, as far as it can be seen.
     """
     difference = forward.difference(recomputed, low)
     if difference is None:
@@ -113,7 +113,7 @@ def refuse_difference(
 
 
 def sums_of(tensor: Tensor) -> Tensor:
-    """Two sums that depend on the places of values, and the norm, as float64. The sums are linear."""
+    """Return two sums that depend on the places of values, and the norm, as float64. The sums are linear."""
     zeros = torch.zeros(3, dtype=torch.float64, device=tensor.device)
     if tensor.layout is not torch.strided or not tensor.numel():
         return zeros
@@ -138,7 +138,7 @@ def sums_of(tensor: Tensor) -> Tensor:
 
 
 def _weights(like: Tensor) -> Tensor:
-    """Of places: none is 0, and neighbours differ."""
+    """Return a weight per place; neighbours differ."""
     return torch.arange(1, like.numel() + 1, dtype=torch.float64, device=like.device).cos()
 
 

@@ -1,7 +1,7 @@
-"""Outputs of a layer that share memory with each other or with its inputs, and must not be written to.
+"""Outputs of a layer that share memory with each other or with its inputs, and so must not be written to.
 
-In plain training a write to one of them changes the others, and autograd knows. Behind the boundary between devices
-they are tensors of their own, which may share memory or not, and autograd does not know.
+In plain training a write to one of them changes the others, and autograd knows. Behind the boundary they are separate
+tensors that may or may not share memory, and autograd does not know.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_roundpipe.runtime.user_code.inference_writes import writes_of
 
 
 def overlapping(outputs: list[Tensor], given: dict[int, Tensor]) -> tuple[list[int], list[int]]:
-    """Which of ``outputs``, and which positions of ``given``, share a storage with another one that is returned."""
+    """Return which ``outputs``, and which positions of ``given``, share a storage with another output."""
     inputs = {i: t.untyped_storage().data_ptr() for i, t in given.items()}
     storages = [t.untyped_storage().data_ptr() for t in outputs]
     known = set(inputs.values())
@@ -29,24 +29,23 @@ def overlapping(outputs: list[Tensor], given: dict[int, Tensor]) -> tuple[list[i
 
 
 def private(leaves: list[Any], mutates: Collection[int]) -> list[Any]:
-    """``leaves``, with copies of those that the layer writes to: other calls share them."""
+    """Return ``leaves`` with copies of those that the layer writes to, because other calls share them."""
     return [leaf.clone() if i in mutates and isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
 
 
 def apart_from_lent(
     inputs: list[Any], brought: list[Any], flats: Sequence[FlatValue], mutated: dict[int, Tensor]
 ) -> tuple[dict[int, Tensor], list[Tensor]]:
-    """What a call returns of inputs whose memory is given back after it must not go to user code: it gets memory of its
-    own.
+    """Clone returned tensors whose memory belongs to inputs that are lent for the call and given back after it.
 
     Args:
         inputs: leaves that the layer was given.
-        brought: the same as the call has them; those that stand as a `HostTensor` were lent.
-        flats: what the layer returned; changed.
-        mutated: inputs that it wrote to.
+        brought: the same leaves as the call has them; each `HostTensor` was lent a device copy.
+        flats: what the layer returned. Updated.
+        mutated: inputs that the layer wrote to, by position.
 
     Returns:
-        ``mutated``, and all that has memory of its own now.
+        ``mutated`` with clones where needed, and all clones.
     """
     lent = {_memory(t) for t, leaf in zip(inputs, brought, strict=True) if isinstance(leaf, HostTensor)} - {0}
     own: list[Tensor] = []
@@ -63,17 +62,17 @@ def apart_from_lent(
 
 
 def _memory(tensor: Tensor) -> int:
-    """What tensors have in common that share memory; 0 if there is none."""
+    """Return a value that tensors sharing memory have in common; 0 without memory."""
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 class SharedOutputs:
-    """Tensors that nobody may write to until the microbatch's user code is done. Keeps none of their memory."""
+    """Tensors that must not be written to until the microbatch's user code is done. Keeps none of their memory."""
 
     def __init__(self) -> None:
         self._counters: list[tuple[Tensor, int, str]] = []
         self._storages: list[tuple[weakref.ref[torch.UntypedStorage], int, str]] = []
-        """Those of inference tensors, which count nothing themselves."""
+        """Storages of inference tensors, which have no version counter."""
 
     def add(self, tensors: Iterable[Tensor], layer: str) -> None:
         for tensor in tensors:
@@ -81,12 +80,12 @@ class SharedOutputs:
                 storage = tensor.untyped_storage()
                 self._storages.append((weakref.ref(storage), writes_of(storage), layer))
             else:
-                counter = tensor.detach()  # counts the same writes ...
-                counter.data = tensor.new_empty(0)  # ... and holds nothing
+                counter = tensor.detach()  # shares the version counter ...
+                counter.data = tensor.new_empty(0)  # ... but not the memory
                 self._counters.append((counter, counter._version, layer))
 
     def assert_unmodified(self) -> None:
-        """Raise if one of them has been written to."""
+        """Raise if one of the tensors has been written to."""
         now = [(counter._version, version, layer) for counter, version, layer in self._counters]
         now += [(writes_of(s), writes, layer) for ref, writes, layer in self._storages if (s := ref()) is not None]
         for count, before, layer in now:

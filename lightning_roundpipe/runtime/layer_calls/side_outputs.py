@@ -1,7 +1,7 @@
-"""The side outputs of a layer: attributes that it sets on its modules, lists and dicts that it was given.
+"""The side outputs of a layer: attributes that it sets on its modules, and lists and dicts that it was passed.
 
-On the worker all of these are copies. What the call has changed is found by comparing them, becomes further outputs,
-with gradients where they require them, and is put where it belongs by user code, when the call has returned.
+On the worker all of these are copies. Comparison before and after the call finds what has changed. The changes become
+further outputs, with gradients where required, and user code's thread applies them when the call has returned.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SideOutputs = dict[Key, FlatValue]
 
 
 class SideOutputCollector:
-    """Looks at a copy and the arguments before a call, and again after it.
+    """Compares a replica and the arguments before and after a call.
 
     Args:
-        replica: the copy.
-        arguments: of the call.
-        immutable: whether these are known to hold no container, and no object with tensors.
+        replica: the replica.
+        arguments: the call's arguments.
+        immutable: whether the arguments are known to include no container, and no object with tensors.
     """
 
     def __init__(self, replica: Replica, arguments: Any, *, immutable: bool) -> None:
@@ -36,7 +36,7 @@ class SideOutputCollector:
         self._parts = [] if immutable else [(part, frozen(part)) for part in mutable_parts(arguments)]
 
     def collect(self, given: dict[int, Tensor], layer: str) -> SideOutputs:
-        """What the call changed; the copy is as before afterwards."""
+        """Return what the call changed, and restore the replica."""
         found: SideOutputs = {}
         for number, (part, before) in enumerate(self._parts):
             if not same(part, before):
@@ -55,12 +55,12 @@ class SideOutputCollector:
 
 
 def put(modules: list[nn.Module], arguments: Any, values: dict[Key, Any]) -> None:
-    """Give user code what the layer changed.
+    """Apply what the layer changed to the user's objects.
 
     Args:
-        modules: of the user's layer.
-        arguments: of the call, as user code gave them.
-        values: by side output.
+        modules: modules of the user's layer.
+        arguments: the call's arguments as user code passed them.
+        values: new values by side output.
     """
     parts = list(mutable_parts(arguments))
     for (kind, number, name), value in values.items():
@@ -76,12 +76,12 @@ def put(modules: list[nn.Module], arguments: Any, values: dict[Key, Any]) -> Non
 
 
 def named(key: Key) -> str:
-    """For messages."""
+    """Return a description for messages."""
     return f"attribute {key[2]!r}" if key[0] == "attribute" else f"list or dict {key[1]} among its arguments"
 
 
 def refuse_new_gradients(side_outputs: SideOutputs, known: dict[Key, Any], layer: str) -> None:
-    """What required no grad in the first batch was handed on without."""
+    """Refuse new side outputs that require grad: none did in the first batch, so they were passed on without grad."""
     for key, flat in side_outputs.items():
         if key not in known and any(t.requires_grad for t in flat.tensors()):
             raise RoundPipeError(
@@ -91,7 +91,7 @@ def refuse_new_gradients(side_outputs: SideOutputs, known: dict[Key, Any], layer
 
 
 def again(side_outputs: SideOutputs, key: Key, count: int, layer: str) -> list[Tensor]:
-    """The tensors of a side output when the layer runs again."""
+    """Return the tensors of a side output in a recomputation, of which there must be ``count``."""
     tensors = side_outputs[key].tensors() if key in side_outputs else []
     if len(tensors) != count:
         raise RoundPipeError(

@@ -1,4 +1,4 @@
-"""What user code may put around a layer call that would have to reach into the worker: transforms, modes, flags."""
+"""Modes, transforms and flags around a layer call that do not reach the worker."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _caching = threading.Lock()
 
 
 class Surroundings:
-    """What was around the user's code when it began."""
+    """The modes and flags around the user's code when it began."""
 
     def __init__(self) -> None:
         self._modes = _modes()
         self._flags = _flags()
 
     def refuse(self, layer: str) -> None:
-        """At a call of ``layer``.
+        """Check at a call of ``layer`` that user code has entered nothing since that the layer would not see.
 
         Raises:
-            RoundPipeError: if user code has entered something since that the layer would not see.
+            RoundPipeError: if it has.
         """
         what = ""
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -54,10 +54,10 @@ class Surroundings:
 
 
 class parametrizing:
-    """Around a layer's code: layers that cache parametrizations run one at a time.
+    """Context of a layer's code: layers that cache parametrizations run one at a time.
 
-    ``parametrize.cached()`` keeps one cache for the whole process, until nobody uses it any more. Two layers at once,
-    and one would find what the other left for an earlier microbatch. The first batch shows which layers do it.
+    ``parametrize.cached()`` keeps one process-wide cache until its last user leaves. With two layers at once, one would
+    find what the other has cached for an earlier microbatch. The first batch shows which layers use it.
     """
 
     __slots__ = ("_before", "_held", "_layer")
@@ -74,12 +74,12 @@ class parametrizing:
     def __exit__(self, *_: object) -> None:
         if self._held:
             _caching.release()
-        if parametrize._cache is not self._before:  # leaving it makes a new one
+        if parametrize._cache is not self._before:  # exiting ``cached()`` makes a new dict
             self._layer.caches_parametrizations = True
 
 
 def _caches_parametrizations() -> bool:
-    """Whether user code does; while a layer may be doing it, that cannot be told."""
+    """Return whether user code caches parametrizations. False while a layer may be doing so: that looks the same."""
     if not _caching.acquire(blocking=False):
         return False
     try:
@@ -94,5 +94,5 @@ def _modes() -> list[Any]:
 
 
 def _flags() -> tuple[Any, ...]:
-    """What torch keeps for the whole process."""
+    """Return torch's process-wide flags."""
     return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()

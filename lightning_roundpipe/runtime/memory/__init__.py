@@ -1,1 +1,1 @@
-"""Host memory: flat parameters, buckets that are updated together, gradient buffers, buffers of layers, dtypes."""
+"""Host memory: flat parameter buffers, parameter buckets, gradient sums, module buffers, dtypes."""

@@ -1,7 +1,7 @@
-"""What a worker may use of its device, and whether the layers and a plan written by hand keep to it.
+"""The memory that a worker may use of its device, and the checks of layers and hand-written plans against it.
 
-A layer is the smallest thing that is moved, so one that exceeds the budget can never run. That is known before the
-first batch, where it is cut or refused; what its calls need beside weights and gradients is measured in that batch.
+A layer is the smallest unit that is uploaded, so a layer that exceeds the budget can never run. `layers_that_fit` cuts
+or refuses it before the first batch. That batch then measures what calls need beside weights and gradients.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.flat_params import aligned
 
 _SHARE = 0.9
-"""Of a device's memory, where ``memory_budget`` is not set."""
+"""Fraction of a device's memory that workers use if ``memory_budget`` is not set."""
 
 
 def worker_bytes(options: Options, devices: Sequence[Device]) -> int | None:
-    """What any worker may use, as stages go to all of them: that of the smallest device. None: no limit.
+    """Return the bytes that each worker may use for tensors, or None without a limit.
 
-    What libraries keep there for themselves is not in it.
+    Any stage may run on any worker, so the smallest device counts. Memory that libraries keep is already subtracted.
 
     Raises:
-        ValueError: if the budget is a fraction of a memory that has no size.
+        ValueError: if the budget is a fraction and the devices have no capacity.
     """
     budget = _budget_of(options, devices)
     return None if budget is None else max(0, budget - library_bytes(devices))
 
 
 def _budget_of(options: Options, devices: Sequence[Device]) -> int | None:
-    """The same with what libraries keep."""
+    """Return `worker_bytes` with the memory that libraries keep."""
     budget, capacity = options.memory_budget, capacity_of(devices)
     if isinstance(budget, float):
         if capacity is None:
@@ -55,7 +55,7 @@ def _budget_of(options: Options, devices: Sequence[Device]) -> int | None:
 
 
 def over_capacity(options: Options, devices: Sequence[Device]) -> str | None:
-    """What to say of a ``memory_budget`` that is more than a device has."""
+    """Return a warning if ``memory_budget`` exceeds the capacity of a device, else None."""
     budget, capacity = options.memory_budget, capacity_of(devices)
     if isinstance(budget, float) or budget is None or capacity is None or int(budget) <= capacity:
         return None
@@ -66,18 +66,18 @@ def over_capacity(options: Options, devices: Sequence[Device]) -> str | None:
 
 
 def library_bytes(devices: Sequence[Device]) -> int:
-    """What libraries keep of a worker's memory."""
+    """Return the bytes that libraries such as cuBLAS keep on a device; the most of all devices."""
     return max((device.library_bytes() for device in devices), default=0)
 
 
 def peak_bytes(plan: Plan, costs: Costs, options: Options, devices: Sequence[Device]) -> int:
-    """What a worker will hold at its peak, with what libraries keep."""
+    """Return the planned peak of a worker in bytes, including the memory that libraries keep."""
     limit = worker_bytes(options, devices)
     return planned_bytes(plan, costs, len(devices), limit, devices[0].lead_bytes) + library_bytes(devices)
 
 
 def libraries_note(options: Options, devices: Sequence[Device]) -> str:
-    """The end of a message with a limit: why that is less than what was set. Empty where it is not."""
+    """Return the end of a message that names a limit: why it is below the configured one. Empty if it is not."""
     kept = library_bytes(devices)
     if not kept:
         return ""
@@ -87,17 +87,17 @@ def libraries_note(options: Options, devices: Sequence[Device]) -> str:
 
 
 def capacity_of(devices: Sequence[Device]) -> int | None:
-    """Bytes that the smallest device has; None: no limit."""
+    """Return the bytes of the smallest device, or None without a limit."""
     return min((c for c in (device.capacity() for device in devices) if c is not None), default=None)
 
 
 def layers_that_fit(
     module: nn.Module, options: Options, devices: Sequence[Device], formats: Formats, *, fitting: bool = True
 ) -> Refined:
-    """The layers of ``module``, cut where the arenas of the largest would not fit, without which nothing runs.
+    """Find the layers of ``module`` and cut those whose arenas do not fit.
 
     Raises:
-        ValueError: if there is a layer that does not fit and cannot be cut.
+        ValueError: if a layer neither fits nor can be cut.
     """
     found = find_layers(module, options.layers, needed=fitting)
     allowed = worker_bytes(options, devices)
@@ -106,7 +106,7 @@ def layers_that_fit(
     whole = set(find_requested(module, options.layers or ()))
     refined = cut_to_fit(found, lambda layer: _size_of(layer, formats), allowed // ARENAS, whole)
     limit, setting = allowed, "memory_budget"
-    if options.memory_budget is None:  # the share left for activations is the plan's affair
+    if options.memory_budget is None:  # the planner sees to the share that is left for activations
         capacity = capacity_of(devices)
         limit = allowed if capacity is None else max(0, capacity - library_bytes(devices))
         setting = "emulation.memory (or use devices with more memory)"
@@ -124,14 +124,14 @@ def layers_that_fit(
 
 
 def _size_of(layer: nn.Module, formats: Formats) -> Size:
-    """What `HostLayer` and the layout of gradients will say."""
+    """Return the sizes that `HostLayer` and `GradientLayout` will have."""
     weights = [p.numel() * formats.of(p).itemsize for p in layer.parameters()]
     gradients = [p.nbytes for p in layer.parameters() if p.requires_grad]
     return Size(sum(map(aligned, weights)), sum(map(aligned, gradients)))
 
 
 def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequence[Device]) -> None:
-    """``ValueError`` for a plan by hand that takes more than a budget that was given."""
+    """Raise ``ValueError`` if a hand-written plan needs more than the configured ``memory_budget``."""
     limit = worker_bytes(options, devices)
     if options.memory_budget is None or limit is None:
         return

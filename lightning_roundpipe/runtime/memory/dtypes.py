@@ -1,7 +1,8 @@
-"""In which number format each master travels to the workers and is computed with.
+"""The dtypes in which parameters are stored, uploaded and computed with.
 
-A master keeps its own format: what is trained needs fp32, or small updates would be rounded away. What is sent is a
-working copy in the format of the computation, which is half the traffic; layers and user code see nothing but that.
+A *master* is the user's ``nn.Parameter`` in host memory. It keeps its own dtype: a trained master needs fp32, or small
+updates would round away. Workers and user code compute with a working copy in the dtype of the
+computation, which halves the traffic.
 """
 
 from __future__ import annotations
@@ -17,18 +18,17 @@ from lightning_roundpipe.runtime.memory.loss_scale import Scales
 
 @dataclass(eq=False)
 class Formats:
-    """Of one run.
+    """The dtypes of one run.
 
     Args:
-        low: that everything is computed in (``bf16-true``, ``16-true``); None: in the masters' own.
-        mixed: whether autocast casts masters where they are used, so that some may be sent cast.
-        sets_default: whether torch's default format is another one within a step.
-        outside: torch's default format while no step runs. Within a step it is ``low``, if that is given, for the whole
-            process.
-        scales: what losses are multiplied by.
+        low: dtype of the whole computation (``bf16-true``, ``16-true``). None: each master's own.
+        mixed: whether autocast casts masters where they are used, so that some may be uploaded already cast.
+        sets_default: whether torch's default dtype differs within a step.
+        outside: torch's default dtype while no step runs. Within a step the process-wide default is ``low``, if given.
+        scales: the factors that losses are multiplied by.
 
     Attributes:
-        default_matters: whether a layer was seen to go by torch's default format.
+        default_matters: whether a layer was seen to depend on torch's default dtype.
     """
 
     low: torch.dtype | None = None
@@ -39,20 +39,20 @@ class Formats:
     default_matters: bool = False
 
     def of(self, master: Tensor) -> torch.dtype:
-        """What ``master`` is computed with in."""
+        """Return the dtype of the computation with ``master``."""
         return self.low if self.low is not None and master.is_floating_point() else master.dtype
 
     def differ(self, master: Tensor) -> bool:
-        """Whether ``master`` has a working copy in another format."""
+        """Return whether ``master`` has a working copy in another dtype."""
         return self.of(master) is not master.dtype
 
     def too_narrow(self, masters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of ``masters`` that are trained and lack a format to be trained in."""
+        """Return those of ``masters`` that are trained but stored in a dtype too narrow for updates."""
         if self.low is None:
             return []
         return [p for p in masters if p.requires_grad and p.is_floating_point() and p.itemsize < 4]
 
 
 def widen(master: nn.Parameter) -> None:
-    """Give ``master`` the format that it is trained in. It stays who it is."""
+    """Convert ``master`` to fp32 in place. It stays the same ``nn.Parameter``."""
     master.data = master.data.float()

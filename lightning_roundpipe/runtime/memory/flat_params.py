@@ -1,8 +1,8 @@
-"""Parameters side by side in one host buffer, and what uploads read of them.
+"""Parameters packed into one flat host buffer, and the copies of it that uploads read.
 
-Masters are moved once into such buffers; the user's ``nn.Parameter`` objects stay who they are, only their ``.data``
-moves. Where uploads have to read something else than the masters themselves, there is a working copy beside them. What
-is frozen and lies in a file that is mapped into memory may stay there (`mapped_files`).
+The masters are moved into flat buffers once. The user's ``nn.Parameter`` objects keep their identity, only their
+``.data`` moves. Where uploads must read something other than the masters, a working copy lies beside them. A frozen
+master in a memory-mapped file may stay there (`mapped_files`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """Where one parameter lies in a flat buffer."""
+    """The place of one parameter in a flat buffer."""
 
     offset: int
     nbytes: int
@@ -37,7 +37,7 @@ class ParamSlice:
     dtype: torch.dtype
 
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter's view into ``flat`` (uint8, 1-D)."""
+        """Return the parameter's view into ``flat`` (uint8, 1-D)."""
         typed = flat[self.offset : self.offset + self.nbytes].view(self.dtype)
         return typed.as_strided(self.shape, self.stride, typed.storage_offset())
 
@@ -50,7 +50,7 @@ def segment_of(tensor: Tensor, offset: int, dtype: torch.dtype | None = None) ->
 
 
 def in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[list[ParamSlice], int]:
-    """Slices one behind the other, and the bytes that they take."""
+    """Lay out the tensors one after another; return their slices and the bytes that they take."""
     segments, offset = [], 0
     for tensor, dtype in zip(tensors, dtypes, strict=True):
         segments.append(segment_of(tensor, offset, dtype))
@@ -59,12 +59,12 @@ def in_a_row(tensors: list[nn.Parameter], dtypes: list[torch.dtype]) -> tuple[li
 
 
 def holders(tensor: Tensor) -> int:
-    """How many tensors hold the memory of ``tensor``: views of it count, such as a ``.grad``."""
+    """Return how many tensors hold the storage of ``tensor``, counting views such as a ``.grad``."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 ALONE = holders(torch.empty(1))
-"""Of a tensor whose memory no other tensor holds."""
+"""`holders` of a tensor that shares its storage with no other tensor."""
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -72,9 +72,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _with_own_storage(segment: ParamSlice, flat: Tensor) -> Tensor:
-    """The parameter's view into ``flat`` as a tensor whose storage ends where the parameter does.
+    """Return the parameter's view into ``flat`` as a tensor whose storage ends where the parameter does.
 
-    Saving or copying a tensor saves or copies its whole storage; a checkpoint of one weight must not hold its layer.
+    Saving or copying a tensor takes its whole storage, and a checkpoint of one weight must not contain its whole layer.
     """
     if not segment.nbytes:
         return segment.view(flat)
@@ -83,21 +83,21 @@ def _with_own_storage(segment: ParamSlice, flat: Tensor) -> Tensor:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """``tensor``, which is contiguous, as one whose storage is no larger than itself: a file's is that of all in it."""
+    """Return the contiguous ``tensor`` with a storage of just its size: weights of a mapped file share one storage."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return _with_own_storage(segment_of(tensor, 0), tensor.reshape(-1).view(torch.uint8))
 
 
 class FlatBuffer:
-    """One flat host buffer and the masters that are views into it; or, if they stay in place, the masters alone.
+    """One flat host buffer whose views are the masters; or the masters alone if they stay in their files.
 
     Attributes:
-        source: what they are computed with: the buffer, or the working copy beside it.
-        nbytes: of what uploads read, which is that, or rounded copies of it (`round`).
-        segments: where the masters lie in the buffer.
-        places: and where they lie in what uploads read.
-        in_place: whether they stay in their files.
+        source: what layers compute with: the buffer, or the working copy beside it.
+        nbytes: size of what uploads read: ``source``, or rounded copies of it (`round`).
+        segments: the masters' slices in the buffer.
+        places: the masters' slices in what uploads read.
+        in_place: whether the masters stay in their files.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class FlatBuffer:
         self.places = self._source_places
         self._rounded: Tensor | None = None
         self._strays = self._apart_for_strays = False
-        """Whether masters lie elsewhere, and whether there is a working copy because of that alone."""
-        self._source_views: list[Tensor] = []  # made once, because each update refreshes all
+        """Whether a master lies outside the buffer, and whether the working copy exists for that reason alone."""
+        self._source_views: list[Tensor] = []  # cached, because each update refreshes all of them
         self._rounded_views: list[Tensor] = []
         copied = self._apart or self._casts
-        # Only what uploads read has to be memory that copies quickly.
+        # Only the memory that uploads read needs to be page-locked.
         pageable = copied or self.in_place
         size = 0 if self.in_place else nbytes
         self.buffer = torch.empty(size, dtype=torch.uint8) if pageable else self._device.host_buffer(size)
@@ -143,12 +143,12 @@ class FlatBuffer:
 
     @property
     def trained(self) -> bool:
-        """Whether the optimizer may write to any of the masters."""
+        """Whether any of the masters is trained."""
         return any(p.requires_grad for p in self.masters)
 
     @property
     def copied(self) -> bool:
-        """Whether uploads read copies, which have to be brought up to date."""
+        """Whether uploads read copies, which must be refreshed after each update."""
         return self.source is not self.buffer or self._rounded is not None
 
     def set_apart(self) -> None:
@@ -160,10 +160,10 @@ class FlatBuffer:
             self.refresh()
 
     def round(self, formats: Mapping[int, torch.dtype]) -> None:
-        """From now on uploads read copies, of which those of some masters are rounded.
+        """Make uploads read copies that are rounded for some of the masters.
 
         Args:
-            formats: what to, by index of the master. None of them: uploads read what they are computed with, as before.
+            formats: dtype to round to, by index of the master. If empty, uploads read ``source`` again.
         """
         self.places, self._rounded, self._rounded_views = self._source_places, None, []
         dtypes = [formats.get(i, place.dtype) for i, place in enumerate(self._source_places)]
@@ -174,11 +174,11 @@ class FlatBuffer:
             self._round()
 
     def _round(self) -> None:
-        for rounded, source in zip(self._rounded_views, self._source_views, strict=False):  # if any
+        for rounded, source in zip(self._rounded_views, self._source_views, strict=False):  # none if not rounded
             rounded.copy_(source)
 
     def widen(self) -> None:
-        """What has begun to be trained gets a format to be trained in, and memory that may be written to."""
+        """Widen newly trained masters to fp32 and move them out of files, which the optimizer must not write to."""
         narrow = self._formats.too_narrow(self.masters)
         for master in narrow:
             widen(master)
@@ -187,7 +187,7 @@ class FlatBuffer:
             self._lay_out()
 
     def refresh(self) -> None:
-        """Bring the copies up to date."""
+        """Bring the copies up to date with the masters."""
         if self.source is self.buffer:
             pass
         elif not (self._casts or self._strays):
@@ -198,7 +198,7 @@ class FlatBuffer:
         self._round()
 
     def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
-        """The same for the numbers ``start`` to ``end`` of one master, which is contiguous."""
+        """Refresh the elements ``start`` to ``end`` of one contiguous master, if it is in this buffer."""
         index = next((index for index, mine in enumerate(self.masters) if mine is master), None)
         if index is None:
             return
@@ -212,11 +212,11 @@ class FlatBuffer:
         return self.in_place and self.source is self.buffer
 
     def read(self, index: int) -> Tensor:
-        """What one master is computed with."""
+        """Return what layers compute with for one master."""
         return self.views[index] if self._reads_masters else self._source_places[index].view(self.source)
 
     def span_of(self, master: nn.Parameter, start: int, end: int) -> tuple[int, int] | None:
-        """The bytes in which the numbers ``start`` to ``end`` of a contiguous master travel; None if it is not here."""
+        """Return the byte range of elements ``start`` to ``end`` of one contiguous master in uploads, if it is here."""
         for mine, place in zip(self.masters, self.places, strict=True):
             if mine is master:
                 return place.offset + start * place.dtype.itemsize, place.offset + end * place.dtype.itemsize
@@ -232,16 +232,16 @@ class FlatBuffer:
             stream.copy(place.view(segment), view)
 
     def strays(self) -> list[nn.Parameter]:
-        """Masters that user code has given other memory."""
+        """Return the masters whose memory user code has replaced."""
         pairs = [] if self.in_place else zip(self.masters, self._homes, strict=True)
         return [master for master, home in pairs if master.data_ptr() != home.data_ptr()]
 
     def reattach(self) -> None:
-        """Make every master a view into the buffer again, keeping the values it has now.
+        """Make every master a view into the buffer again, with the values it has now.
 
-        User code may have replaced a master's storage (``load_state_dict(assign=True)``, an EMA swap); without this
-        the worker would go on computing with the old values. Where user code holds the storage as well, or that in the
-        buffer, the two are not to be written to for each other: the master stays where it is, and uploads read a copy.
+        User code may have replaced a master's storage (``load_state_dict(assign=True)``, an EMA swap). Workers would go
+        on computing with the old values. If user code still holds the new storage or the buffer's, neither
+        may be overwritten with the other's values: the master stays where it is, and uploads read a copy.
         """
         moved = False
         for index, master in enumerate(self.masters):
@@ -254,7 +254,7 @@ class FlatBuffer:
                     f"{master.dtype} during training; change the model before fit() instead."
                 )
             home = self._homes[index] if not self.in_place else None
-            if home is None:  # it is read where it is now; its file is not ours to write to
+            if home is None:  # read from its new place; the file is not written to
                 self.views[index] = master.data
             elif master.data_ptr() == home.data_ptr():
                 self.views[index] = home

@@ -1,21 +1,21 @@
-"""Gradients: from a worker, where they are summed over a round's microbatches, to the host, and on to who uses them up.
+"""Gradient sums: from a worker, which adds up a round's microbatches, through host memory to the optimizer.
 
-They are kept per call, not per layer: a layer that is used twice adds up in the same order whatever the plan is, and so
-do rounds, because a later round's device buffer starts from the sum so far.
+Sums are kept per call, not per layer. A layer that is called twice then adds up in the same order under every plan. So
+do rounds: the device buffer of a later round starts from the sum so far.
 
     worker: attach ── backward of the round's microbatches ── detach ── [1]
-    download into the call's host buffer ── once the batch before has been used up ── [2]
-    arrived ── taken: stepped from there, or handed to .grad ── consumed ── [3]
+    download into the call's host buffer ── once the previous batch's sum is consumed ── [2]
+    arrived ── taken: read by the optimizer, or handed to .grad ── consumed ── [3]
 
-With ``reduce_dtype`` the sum of a round travels in fewer bytes. It is narrowed where it lies, and lands beside the sum,
-to which a thread of the host adds it; so no later round has to start from it.
+With ``reduce_dtype`` the sum of a round travels in a narrower dtype. It is narrowed in place and lands beside the host
+sum, and a host thread adds it there. Later rounds then start from zero.
 
     worker: detach ── narrowed ── [4]
     download into the landing ── once what landed there before has been added ── [5]
     added to the call's host buffer, on the summing thread ── arrived ── [6]
 
-A large layer's gradients travel in parts, so that the first are used while the last are on their way:
-`async_optimizer`.
+A large layer's gradients travel in parts, so that `async_optimizer` can use the first ones while the rest are on their
+way.
 
     download, part by part ── each part's own event ── [7]
 """
@@ -38,22 +38,22 @@ from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
 
 STREAMED = 2**27
-"""Bytes of gradients from which on they travel, and are used, in parts: to download them takes five milliseconds."""
+"""Bytes from which on gradients travel and are used in parts. Their download takes about five milliseconds."""
 PART = 2**24
-"""Bytes of a part: 16 MiB, half a millisecond of a link's time, four million fp32 numbers."""
+"""Bytes of a part: 16 MiB, half a millisecond of a link's time, four million fp32 elements."""
 LEAST = 2**18
-"""Numbers that are narrowed through memory of their own: in place they would cover what is not narrowed yet."""
+"""Elements that are narrowed through a temporary: in place they would overwrite others that are not narrowed yet."""
 LOOK = 0.25
-"""Seconds between two looks whether the summing thread is alive."""
+"""Seconds between two checks that the summing thread is alive."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients travel in fewer bytes.
+    """How gradients travel in a narrower dtype.
 
     Attributes:
-        dtype: the format in which they travel, where that is a narrower one.
-        thread: adds what has arrived to the sums.
+        dtype: dtype in which gradients travel if it is narrower than their own.
+        thread: adds what has landed to the sums.
     """
 
     dtype: torch.dtype
@@ -61,17 +61,17 @@ class Reduction:
 
 
 class GradientLayout:
-    """Where the gradients of one layer's trainable parameters lie in a flat buffer.
+    """The layout of the gradients of one layer's trainable parameters in a flat buffer.
 
     Args:
-        layer: whose.
-        trainable: which of its parameters those are; by default those that are trained now.
-        dtype: that gradients travel in, where it is narrower than their own.
+        layer: the layer.
+        trainable: per master, whether it is trained. Default: as it is now.
+        dtype: dtype in which gradients travel if it is narrower than their own.
 
     Attributes:
-        segments, nbytes: of the sums, on a worker and on the host.
-        travelling, travel_nbytes: of what travels to the host.
-        narrowed: whether these differ.
+        segments, nbytes: slices and size of the sums, on a worker and on the host.
+        travelling, travel_nbytes: slices and size of what is downloaded.
+        narrowed: whether the two differ.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class _Buffer:
     """Host memory for the gradients of a call's layer.
 
     Attributes:
-        views: the gradients in it, made once: making one takes longer than to step a small parameter.
-        alone: how many hold its memory when there is nobody else.
+        views: the gradients, as cached views. Making one takes longer than the update of a small parameter.
+        alone: `holders` of the memory while only the engine holds it.
     """
 
     flat: Tensor
@@ -110,10 +110,10 @@ class _Buffer:
 
 
 class HostGradBuffers:
-    """The host memory for the gradients of one call's layer: one buffer, used again by every batch.
+    """The host memory for the gradients of one call's layer, reused by every batch.
 
-    What a batch leaves may be looked at for longer where it was handed to ``.grad``; then the next batch gets another
-    one, and the two take turns.
+    User code may keep sums that were handed to ``.grad`` beyond their batch. The next batch then gets a second buffer,
+    and the two alternate.
     """
 
     def __init__(
@@ -129,15 +129,15 @@ class HostGradBuffers:
 
     @property
     def used(self) -> bool:
-        """Whether there was ever a batch that had gradients for it."""
+        """Whether any batch has had gradients for it."""
         return self._last is not None
 
     def reserve(self) -> None:
-        """Make the memory for the first batch now: to page-lock it takes time, and may stall what runs meanwhile."""
+        """Allocate the first batch's buffer now: page-locking takes time and may stall what runs meanwhile."""
         self._unused()
 
     def begin(self) -> HostGradSums:
-        """The sum of a new batch."""
+        """Return the sum of a new batch."""
         before = self._last
         while before is not None and before.unused:
             before = before.before
@@ -150,7 +150,7 @@ class HostGradBuffers:
             if buffer.unused:
                 return buffer
         nbytes = self.layout.nbytes
-        if self._landing or not nbytes:  # no copy is enqueued to or from what the host itself adds to
+        if self._landing or not nbytes:  # only the host writes to it, so it needs no page-locked memory
             flat = torch.empty(nbytes, dtype=torch.uint8)
         else:
             flat = self._device.host_buffer(nbytes)
@@ -161,12 +161,12 @@ class HostGradBuffers:
 
 
 class _Landing:
-    """Where the narrowed sums of a call's rounds land, one after another, before they are added up.
+    """Host memory where the narrowed sums of a call's rounds land, one after another, before they are added up.
 
     Args:
-        layout: of the call's gradients.
-        device: gives the memory.
-        thread: adds.
+        layout: layout of the call's gradients.
+        device: allocates the memory.
+        thread: adds what has landed to the sum.
     """
 
     def __init__(self, layout: GradientLayout, device: Device, thread: TaskThread) -> None:
@@ -175,7 +175,7 @@ class _Landing:
         self._views = [segment.view(self.flat) for segment in layout.travelling]
 
     def add_to(self, sums: Sequence[Tensor], present: Sequence[bool], summed: Sequence[bool]) -> None:
-        """Add what is ``present`` to ``sums``, of which some hold nothing yet."""
+        """Add the gradients that are ``present`` to ``sums``. A sum that is not yet ``summed`` is overwritten."""
         for total, landed, here, before in zip(sums, self._views, present, summed, strict=True):
             if here and before:
                 total.add_(landed)
@@ -184,7 +184,7 @@ class _Landing:
 
 
 class _Added(Event):
-    """The point at which what a download has brought is in the sum [6]."""
+    """Reached once a download has been added to the sum [6]."""
 
     def __init__(self, thread: TaskThread) -> None:
         self._thread = thread
@@ -192,7 +192,7 @@ class _Added(Event):
         self._error: BaseException | None = None
 
     def after(self, landed: Event, landing: _Landing, sums: Sequence[Tensor], *present: Sequence[bool]) -> None:
-        """On the summing thread: once ``landed``, reach the point."""
+        """Wait for ``landed``, add to the sum and reach the event. Runs on the summing thread."""
         try:
             landed.wait()
             landing.add_to(sums, *present)
@@ -217,12 +217,12 @@ class _Added(Event):
 
 
 class GradientMemory:
-    """Host memory for the gradients of all calls; made when it is first needed.
+    """Host memory for the gradients of all calls, allocated on first use.
 
     Args:
-        layers: that are called.
-        device: any device; gives host memory that copies asynchronously.
-        reduction: how gradients travel, where that is in fewer bytes.
+        layers: the layers that are called.
+        device: any device; allocates host memory that copies asynchronously.
+        reduction: how gradients travel in a narrower dtype; None: in their own.
     """
 
     def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction | None) -> None:
@@ -230,18 +230,19 @@ class GradientMemory:
         self._layers, self._device = layers, device
         self._buffers: dict[tuple[int, int, tuple[bool, ...] | None], HostGradBuffers] = {}
         self._reserves = self._reserved = False
-        """Whether it is made before a batch asks for it, and whether some was, by no batch so far."""
+        """Whether `reserve` has been called, and whether no batch has ended since the last reservation."""
 
     def of(
         self, layer: HostLayer, use: int, trainable: tuple[bool, ...] | None = None,
         make_room: Callable[[int], None] = lambda nbytes: None,
     ) -> HostGradBuffers:  # fmt: skip
-        """That of a call.
+        """Return the memory of one call.
 
         Args:
-            use: how often the layer was called before.
-            trainable: which of its parameters are trained, if not those that are now.
-            make_room: called with the bytes of the sum where it is made now.
+            layer: the layer.
+            use: how often the layer was called before in the microbatch.
+            trainable: per master, whether it is trained. Default: as it is now.
+            make_room: called with the bytes of the sum before it is allocated.
         """
         key = (layer.index, use, trainable)
         if key not in self._buffers:
@@ -251,25 +252,23 @@ class GradientMemory:
         return self._buffers[key]
 
     def reserve(self) -> None:
-        """Make that of one call of each layer now, before the first batch, which is measured."""
+        """Allocate the memory of one call of each layer now, before the first batch, which is measured."""
         for layer in self._layers:
             self.of(layer, 0).reserve()
         self._reserves = self._reserved = True
 
     def give_back(self) -> None:
-        """Behind a batch: what was reserved and no call had gradients for. Should one have some later, it is made
-        anew.
-        """
+        """After a batch: free reserved memory that no call had gradients for. A later call allocates it again."""
         if self._reserved:
             self._reserved = False
             self._buffers = {key: buffers for key, buffers in self._buffers.items() if buffers.used}
 
     def drop(self) -> None:
-        """What is in it will not be asked for, or never arrive."""
+        """Drop all memory: its gradients will not be read, or never arrive."""
         self._buffers.clear()
 
     def reserve_again(self) -> None:
-        """Other parameters are trained now, and what was there was dropped."""
+        """Reserve again after `drop`, for the parameters that are trained now, if memory was reserved before."""
         if self._reserves:
             self.reserve()
 
@@ -277,15 +276,15 @@ class GradientMemory:
 class HostGradSums:
     """The gradients of one call's layer, summed over one batch's microbatches, in host memory.
 
-    ``present`` says per trainable parameter whether it got a gradient at all: one that did not must keep ``None``, or
+    ``present`` says per trainable parameter whether it got a gradient. One that got none must keep ``.grad`` None, or
     AdamW would decay it.
 
     Args:
-        layer: whose gradients.
-        layout: where they lie in ``buffer``.
-        buffer: the call's.
-        before: the last batch's, in the same buffer.
-        landing: where they arrive narrowed; None: they arrive in ``buffer`` itself.
+        layer: the layer.
+        layout: layout of the gradients in ``buffer``.
+        buffer: the call's host memory.
+        before: the previous batch's sum in the same buffer.
+        landing: where narrowed sums land. None: downloads go to ``buffer`` itself.
     """
 
     def __init__(
@@ -299,46 +298,46 @@ class HostGradSums:
         self.landing = landing
         self.present = [False] * len(layout.segments)
         self.arrived: Event | None = None
-        """The download, or sum, that must have finished before the sum may be read or overwritten."""
+        """Download, or addition, that must have finished before the sum may be read or overwritten."""
         self.handed_out = False
-        """Whether views of the buffer were given to somebody who may keep them."""
+        """Whether views of the buffer were handed to user code, which may keep them."""
         self.consumed = Waiter()
-        """Woken when nobody needs what is in the buffer any more."""
+        """Woken when the contents of the buffer are no longer needed."""
         self.before = before
-        """Whose remains are in the buffer until `make_room`."""
+        """The sum whose values occupy the buffer until `make_room`."""
         self.parts: list[tuple[int, Event]] = []
-        """Of a download in parts, where each ends and when it is there [7]."""
+        """End offset in bytes and event of each part of a download in parts [7]."""
         self._there: Event | None = None
         self._over = False
 
     @property
     def unused(self) -> bool:
-        """Whether nothing was ever sent to it, so that the buffer holds what it held before."""
+        """Whether the step ended without a download to it, so that the buffer still holds the sum of `before`."""
         return self._over and self.arrived is None and self.before is not None
 
     def end(self) -> None:
-        """The step is over, nothing more is sent to it."""
+        """Mark the step as over: nothing more is downloaded to it."""
         self._over = True
         if self.arrived is None and self.before is not None and self.before.unused:
-            self.before = self.before.before  # or they would become ever more
+            self.before = self.before.before  # keeps the chain of unused sums short
 
     @staticmethod
     def bytes_of(layer: HostLayer) -> int:
-        """What the gradients of ``layer`` take on a worker now."""
+        """Return the bytes that the gradients of ``layer`` take on a worker now."""
         return GradientLayout(layer).nbytes
 
     def make_room(self, cancel_scope: CancelScope) -> None:
-        """Before a download: wait until what the batch before left is used up [2], and what has landed is added [5]."""
+        """Before a download: wait until the previous batch's sum is consumed [2] and what has landed is added [5]."""
         before, self.before = self.before, None
         if before is not None:
             cancel_scope.wait(before.consumed)
-            # Nobody may have taken it, so that it is on its way still.
+            # If nothing took that sum, its download may still be on its way.
             before.wait()
         if self.landing is not None:
             self.wait()
 
     def land(self, landed: Event, present: Sequence[bool]) -> None:
-        """What is ``present`` is on its way to the landing, until ``landed``: it is added to the sum."""
+        """Have the summing thread add the gradients that are ``present`` once their download has ``landed``."""
         assert self.landing is not None
         before, self.present = self.present, [a or b for a, b in zip(self.present, present, strict=True)]
         added = self.arrived = _Added(self.landing.thread)
@@ -346,13 +345,13 @@ class HostGradSums:
         self.landing.thread.submit(lambda: added.after(landed, landing, views, present, before))
 
     def wait(self) -> None:
-        """Wait for the download. Several threads may; and once it is there, whatever becomes of the device."""
+        """Wait for the download. Any thread may. Once it has arrived, an abort of the device no longer matters."""
         arrived = self.arrived
         if arrived is not None and arrived is not self._there:
             try:
                 arrived.wait()
             except StreamAborted:
-                if arrived is not self._there:  # who stopped the device may have waited for it first
+                if arrived is not self._there:  # another thread may have waited for it before the device was aborted
                     raise
             self._there = arrived
 
@@ -369,7 +368,7 @@ class HostGradSums:
                 raise
 
     def take_part(self, key: int, start: int, end: int, factor: float) -> Tensor:
-        """Numbers ``start`` to ``end`` of the gradient of the master with the id ``key``, as `take` gives all of it."""
+        """Like `take`, for elements ``start`` to ``end`` of the gradient of the master with id ``key``."""
         index = self.layout.keys.index(key)
         segment = self.layout.segments[index]
         self.wait_for_part(segment.offset + end * segment.dtype.itemsize)
@@ -377,9 +376,10 @@ class HostGradSums:
         return part if factor == 1.0 else part.mul_(factor)
 
     def take(self, factor: float) -> dict[int, Tensor]:
-        """The gradients by id of the master, times ``factor``; views into the buffer.
+        """Multiply the gradients by ``factor`` in place and return them by id of the master, as views into the buffer.
 
-        Once they were handed out they are for whoever got them alone; else the next batch finds them in the same ones.
+        After a hand-out the views are new tensors, so that the caller owns them. Otherwise they are the cached ones,
+        which the next batch uses too.
         """
         self.wait()
         views = self.buffer.views
@@ -392,21 +392,21 @@ class HostGradSums:
         return taken
 
     def view_of(self, key: int) -> Tensor:
-        """The sum for the master with the id ``key``, as it lies in the buffer now."""
+        """Return the sum for the master with id ``key`` as it lies in the buffer now."""
         return self.buffer.views[self.layout.keys.index(key)]
 
     def got(self) -> list[nn.Parameter]:
-        """The masters that have a gradient in it."""
+        """Return the masters that got a gradient."""
         positions = zip(self.layout.positions, self.present, strict=True)
         return [self.layer.masters[position] for position, present in positions if present]
 
 
 class DeviceGradSums:
-    """The same sum while its slot runs on a worker.
+    """The sum of one call's gradients on a worker, while its slot runs.
 
-    Autograd accumulates into ``.grad`` of the copy's parameters. A parameter's first gradient is moved into the arena,
-    and later ones are added to it there: by autograd, or here where they have another format or weight. A low-precision
-    sum would lose what a microbatch adds.
+    Autograd accumulates into ``.grad`` of the replica's parameters. A parameter's first gradient is copied into the
+    arena. Later ones are added to it there: by autograd, or by `detach` where they need a factor or have another dtype,
+    because a sum in low precision would lose a microbatch's contribution.
     """
 
     def __init__(self, host: HostGradSums, segment: Tensor) -> None:
@@ -416,11 +416,11 @@ class DeviceGradSums:
         self.present = [False] * len(self.views) if host.landing is not None else list(host.present)
 
     def upload(self, stream: Stream) -> None:
-        """Enqueue the sum of earlier rounds, which this round goes on adding to."""
+        """Enqueue the upload of the earlier rounds' sum, which this round continues."""
         stream.copy(self.segment[: self.host.layout.nbytes], self.host.flat)
 
     def attach(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
-        """Before a microbatch's backward, whose gradients are to be multiplied by ``factor``."""
+        """Prepare ``.grad`` for a microbatch's backward, whose gradients will be multiplied by ``factor``."""
         for view, position, present in zip(self.views, self.host.layout.positions, self.present, strict=True):
             if parameters[position].grad is not None:
                 raise RoundPipeError(
@@ -431,7 +431,7 @@ class DeviceGradSums:
             parameters[position].grad = view if direct else None
 
     def detach(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
-        """After it."""
+        """Add the microbatch's gradients times ``factor`` to the sum and clear ``.grad``, after its backward."""
         for index, position in enumerate(self.host.layout.positions):
             grad = parameters[position].grad
             parameters[position].grad = None
@@ -451,14 +451,14 @@ class DeviceGradSums:
             self.present[index] = True
 
     def narrow(self) -> None:
-        """Give the sum the format that it travels in [4]. On the compute stream; nothing is added to it afterwards."""
+        """Convert the sum to the travelling dtype on the compute stream [4]. Nothing is added to it afterwards."""
         layout = self.host.layout
         for own, travelling, present in zip(layout.segments, layout.travelling, self.present, strict=True):
             if present and travelling != own:
                 _narrow(self.segment, own, travelling)
 
     def download(self, stream: Stream) -> None:
-        """Enqueue the copy to the host, where there is room, and publish what is present."""
+        """Enqueue the download and publish which gradients are present. Call after `HostGradSums.make_room`."""
         landing, nbytes = self.host.landing, self.host.layout.travel_nbytes
         if landing is not None:
             stream.copy(landing.flat, self.segment[:nbytes])
@@ -474,10 +474,10 @@ class DeviceGradSums:
 
 
 def _narrow(buffer: Tensor, own: ParamSlice, narrow: ParamSlice) -> None:
-    """Move numbers to where ``narrow`` says, in its format. That begins no later in ``buffer``, and takes less.
+    """Convert the elements of ``own`` into ``narrow``, which begins no later in ``buffer`` and takes fewer bytes.
 
-    What is written must not be what the same operation reads, so each takes as many numbers as there is room for in
-    front of them, twice as many each time.
+    One operation must not write what it reads. So each pass converts as many elements as fit into the free bytes in
+    front of them, about twice as many each time; at first it converts `LEAST` through a temporary.
     """
     source = buffer[own.offset : own.offset + own.nbytes].view(own.dtype)
     target = buffer[narrow.offset : narrow.offset + narrow.nbytes].view(narrow.dtype)
@@ -491,5 +491,5 @@ def _narrow(buffer: Tensor, own: ParamSlice, narrow: ParamSlice) -> None:
 
 
 def _adds_itself(parameter: nn.Parameter, view: Tensor, factor: float) -> bool:
-    """Whether autograd's own addition is the right one."""
+    """Whether autograd may accumulate into ``view`` directly."""
     return factor == 1.0 and parameter.dtype is view.dtype

@@ -1,13 +1,13 @@
-"""A layer's parameters in host memory, and their way to a worker.
+"""A layer's parameters in host memory, and their upload to a worker.
 
-Masters are moved once into flat host buffers, so that a whole layer goes up in one copy instead of one per parameter.
-The user's ``nn.Parameter`` objects stay who they are; only their ``.data`` moves. Where they are computed with in their
-own format and staleness is 0, the master is the copy that uploads read. With staleness 1 the optimizer writes to
-masters while they are uploaded, so what is trained has a working copy beside it, which is brought up to date between
-the last upload of a step and the first one of the next. So has what is computed with in another format.
+The masters are moved into flat host buffers once, so that a layer is one copy instead of one per parameter. The user's
+``nn.Parameter`` objects keep their identity; only their ``.data`` moves. Where masters are computed with in their own
+dtype and staleness is 0, uploads read the masters. With staleness 1 the optimizer writes to trained masters while they
+are uploaded, so these have a working copy beside them. It is refreshed between the last upload of a step and the first
+one of the next. Masters that are computed with in another dtype have a working copy too.
 
-What is frozen and lies in a file that is mapped into memory may stay there (`mapped_files`): its uploads read the file,
-a parameter at a time.
+A frozen master in a memory-mapped file may stay there (`mapped_files`). Its uploads read the file, one parameter at a
+time.
 """
 
 from __future__ import annotations
@@ -35,21 +35,24 @@ from lightning_roundpipe.runtime.memory.module_buffers import HostBuffers
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 
 _PORTIONS, _LEAST_PORTION = 16, 2**22
-"""How often memory is given back while weights are moved, at most, and the least bytes that are worth it."""
+"""How often freed memory is returned to the system while weights move, at most, and the least bytes worth it."""
 
 
 class HostLayer:
-    """One layer: its module, its masters in flat host buffers, and what is needed to place it in an arena.
+    """One layer: its module, its masters in flat host buffers, and what the engine has learned about its code.
+
+    It has many attributes because every part of the engine that runs, recomputes, updates or checks a layer keeps its
+    per-layer knowledge here: the layer object is what they share across steps and workers.
 
     Args:
         index: position among the layers.
         name: qualified name in the LightningModule.
         module: the user's module.
-        device: any device; gives host memory that copies asynchronously.
-        owned: where earlier layers hold their parameters, by id (this one may be tied to them); updated.
-        formats: that weights travel in.
+        device: any device; allocates host memory that copies asynchronously.
+        owned: buffer and index of the parameters of earlier layers, to which this one may be tied, by id. Updated.
+        formats: dtypes in which weights travel.
         apart: whether the optimizer writes to masters while they are uploaded.
-        mapped: ids of masters that stay where they are, in files.
+        mapped: ids of masters that stay in their files.
     """
 
     def __init__(
@@ -67,39 +70,39 @@ class HostLayer:
         self.index = index
         self.name = name
         self.title = f"layer {name!r}"
-        """For errors."""
+        """For error messages."""
         self.module = module
         self.launch_seconds = math.inf
-        """What a run of its code takes the thread that it runs on; see `launched`."""
+        """Seconds that the layer's code occupies the thread that runs it; see `launched`."""
         self.state = ModuleState(name, module)
         self.buffers = HostBuffers()
-        """All layers' in common, where there are several."""
+        """Shared by all layers of a model."""
         self.mutable_buffers: dict[int, tuple[nn.Module, str]] = {}
-        """Which of the layer's buffers its forward changes, as far as it has been seen: module and name by position."""
+        """Buffers that the forward was seen to change: module and name by position."""
         self.caches_parametrizations = False
         self.rewritten: set[int] = set()
-        """Positions of masters whose copies the forward writes to without changing them, as far as it has been seen."""
+        """Positions of masters whose worker copies the forward was seen to write to without changing their values."""
         self.overwrites: dict[int, frozenset[int]] = {}
-        """Inputs that the forward writes to in inference mode, as it was first seen, by how many it was given."""
+        """Positions of the inputs that the forward was seen to write to in inference mode, by the number of inputs."""
         self.borrows: list[nn.Parameter] | None = None
-        """Parameters of other modules that its code computes with; None: it has not run yet."""
+        """Parameters of other modules that the layer's code computes with; None: it has not run yet."""
         self.reaches_out: bool | None = None
-        """Whether gradients leave it by another way than its arguments; None: it has not run in training yet."""
+        """Whether gradients leave the layer other than through its arguments; None: it has not run in training yet."""
         self.chooses: bool | None = False
-        """Whether its forward makes choices that its recomputation has to make again, as far as it has been seen. None:
-        its recomputation makes others."""
+        """Whether the forward was seen to make discrete choices that its recomputation must repeat. None: the
+        recomputation chooses by other operations, so choices cannot be replayed."""
         self.observers = Observers()
-        """Hooks inside of it that only look."""
+        """Forward hooks inside the layer that only look."""
         self.moving: list[str] = []
-        """What its code may read that was seen to change from one step to another."""
+        """Names of values that the layer's code may read and that changed between two steps."""
         self._values: dict[str, Any] | None = None
         self._seen_states: list[StateDiff | None] = []
         self._chosen_in: list[StateDiff | None] = []
         self.masters = unique_parameters(module)
         self.uses = Uses(module, self.masters)
         self.rounded: frozenset[int] = frozenset()
-        """Positions of masters of which rounded copies travel."""
-        self.bucket: ParamBucket  # what is updated together; given by `make_buckets` when all layers are known
+        """Positions of masters whose uploads are rounded copies."""
+        self.bucket: ParamBucket  # set by `make_buckets` once all layers are known
         mine = [p for p in self.masters if id(p) not in owned]
         trained, frozen = _by_trainable(mine)
         formats = formats or Formats()
@@ -112,7 +115,7 @@ class HostLayer:
         self.place()
 
     def place(self) -> None:
-        """Decide where the parameters lie in a worker's arena."""
+        """Lay the parameters out in a worker's arena."""
         base, places = 0, {}
         for flat in self.flats:
             for master, segment in zip(flat.masters, flat.places, strict=True):
@@ -128,10 +131,11 @@ class HostLayer:
         self._tied_places = [places[id(p)] for p in self.tied]
 
     def round(self, formats: Mapping[int, torch.dtype]) -> None:
-        """From now on weights travel rounded.
+        """Upload rounded copies of some masters from now on.
 
         Args:
-            formats: what to, by position. What another layer holds, too, and what stays in a file is left as it is.
+            formats: dtype to round to, by position. Masters shared with another layer, or in a file, are left as they
+                are.
         """
         others = [layer for layer in self.bucket.layers if layer is not self] if formats else []
         shared = {id(p) for other in others for p in other.masters}
@@ -146,26 +150,28 @@ class HostLayer:
         )
 
     def see_values(self, values: dict[str, Any]) -> None:
-        """What its code may read (`reachable_values`), in the first part of a step."""
+        """Compare the `reachable_values` of the layer with the last step's. Called for a step's first microbatch."""
         if self._values is not None and not self.moving:
             new = [f"{name} was set" for name in values.keys() - self._values.keys()]
             self.moving = changes(self._values, values) + sorted(new)
         self._values = values
 
     def launched(self, seconds: float) -> None:
-        """Its code has run for ``seconds``. One run that took longer, because another thread was in the way, says
-        little: what is known grows by a tenth at most."""
+        """Record that the layer's code ran for ``seconds``.
+
+        Another thread may have held up a run, so the estimate takes the shorter time and grows by a tenth at most.
+        """
         self.launch_seconds = min(seconds, 1.1 * self.launch_seconds)
 
     def is_new_state(self, state: StateDiff | None) -> bool:
-        """Whether the layer has not run with these attributes before: in another mode it may do other things."""
+        """Return whether the layer's code has not run with these attributes yet; another mode may behave otherwise."""
         if any(known is state for known in self._seen_states):
             return False
         self._seen_states = [*self._seen_states[-15:], state]
         return True
 
     def may_choose(self, state: StateDiff | None, *, relearn: bool) -> bool:
-        """Whether it chooses; or may, as it has not run with these attributes before, or ``relearn`` is set."""
+        """Return whether the forward makes choices, or may: ``state`` is new to it, or ``relearn`` is set."""
         if self.chooses is None:
             return False
         new = not any(known is state for known in self._chosen_in)
@@ -178,22 +184,22 @@ class HostLayer:
             self.chooses = True
 
     def reattach(self) -> None:
-        """Before a step: bring what user code put in place of a master's values into the flat buffers."""
+        """Before a step: move values that user code has put in place of masters into the flat buffers."""
         for flat in self.flats:
             flat.reattach()
 
     def snapshot(self) -> None:
-        """What :meth:`assert_unmodified` compares with, when all layers have reattached their masters."""
+        """Save what `assert_unmodified` compares with. Call after all layers have reattached their masters."""
         self._own = [
             (inner._parameters, key, p, p._version, p.data_ptr()) for inner, key, p in parameter_places(self.module)
         ]
         self._inner = [(m._modules, tuple(m._modules.values())) for m in self.state.modules if m._modules]
 
     def assert_unmodified(self) -> None:
-        """At a call: the weights that a worker has are those that the layer has now.
+        """Check at a call that the layer still has the weights that its workers have.
 
         Raises:
-            RoundPipeError: if user code has changed or replaced them since the step began.
+            RoundPipeError: if user code has changed or replaced a weight or an inner module since `snapshot`.
         """
         for held, key, parameter, version, pointer in self._own:
             now = held.get(key)
@@ -216,26 +222,26 @@ class HostLayer:
             )
 
     def is_written(self) -> bool:
-        """Whether user code has written to parameters since `snapshot`, which are still the same ones."""
+        """Return whether user code has written to parameters, without replacing them, since `snapshot`."""
         return any(
             held.get(key) is parameter and (parameter._version != version or parameter.data_ptr() != pointer)
             for held, key, parameter, version, pointer in self._own
         )
 
     def written(self) -> list[tuple[int, int]]:
-        """What changes when user code writes to a master, or puts other memory in its place."""
+        """Return a value that changes when user code writes to a master or replaces its memory."""
         return [(master._version, master.data_ptr()) for master in self.masters]
 
     def trainable(self) -> list[bool]:
         return [p.requires_grad for p in self.masters]
 
     def upload(self, stream: Stream, segment: Tensor, sent: Sequence[tuple[int, int]] = ()) -> None:
-        """Enqueue the copy of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena.
+        """Enqueue the upload of all weights into ``segment`` (uint8, ``nbytes`` long) of a worker's arena.
 
         Args:
-            stream: that copies.
-            segment: where to.
-            sent: first and last byte of what `upload_part` has sent, in order.
+            stream: the stream that copies.
+            segment: the destination.
+            sent: byte ranges that `upload_part` has already sent.
         """
         base = 0
         for flat in self.flats:
@@ -250,10 +256,10 @@ class HostLayer:
     def upload_part(
         self, stream: Stream, segment: Tensor, master: nn.Parameter, start: int, end: int
     ) -> tuple[int, int] | None:
-        """Enqueue the copy of the numbers ``start`` to ``end`` of one contiguous master, if the layer has it.
+        """Enqueue the upload of elements ``start`` to ``end`` of one contiguous master, if the layer has it.
 
         Returns:
-            First and last byte of them in ``segment``, with the gap behind the last one.
+            Their byte range in ``segment``; after the last element it includes the padding.
         """
         base, gap = 0, end == master.numel()
         for flat in self.flats:
@@ -268,21 +274,22 @@ class HostLayer:
         return None
 
     def read(self, master: nn.Parameter) -> Tensor:
-        """What one of the masters is computed with; what travels may be rounded."""
+        """Return what layers compute with for ``master``. What is uploaded may be a rounded copy of it."""
         flat, index = self._held[id(master)]
         return flat.read(index)
 
     def views(self, segment: Tensor) -> list[Tensor]:
-        """The parameters' views into ``segment`` of an arena, in the order of ``masters``."""
+        """Return the parameters' views into ``segment`` of an arena, in the order of ``masters``."""
         return [place.view(segment) for place in self.places]
 
 
 def host_layers(
     modules: Mapping[str, nn.Module], device: Device, formats: Formats, *, apart: bool, mapped: Container[int]
 ) -> list[HostLayer]:
-    """A layer of each of ``modules``, by name; see `HostLayer`.
+    """Make a `HostLayer` of each module.
 
-    What weights leave is given back now and then, or the C library would keep all of it and they be there twice.
+    The memory that weights leave is returned to the system now and then. Otherwise the C library would keep it, and the
+    weights would take their memory twice.
     """
     owned: dict[int, tuple[FlatBuffer, int]] = {}
     portion = max(_LEAST_PORTION, sum(p.nbytes for m in modules.values() for p in m.parameters()) // _PORTIONS)
@@ -301,12 +308,14 @@ def host_layers(
 def make_buckets(
     layers: Sequence[HostLayer], masters: Iterable[nn.Parameter], formats: Formats | None = None, *, apart: bool = False
 ) -> list[ParamBucket]:
-    """The buckets of a module, in forward order; every layer gets to know its own.
+    """Return the buckets of a module in forward order and set each layer's ``bucket``.
+
+    Layers that share masters share a bucket.
 
     Args:
-        layers: all of them, in order.
-        masters: all parameters of the module. Those of no layer make the first bucket,
-            as user code may read them anywhere.
+        layers: all layers, in order.
+        masters: all parameters of the module. Those of no layer make the first bucket, because user code may read them
+            anywhere.
         formats, apart: see `ParamBucket`.
     """
     groups: list[list[HostLayer]] = []
@@ -331,11 +340,13 @@ def make_buckets(
 def begin_to_train(
     layers: Iterable[HostLayer], others: Iterable[nn.Parameter], formats: Formats, *, apart: bool
 ) -> None:
-    """Other parameters are trained than before: they get a format to be trained in, and working copies if ``apart``.
+    """Adapt to a change of ``requires_grad``: widen newly trained masters, and copy them if ``apart``.
 
     Args:
-        layers: all of them.
+        layers: all layers.
         others: masters that belong to no layer.
+        formats: dtypes of the run.
+        apart: whether the optimizer writes to masters while they are uploaded.
     """
     layers = list(layers)
     for layer in layers:
@@ -347,7 +358,7 @@ def begin_to_train(
     for master in formats.too_narrow(others):
         widen(master)
     for layer in layers:
-        layer.place()  # what it holds of others may have moved, too
+        layer.place()  # tied masters of other layers may have moved
 
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -363,7 +374,7 @@ def _moved(segment: ParamSlice, base: int) -> ParamSlice:
 
 
 def _left(start: int, end: int, sent: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What of the bytes ``start`` to ``end`` is not in ``sent``."""
+    """Return the parts of the byte range ``start`` to ``end`` that are not in ``sent``."""
     left = []
     for first, last in sorted(sent):
         if first > start and start < end:

@@ -1,4 +1,4 @@
-"""A module whose parameters are in host memory: its layers, and what of it is updated together."""
+"""A module with its parameters in host memory: its layers and parameter buckets."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_roundpipe.runtime.memory.module_buffers import HostBuffers
 
 
 class HostModel:
-    """The user's LightningModule, as the engine holds it.
+    """The user's LightningModule as the engine holds it.
 
     Args:
-        module: with its weights on the CPU.
-        layers: those of its modules that run on workers, by name.
-        device: any device; gives host memory that copies asynchronously.
-        formats: that layers and user code compute in.
+        module: the module, with its weights on the CPU.
+        layers: the modules that run on workers, by name.
+        device: any device; allocates host memory that copies asynchronously.
+        formats: dtypes in which layers and user code compute.
         apart: whether the optimizer writes to masters while they are uploaded.
 
     Attributes:
         buffers: the layers' buffers, as calls leave them.
-        bucket_of: by a master's id, what it is updated together with.
-        undisturbed: whether no update is on its way to any master.
+        bucket_of: bucket by id of the master.
+        undisturbed: whether no update of any master is pending.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class HostModel:
         self.undisturbed = True
 
     def name_of(self, master: nn.Parameter) -> str:
-        """The qualified name of a parameter, for messages."""
+        """Return the qualified name of a parameter, for messages."""
         return next((name for name, p in self.module.named_parameters() if p is master), "")
 
     def trainable(self) -> list[bool]:
-        """Which parameters of layers are trained now."""
+        """Return per parameter of each layer whether it is trained now."""
         return [p.requires_grad for layer in self.layers for p in layer.masters]

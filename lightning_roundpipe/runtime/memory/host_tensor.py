@@ -1,4 +1,4 @@
-"""A tensor that a call takes, on the host; `activation_store` keeps them."""
+"""An input of a layer call on the host; `activation_store` makes and keeps them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class HostTensor:
     """A tensor on the host.
 
     Attributes:
-        tensor: it.
-        ready: the end of its download, if it has been downloaded.
-        wanted: how many calls on the tape start from it.
+        tensor: the tensor.
+        ready: end of its download; None if it was not downloaded.
+        wanted: how many recorded calls on the tape still need it.
     """
 
     __slots__ = ("nbytes", "ready", "tensor", "wanted")

@@ -1,7 +1,8 @@
-"""What the losses of a step are multiplied by in fp16, which the updates before it decide.
+"""The factor that multiplies the losses of a step in fp16.
 
-Whether an update is skipped, and with it the factor of the next one, is known only when its last gradient has arrived.
-A step waits for it as it waits for weights; as these come later, it is there by the time that there is a loss.
+Whether an update is skipped, which decides the factor of the next one, is known only when its last gradient has
+arrived. A step waits for the factor as it waits for weights. Its loss comes after its weights, so the factor is usually
+there by then.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from lightning_roundpipe.runtime.memory.version_waits import Versioned
 
 
 class Scales(Versioned):
-    """The factor, by the number of the last update that has a say in it.
+    """The loss scale by version: the number of the last update that it depends on.
 
     Args:
-        scale: None: there is no scaling, and all factors are 1.
-        outer: whether the merged loss is multiplied once more by who differentiates it, as Lightning does.
+        scale: the dynamic loss scale. None: no scaling, all factors are 1.
+        outer: whether the merged loss is multiplied by the factor once more when it is differentiated, as Lightning
+            does.
 
     Attributes:
-        last: the factor of the last step that had a loss.
-        batches: how many batches the running step's loss is divided by. What overflows is to be what overflows in plain
-            training, where that comes first.
-        manual: what a loss is multiplied by that training_step differentiates by itself; 1 if that has been done.
+        last: factor of the last step that had a loss.
+        batches: how many accumulated batches the loss of the running step is divided by. Plain training divides before
+            it scales; the same order makes the same values overflow.
+        manual: factor of a loss that ``manual_backward`` differentiates; 1 if the loss is multiplied already.
     """
 
     def __init__(self, scale: LossScale | None = None, *, outer: bool = False) -> None:
@@ -34,10 +36,10 @@ class Scales(Versioned):
         self._known: dict[int, float] = {}
 
     def fix(self, *versions: int) -> float:
-        """Steps of ``versions`` take the factor that holds now. Nothing is on its way.
+        """Set the factor of ``versions`` to the current one. No update may be pending.
 
         Returns:
-            By how much it has moved since the last loss, whose gradients may have to be added to others.
+            The ratio of this factor to that of the last loss, by which accumulated gradients may have to be multiplied.
         """
         if self.scale is None:
             return 1.0
@@ -47,32 +49,35 @@ class Scales(Versioned):
         return now / before
 
     def reload(self) -> None:
-        """Another factor was loaded; nothing is on its way."""
+        """Adopt a factor that was loaded from a checkpoint. No update may be pending."""
         if self.scale is not None:
             self.last = self.scale.now()
             self._known = dict.fromkeys(self._known, self.last)
 
     def decided(self, version: int, *, finite: bool | None) -> None:
-        """Update ``version`` was applied, or skipped; None: there was nothing that could be."""
+        """Record that update ``version`` was applied or skipped; ``finite`` is None if it had no gradients."""
         assert self.scale is not None
         if finite is not None:
             self.scale.update(finite=finite)
-        # The step that runs, of an older version, may not have come to its loss yet.
+        # The running step, of an older version, may still need its factor.
         self._known = {v: known for v, known in self._known.items() if v >= version - 1} | {version: self.scale.now()}
         self.publish(version)
 
     def has(self, version: int) -> bool:
-        """Whether the factor of ``version`` is there; without scaling it always is."""
+        """Return whether the factor of ``version`` is known; without scaling it always is."""
         return self.scale is None or super().has(version)
 
     def of(self, version: int) -> float:
-        """The factor of a step of ``version``, which is there."""
+        """Return the factor of a step of ``version``, divided by ``batches``. It must be known."""
         if self.scale is None:
             return 1.0
         return self._known[version] / self.batches
 
     def outside(self, version: int) -> float:
-        """For a step that has its losses: what is applied once more to the merged loss, or not needed yet."""
+        """Return the factor that the merged loss is multiplied by outside of the step, and update ``last``.
+
+        The gradients contain it already.
+        """
         if self.scale is None:
             return 1.0
         self.last = self._known[version]

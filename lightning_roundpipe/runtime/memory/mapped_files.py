@@ -1,12 +1,12 @@
-"""Which weights may stay in the files that they were read from.
+"""Which weights may stay in the files that they were loaded from.
 
-Hugging Face's ``from_pretrained`` and ``safetensors`` do not read weights: they map the file into memory, and the
-system reads a page when somebody looks at it and takes it back when memory gets scarce. A frozen weight that nobody
-writes to needs no other place, so a base model under adapters may be larger than the host's memory. To copy it costs
-that memory, and gains speed only where the copy can be pinned: the device says whether that is worth it. What uploads
-do not read, as there is a working copy in another format, stays in any case.
+Hugging Face's ``from_pretrained`` and ``safetensors`` map the file into memory instead of reading it: the system reads
+a page on access and drops it when memory gets scarce. A frozen weight is never written to and needs no other place, so
+the base model under adapters may be larger than host memory. Copying it costs that memory and only speeds up uploads if
+the copy can be page-locked; the device decides whether that is worth it. A weight with a working copy in another dtype
+always stays, because uploads do not read it.
 
-Where files are mapped is asked of the system, and so not known but on Linux; elsewhere all weights are copied.
+The mapped address ranges come from ``/proc/self/maps``. Without it (not Linux) all weights are copied.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 
 _NO_FILES = ("/dev/", "/memfd:", "/SYSV")
-"""Names of memory that is shared between processes."""
+"""Prefixes of paths that are shared memory, not files."""
 
 
 def mapped_weights(parameters: Iterable[nn.Parameter], device: Device, formats: Formats) -> frozenset[int]:
-    """The ids of those of ``parameters`` that are frozen and are to stay in the files that they lie in."""
+    """Return the ids of those of ``parameters`` that are frozen and stay in their files."""
     frozen = [p for p in parameters if not p.requires_grad and p.device.type == "cpu" and p.is_contiguous()]
     spans = _file_spans() if frozen else []
     starts = [start for start, _ in spans]
@@ -42,7 +42,7 @@ def mapped_weights(parameters: Iterable[nn.Parameter], device: Device, formats: 
 
 
 def _file_spans() -> list[tuple[int, int]]:
-    """Addresses of memory that files back: first and behind the last, in order; what is adjacent is one."""
+    """Return the sorted address ranges of memory that is backed by files; adjacent ranges are merged."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

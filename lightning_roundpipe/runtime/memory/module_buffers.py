@@ -1,15 +1,15 @@
-"""Buffers of a layer's copy: loaded before a call, written back after it, and as they were for a recomputation.
+"""Buffers of a layer's replica: loaded before a call, written back after it, and restored for a recomputation.
 
-A running mean must see each microbatch once, in order, and a recomputation must see what its forward saw, yet change
-nothing. Most buffers never change, so what the first batch saw changing is followed from call to call, and no thread
-waits for a device:
+A running mean must see each microbatch once, in order. A recomputation must see what its forward saw, and change
+nothing. Most buffers never change, so only those that changed in the first batch are tracked from call to call, and no
+thread waits for a device:
 
-    load ── the newest values, unless the worker's copy holds them already ── [1]
-    call ── changes the worker's copy ── on its way to the host, where later calls find it ── [2]
-    settle ── the layer's own buffer gets them: at a step's end, or when user code looks at the buffer ── [3]
+    load ── the newest values, unless the replica holds them already ── [1]
+    call ── changes the replica ── download to the host, where later calls find the values ── [2]
+    settle ── the layer's own buffer gets them: at the end of a step, or when user code reads the buffer ── [3]
 
-User code may write to buffers, too: hooks of the layer itself run there, for the next microbatch already. So what a
-call has changed is what differs from what was loaded for it, not from what the layer holds by now.
+User code may write to buffers too: hooks of the layer run there, possibly for the next microbatch already. So a call
+has changed what differs from the values loaded for it, not from what the layer's buffer holds by now.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.replica import Replica
 
 Place = tuple[int, str]
-"""Id of a module, and the name of a buffer of it."""
+"""Id of a module and name of one of its buffers."""
 
 
 class BufferValue:
-    """Values of a buffer, in host memory to which nothing is written once ``ready`` has passed.
+    """Values of a buffer in host memory. Nothing writes to them once ``ready`` has passed.
 
     Attributes:
-        host: they; None where the buffer is None.
-        ready: the end of their way to the host.
-        of: the buffer that holds them, or is to get them, and its version when it held what ``base`` says.
-        base: what the buffer holds until they are settled there.
-        pending: whether they are still to be settled.
+        host: the values; None if the buffer is None.
+        ready: end of their download.
+        of: the buffer that the values come from or will be settled in, and its version when it held ``base``.
+        base: what the buffer holds until the values are settled.
+        pending: whether the values are yet to be settled.
     """
 
     def __init__(
@@ -48,21 +48,21 @@ class BufferValue:
         self.pending = ready is not None
 
     def is_up_to_date(self, buffer: Tensor | None) -> bool:
-        """Whether no one else has put values into ``buffer``, which is now in the place of the one that it was for."""
+        """Return whether ``buffer`` is still the tensor in ``of``, with no write to it since."""
         return self.of[0] is buffer and self.of[1] == _version(buffer)
 
 
 class HostBuffers:
-    """The buffers of all layers, as calls leave them."""
+    """The newest values of all layers' buffers."""
 
     def __init__(self) -> None:
         self._made: dict[Place, tuple[nn.Module, BufferValue]] = {}
         self._pending: dict[Place, int] = {}
-        """With the ids of the buffers."""
+        """Ids of the buffer tensors that are to be settled, by place."""
         self._lock = threading.RLock()
 
     def now(self, module: nn.Module, name: str, device: Device) -> BufferValue:
-        """The newest values; ``device`` is the one that asks."""
+        """Return the newest values of a buffer, in memory that ``device`` copies from."""
         with self._lock:
             buffer = module._buffers.get(name)
             known = self._made.get((id(module), name))
@@ -76,7 +76,7 @@ class HostBuffers:
             return known[1]
 
     def put(self, module: nn.Module, name: str, before: BufferValue, host: Tensor | None, ready: Event) -> BufferValue:
-        """What a call has made of the values ``before`` [2]."""
+        """Store what a call has made of the values ``before`` [2]."""
         with self._lock:
             base = before.base if before.pending else before.host
             made = BufferValue(host, ready, before.of, base)
@@ -89,12 +89,12 @@ class HostBuffers:
         return bool(self._pending)
 
     def awaits(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a buffer, or a view of one, that is to get values."""
+        """Return whether ``tensor`` is a buffer with pending values, or a view of one."""
         base = None if tensor.is_inference() else tensor._base
         return any(found in (id(tensor), id(base)) for found in list(self._pending.values()))
 
     def settle(self) -> None:
-        """Let all buffers hold what the calls have made of them [3]; waits for what is on its way."""
+        """Wait for all pending values and write them to their buffers [3]."""
         with self._lock:
             for place in list(self._pending):
                 self._settle(place)
@@ -114,14 +114,14 @@ class HostBuffers:
         made.of, made.pending, made.base = made_of, False, None
 
     def drop(self) -> None:
-        """A step has failed: what it was about to leave in buffers will not arrive."""
+        """Forget all values after a failed step: pending ones may never arrive."""
         with self._lock:
             self._made.clear()
             self._pending.clear()
 
 
 class _Loaded(NamedTuple):
-    """What the copy was given, and where it is."""
+    """The values that a replica's buffer was loaded with, and the tensor that holds them."""
 
     made: BufferValue
     here: Tensor | None
@@ -129,14 +129,14 @@ class _Loaded(NamedTuple):
 
 
 class ReplicaBuffers:
-    """The buffers of one layer's copy on one worker.
+    """The buffers of one layer's replica on one worker.
 
     Args:
-        layer: its name.
-        host: what calls of all layers have left.
-        mutable: module and name of the layer's buffers that its forward changes, by position; updated.
-        replica: the copy.
-        device: the worker's.
+        layer: name of the layer.
+        host: values that the calls of all layers have left.
+        mutable: module and name of the buffers that the forward changes, by position. Updated.
+        replica: the replica.
+        device: the worker's device.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class ReplicaBuffers:
         self._loaded: list[_Loaded | None] = [None] * len(self.places)
 
     def load(self, saved: dict[int, BufferValue] | None = None) -> None:
-        """Bring the copy's buffers to what the layer's are now, or to ``saved`` where given [1]."""
+        """Load the newest values into the replica, or those in ``saved`` where given [1]."""
         for index, (original, copy, name) in enumerate(self.places):
             made = None if saved is None else saved.get(index)
             if made is None:
@@ -176,7 +176,7 @@ class ReplicaBuffers:
             return here
 
     def snapshot(self) -> dict[int, BufferValue]:
-        """The values of the buffers, for the recomputation: the forward may change them, and so may user code."""
+        """Return the values for the recomputation: the forward and user code may change the buffers meanwhile."""
         found = {}
         for index, (original, _, name) in enumerate(self.places):
             made = self._host.now(original, name, self._device)
@@ -185,10 +185,11 @@ class ReplicaBuffers:
         return found
 
     def changed(self, thorough: bool) -> list[int]:
-        """Which buffers the call has changed.
+        """Return the positions of the buffers that the call has changed.
 
-        Versions do not tell all: batch norm moves its running statistics without moving their versions. So buffers that
-        are known to change are taken to, and if ``thorough``, values are compared, for which the host waits.
+        Versions do not suffice: batch norm updates its running statistics without incrementing their versions. If
+        ``thorough``, values are compared, and the host waits for the device. Otherwise buffers that are known to be
+        mutable count as changed.
         """
         found = []
         for index, (_, copy, name) in enumerate(self.places):
@@ -197,25 +198,25 @@ class ReplicaBuffers:
             if loaded is None or now is not loaded.here or _version(now) != loaded.here_version:
                 found.append(index)
             elif now is not None and thorough:
-                if not _alike(now.cpu(), loaded.made.host):  # behind `load`, in the order of compute
+                if not _alike(now.cpu(), loaded.made.host):  # ``cpu`` comes after `load` on the compute stream
                     found.append(index)
             elif now is not None and index in self._mutable:
                 found.append(index)
         return found
 
     def written(self) -> list[tuple[int, int]]:
-        """What changes when code of the layer writes to the copy's buffers, or puts others in their place."""
+        """Return a value that changes when code writes to the replica's buffers or replaces them."""
         now = [copy._buffers.get(name) for _, copy, name in self.places]
         return [(id(buffer), _version(buffer)) for buffer in now]
 
     def refuse_written(self, before: list[tuple[int, int]]) -> None:
-        """After a backward: what it has written to buffers would be lost.
+        """Refuse writes to buffers during a backward, because they would be lost.
 
         Args:
-            before: `written`, before it.
+            before: result of `written` before the backward.
 
         Raises:
-            RoundPipeError: if there is any.
+            RoundPipeError: if a buffer was written to or replaced.
         """
         for (original, _, name), then, now in zip(self.places, before, self.written(), strict=True):
             if then != now:
@@ -226,7 +227,7 @@ class ReplicaBuffers:
                 )
 
     def write_back(self, saved: dict[int, BufferValue] | None, thorough: bool) -> None:
-        """Give the layer what a forward changed [2]. ``saved`` is its snapshot, None where nothing is recomputed."""
+        """Store what a forward changed [2]. ``saved`` is its snapshot, None if the call is not recomputed."""
         found: list[tuple[int, Tensor | None, Tensor | None]] = []
         for index in self.changed(thorough):
             original, copy, name = self.places[index]
@@ -259,7 +260,7 @@ class ReplicaBuffers:
             return host
 
     def discard(self, *, thorough: bool = False) -> None:
-        """Forget what a recomputation changed, or a forward that does not count."""
+        """Reload, at the next `load`, what a recomputation or a trial forward changed."""
         for index in {*self.changed(thorough), *self._mutable}:
             self._loaded[index] = None
 
@@ -273,15 +274,15 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _staged(tensor: Tensor, device: Device) -> Tensor:
-    """A copy, from which ``device`` copies without the host waiting."""
+    """Return a copy from which ``device`` copies asynchronously, where possible."""
     try:
         return stage(tensor, device) if _is_plain(tensor) else tensor.clone()
-    except RuntimeError:  # elements that share memory, in a way that torch writes to none of them
+    except RuntimeError:  # elements overlap in a way that torch refuses to write to
         return tensor.clone()
 
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether they are the same to the bit."""
+    """Return whether both are equal to the bit."""
     if one is None or other is None:
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype or not _is_plain(one):

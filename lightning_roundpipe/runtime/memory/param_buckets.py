@@ -1,7 +1,7 @@
-"""What is updated together, and which version of it is there.
+"""Parameters that are updated together, and the version of them that is published.
 
-A step's uploads of a layer wait for the version that the updates before the step have made of it, and for no other
-layer's: the optimizer goes through the layers in forward order, and the next forward follows it.
+An upload of a layer waits for the version that the step computes with, and only for that of its own layer. The
+optimizer goes through the layers in forward order, and the next forward follows it.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from lightning_roundpipe.runtime.memory.flat_params import FlatBuffer
 from lightning_roundpipe.runtime.memory.version_waits import Versioned
 
 Part = Callable[[nn.Parameter, int, int], None]
-"""Is given a master, and the first and last of its numbers that are there."""
+"""Called with a master and the range of its elements that is ready."""
 
 
 class Holder(Protocol):
-    """A layer, as its bucket sees it."""
+    """A layer as its bucket sees it."""
 
     masters: list[nn.Parameter]
     flats: list[FlatBuffer]
 
     def read(self, master: nn.Parameter) -> Tensor:
-        """What ``master`` is computed with."""
+        """Return what layers compute with for ``master``."""
 
 
 class ParamBucket(Versioned):
-    """Masters of one layer, or of layers that share some; or those that belong to no layer.
+    """The masters of one layer, of layers that share some, or of no layer.
 
     Args:
         index: position in forward order.
-        masters: those.
-        layers: that they belong to.
-        formats: that they are computed with in.
+        masters: the masters.
+        layers: the layers that they belong to.
+        formats: dtypes that they are computed with in.
         apart: whether masters are updated while a step computes with their working copies.
 
     Attributes:
-        version: of its weights, after the last update that has been published: that uploads may read.
+        version: the last published version of the weights, which uploads may read.
     """
 
     def __init__(
@@ -59,15 +59,21 @@ class ParamBucket(Versioned):
         self._formats = formats or Formats()
         self._apart = apart
         self._copies: dict[int, Tensor] = {}
-        """Working copies of masters that belong to no layer, by id, once user code has read them."""
+        """Working copies, by id, of masters that belong to no layer and that user code has read."""
         self._following: list[tuple[int, Part]] = []
-        """Told of each part of a version that is there before the others."""
+        """Versions and callbacks that are told of each part that is ready before the whole version."""
 
     # -- versions in parts --------------------------------------------------------------------------------------------
 
     def when(self, version: int, then: Callable[[], None], part: Part | None = None) -> bool:
-        """See `Versioned.when`. ``part``: called in the same thread with parts of that version that are there sooner,
-        or with some of them."""
+        """See `Versioned.when`.
+
+        Args:
+            version: the version to wait for.
+            then: called when it is published.
+            part: called, by the same thread, for parts of the version that are ready earlier. Parts published
+                before this call are missed.
+        """
         waits = super().when(version, then)
         if waits and part is not None:
             with self._lock:
@@ -75,7 +81,7 @@ class ParamBucket(Versioned):
         return waits
 
     def publish_part(self, version: int, master: nn.Parameter, start: int, end: int) -> None:
-        """Let uploads read the numbers ``start`` to ``end`` of one master; what else reads waits for `publish`."""
+        """Let uploads read elements ``start`` to ``end`` of one master. All other readers wait for `publish`."""
         with self._lock:
             due = [part for wanted, part in self._following if wanted == version]
         for part in due:
@@ -89,7 +95,7 @@ class ParamBucket(Versioned):
     # -- working copies -----------------------------------------------------------------------------------------------
 
     def read(self, master: nn.Parameter) -> Tensor:
-        """What user code reads of ``master``: what a layer would find on its worker."""
+        """Return what user code reads for ``master``: the values that a layer finds on its worker."""
         if not (self._apart or self._formats.differ(master)):
             return master
         for layer in self.layers:
@@ -100,7 +106,7 @@ class ParamBucket(Versioned):
         return self._copies[id(master)]
 
     def refresh(self, *, trained_only: bool = False) -> None:
-        """Bring the working copies up to date. Nobody reads them now, and nobody writes to the masters."""
+        """Bring the working copies up to date. No thread may read them or write to the masters meanwhile."""
         for layer in self.layers:
             for flat in layer.flats:
                 if flat.copied and (flat.trained or not trained_only):
@@ -110,7 +116,7 @@ class ParamBucket(Versioned):
                 self._copies[id(master)].copy_(master.detach())
 
     def refresh_part(self, master: nn.Parameter, start: int, end: int) -> None:
-        """Bring the working copies of the numbers ``start`` to ``end`` of one contiguous master up to date."""
+        """Refresh the working copies of elements ``start`` to ``end`` of one contiguous master."""
         for layer in self.layers:
             for flat in layer.flats:
                 flat.refresh_part(master, start, end)

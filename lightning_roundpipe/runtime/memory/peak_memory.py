@@ -1,8 +1,8 @@
-"""What a call takes on its worker at its worst: the numbers that stages are filled by.
+"""The peak memory of a call on its worker, from which the planner sizes stages.
 
-Measured while the first batch runs its microbatches one after another, so that whatever the worker holds meanwhile is
-the call's or was there before. On emulated devices that counts what crosses calls and what autograd saves; on a GPU all
-that is allocated, with what is in between.
+The first batch runs its microbatches one after another, so that all other memory on the worker was there before the
+call. Emulated devices count the tensors that cross calls and those that autograd saves. A GPU counts all allocations,
+including temporaries.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ INPUTS = "inputs of the running call"
 
 
 class PeakMemoryMeter:
-    """Measures from now on.
+    """Measures the peak from its construction on.
 
     Args:
-        device: where.
-        given: what the call starts from. It lies there, and counts.
+        device: the worker's device.
+        given: the call's inputs. They are on the device already, and count.
     """
 
     def __init__(self, device: Device, given: Iterable[Tensor]) -> None:
         given = list(given)
         self._device = device
-        # A download keeps what it copies. Freed during the call, that would hide as many bytes of the call's own.
+        # A pending download holds its source. Freed during the call, that would hide as many bytes of the call's own.
         device.activations_down.synchronize()
         self._tracked = device.track(given, INPUTS)
         device.reset_peak()
         self._before = device.resident_bytes() - storage_bytes(given)
 
     def read(self) -> int:
-        """The most bytes so far. Called once."""
+        """Return the peak in bytes so far and stop tracking the inputs. Call once."""
         self._tracked.release()
         return self._device.peak_bytes() - self._before

@@ -1,4 +1,4 @@
-"""Something that is made anew by each update, and those who wait for one of its versions."""
+"""Versioned state that each update renews, and waits for one of its versions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
 
 
 class Versioned:
-    """Has versions, which come in order.
+    """State with versions that are published in increasing order.
 
     Attributes:
-        version: the number of the last one that has been published.
+        version: the last published version.
     """
 
     def __init__(self) -> None:
@@ -21,10 +21,10 @@ class Versioned:
         self._waiting: list[tuple[int, Callable[[], None]]] = []
 
     def when(self, version: int, then: Callable[[], None]) -> bool:
-        """Have ``then`` called, by the thread that publishes, when ``version`` is there.
+        """Have the publishing thread call ``then`` once ``version`` is published.
 
         Returns:
-            False if it is there already: then nobody calls it.
+            False if it already is; ``then`` is not called in that case.
         """
         with self._lock:
             if self.version >= version:
@@ -33,11 +33,11 @@ class Versioned:
             return True
 
     def has(self, version: int) -> bool:
-        """Whether ``version`` is there."""
+        """Return whether ``version`` is published."""
         return self.version >= version
 
     def wait(self, version: int, cancel_scope: CancelScope) -> None:
-        """Wait until ``version`` is there."""
+        """Block until ``version`` is published."""
         if self.has(version):
             return
         waiter = Waiter()
@@ -45,7 +45,7 @@ class Versioned:
             cancel_scope.wait(waiter)
 
     def publish(self, version: int) -> None:
-        """Let everybody read ``version``."""
+        """Publish ``version`` and call what waits for it."""
         with self._lock:
             self.version = max(self.version, version)
             due = [then for wanted, then in self._waiting if wanted <= version]

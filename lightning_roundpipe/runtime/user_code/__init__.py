@@ -1,1 +1,1 @@
-"""The user's own code between layers: how calls are intercepted, and what such code sees."""
+"""The user's own code between layers: how its layer calls are intercepted, and what it sees."""

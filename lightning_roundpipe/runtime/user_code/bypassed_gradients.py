@@ -1,19 +1,19 @@
-"""Ways past the stand-ins: what user code computes with a master itself, where no torch function of user code shows it.
+"""Gradients of masters that user code uses where `UserCodeMode` does not see it.
 
-`mode.UserCodeMode` gives torch functions a stand-in in place of each master. Some ways of using one are no such
-functions:
+`UserCodeMode` replaces each master by a stand-in, a tensor of the microbatch's own, in the arguments of torch
+functions. Some uses are not such calls:
 
-* A layer's code that has a parameter of another module, by a hook, a closure or an object: `Borrowing` gives it the
-  microbatch's stand-in, as user code would.
-* `torch.autograd.Function.apply`, which is given stand-ins here, as long as there are workers.
-* TorchScript, extensions in C++, transforms, other threads and the like. Autograd then brings the gradient
-  to the master's own accumulator, with a hook on it that sees who differentiates:
+* A layer's code may use a parameter of another module, through a hook, a closure or an object. `Borrowing` replaces it
+  by the microbatch's stand-in, as in user code.
+* `torch.autograd.Function.apply` gets stand-ins here, for as long as there are workers.
+* TorchScript, C++ extensions, transforms, other threads and so on use the master itself. Autograd then brings the
+  gradient to the master's own accumulator node. A hook on it sees which context differentiates:
 
       a microbatch, or a layer on a worker ── the microbatch takes it, and the master gets nothing ── [1]
-      the loss's own backward, manual optimization, code outside of a step ── to ``.grad``, as ever ── [2]
+      the loss's own backward, manual optimization, code outside of a step ── to ``.grad``, as usual ── [2]
 
-What was read there is the master. Where everything else reads another copy of it, or where it may be written to
-meanwhile, [1] is refused (`UserCodeSections.used_unseen`).
+Such code has read the master. If the step computes with another copy of it, or if it may be written to meanwhile, [1]
+is refused (`UserCodeSections.used_unseen`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_roundpipe.runtime.user_code.mode import ACCESSORS, DATA, DTYPE, V
 
 
 class Lender(Protocol):
-    """The microbatch that a layer runs for."""
+    """The microbatch for which a layer runs."""
 
     def lend(self, master: nn.Parameter, device: torch.device) -> Tensor: ...
 
@@ -43,16 +43,16 @@ class Lender(Protocol):
 
 
 class Borrowing(TorchFunctionMode):
-    """The mode of a layer's code that computes with masters, and not only with what lies on its worker.
+    """Torch function mode for layer code that also computes with masters, not only with the replica's parameters.
 
     Args:
-        masters: ids of all of them.
-        lender: gives stand-ins.
-        device: that the layer runs on.
-        known: masters that it has computed with before.
+        masters: ids of all masters.
+        lender: provides stand-ins.
+        device: the device that the layer runs on.
+        known: masters that the layer has computed with before.
 
     Attributes:
-        found: these, and others that it has computed with now.
+        found: the masters that the layer has computed with so far.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Borrowing(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a function is called with instead of ``args``."""
+        """Return the arguments for an autograd function, with stand-ins."""
         return tuple(map(self._borrowed, args))
 
     def _borrowed(self, value: Any) -> Any:
@@ -89,13 +89,13 @@ class Borrowing(TorchFunctionMode):
 
 
 _READ = {*VIEWS, DATA, DTYPE, Tensor.device.__get__}
-"""Attributes of a parameter that its stand-in has others of."""
+"""Attribute getters that give another result for the stand-in than for the master."""
 
 
 class Accumulators:
-    """The nodes in which autograd's graphs end, of all masters that are trained.
+    """The accumulator nodes of all trained masters, with a prehook on each.
 
-    They are kept, or each graph would get new ones, and with them the hooks.
+    The nodes are kept alive. Otherwise each graph would get new ones, without the hooks.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Accumulators:
         self._seen: list[tuple[bool, torch.dtype]] = []
 
     def watch(self, masters: Iterable[nn.Parameter]) -> None:
-        """Before a batch: hook those of ``masters`` that are trained now. Another format brings another node."""
+        """Before a batch: hook the masters that are trained now. A master whose dtype changes gets a new node."""
         masters = list(masters)
         seen = [(master.requires_grad, master.dtype) for master in masters]
         if seen == self._seen:
@@ -118,7 +118,7 @@ class Accumulators:
                 self._nodes[id(master)] = node, node.register_prehook(functools.partial(_arriving, master))
 
     def end(self) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         for _, handle in self._nodes.values():
             handle.remove()
         self._nodes.clear()
@@ -126,7 +126,7 @@ class Accumulators:
 
 
 def _arriving(master: nn.Parameter, grads: tuple[Tensor | None, ...]) -> tuple[None] | None:
-    """What goes on to the accumulator; None: what came."""
+    """Return the gradients for the accumulator; None leaves them as they are."""
     passed_by = getattr(current(), "passed_by", None)
     if passed_by is None or grads[0] is None:
         return None  # [2]
@@ -134,7 +134,7 @@ def _arriving(master: nn.Parameter, grads: tuple[Tensor | None, ...]) -> tuple[N
 
 
 def user_of(master: nn.Parameter) -> str:
-    """The operation with ``master``, as autograd names it, in the graph that is being differentiated."""
+    """Return autograd's name of the operation on ``master`` in the graph that is being differentiated."""
     accumulator = torch.autograd.graph.get_gradient_edge(master).node
     nodes, seen = [driven_backward.root], set()
     while nodes:
@@ -155,7 +155,7 @@ _own: Any = vars(torch.autograd.Function)["apply"]
 
 @contextlib.contextmanager
 def functions_given_stand_ins() -> Iterator[None]:
-    """Until the last of those who have entered this leaves it. For the main thread."""
+    """Patch ``Function.apply``, until the last context of several has exited. Main thread only."""
     global _users, _own
     _users += 1
     try:

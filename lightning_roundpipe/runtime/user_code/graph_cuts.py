@@ -1,20 +1,20 @@
-"""Cuts in the autograd graph: how a layer call is cut out of that of user code, and joined to it again.
+"""Cuts in the autograd graph: how a layer call is cut out of the user code's graph and connected to it again.
 
 One autograd graph must never span two workers: a backward function that waits would block its device's only autograd
-thread, and with it the step. So each call is a node of our own between two sections of user code:
+thread, and with it the step. So each call is an autograd node of its own between two sections of user code:
 
-    user code ─► InputGradSink ┆ saved inputs ─► layer (later, on any worker) ─► gradients ┆ Boundary ─► user code
+    user code ─► InputGradSink ┆ saved inputs ─► layer (later, on any worker) ─► gradients ┆ boundary ─► user code
               ▲                ┆                                                           ┆    │
               └────────────────┼── input gradients ◄── recompute, backward ◄── graph cut ◄─┼────┘
 
-* `Boundary` makes the call's outputs. It hangs on a dummy leaf, so that autograd can walk from the loss to it and no
-  further; its backward never waits, it only adds what arrives to the graph cut. The outputs are fresh aliases without
-  view history: as plain detached leaves, ``h += layer(h)`` would silently give wrong gradients.
-* `InputGradSink` remembers where the inputs came from without keeping them: calling backward on it pushes the input
-  gradients into the user code in front. Where an input is directly another call's output, the gradient is handed to
-  that graph cut instead, and no graph is walked.
-* `detached_inputs.DetachedInputs` does on the worker what `Boundary` does in the user code: the layer's inputs are
-  non-leaf aliases, so a layer may write into its input as it may in plain training.
+* `boundary` makes the call's outputs. Their node hangs on a dummy leaf, so that autograd walks from the loss to it and
+  no further. Its backward never waits; it only adds what arrives to the graph cut. The outputs are fresh aliases
+  without view history: as plain detached leaves, ``h += layer(h)`` would silently give wrong gradients.
+* `InputGradSink` remembers where the inputs came from without keeping them. Calling backward on it pushes the input
+  gradients into the user code in front. If an input is directly another call's output, its gradient goes to that graph
+  cut instead, and no graph is walked.
+* `detached_inputs.DetachedInputs` is the counterpart of `boundary` on the worker: the layer's inputs are non-leaf
+  aliases, so a layer may write to its input as in plain training.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from lightning_roundpipe.devices import Device
 
 
 class _Driven:
-    """How many backwards the engine itself runs now: a Boundary reached while there is none was reached by user code.
+    """Counts the backward passes that the engine runs now. While there are none, only user code can reach a boundary.
 
-    A count for the process, not a flag for the thread, because on a GPU autograd runs our nodes on threads of its own.
-    User code runs under the user-code lock, and so do these backwards, so the two never overlap.
+    The count belongs to the process rather than the thread, because on a GPU autograd runs the engine's nodes on its
+    own threads. User code and these backward passes both run under the user-code lock, so they never overlap.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self.root: Any = None
-        """The node that the last of them began with."""
+        """Root node of the last backward that began."""
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def of(self, root: Tensor) -> Iterator[None]:
-        """While it is entered, gradients may reach the tape from ``root``."""
+        """Let gradients reach the tape from ``root`` within this context."""
         with self._lock:
             self.depth += 1
             self.root = root.grad_fn
@@ -64,24 +64,25 @@ class _Driven:
 
 
 ANCHOR = torch.empty((), requires_grad=True)
-"""What makes aliases require grad. No gradient arrives here."""
+"""Leaf that makes aliases require grad. It never gets a gradient."""
 
 driven_backward = _Driven()
-"""Says when gradients may reach the tape. Enter it with the user-code lock held."""
+"""Tells when gradients may reach the tape. Enter it while holding the user-code lock."""
 
 
 @dataclass(eq=False, kw_only=True)
 class GraphCut:
-    """Where two pieces of graph meet that no autograd node connects: gradients arrive here, and are handed on.
+    """A gap between two graphs that no autograd node connects: gradients are collected here and passed on.
 
     Attributes:
-        targets: per tensor that goes in, the cut whose output it is; the others' gradients go through ``sink``.
-        tensor_flags: per tensor that goes in, whether its gradient is wanted.
-        grads: per tensor that comes out, the gradient so far, in parts that lie on different devices.
-        home: where what comes out, and so its gradients, live; ``input_home``: where what goes in does.
-        hooks: by output, what user code wants to be called with its gradient.
-        grad_arrivals: how often user code has brought gradients.
-        done: whether its gradients have been handed on.
+        targets: per input tensor, the cut and index of the output that it is; gradients of the others go to ``sink``.
+        tensor_flags: per input tensor, whether it requires grad.
+        grads: per output tensor, the gradient so far, as parts on different devices.
+        home: device of the outputs and their gradients.
+        input_home: device of the inputs.
+        hooks: the user's gradient hooks, by output.
+        grad_arrivals: how often a backward through user code has delivered gradients.
+        done: whether the gradients have been passed on.
     """
 
     home: Device | None = None
@@ -96,20 +97,20 @@ class GraphCut:
 
     @property
     def what(self) -> str:
-        """For errors."""
+        """Description for error messages."""
         raise NotImplementedError  # each kind of cut has a name of its own
 
     def connect(self, tensors: list[Tensor]) -> None:
-        """Remember where the gradients of what goes in go."""
+        """Remember where the gradients of the inputs ``tensors`` go."""
         self.tensor_flags = [t.requires_grad for t in tensors]
         self.targets = [source_of(t) if t.requires_grad else None for t in tensors]
         pushed = [t for t, target in zip(tensors, self.targets, strict=True) if t.requires_grad and target is None]
         self.sink = InputGradSink(pushed) if pushed else None
 
     def add_grad(self, index: int, grad: Tensor | None, device: Device | None) -> None:
-        """Add to the gradient of output ``index``. Never in place: autograd may share ``grad`` with other nodes.
+        """Add to the gradient of output ``index``, never in place: autograd may share ``grad`` with other nodes.
 
-        Parts are summed from the first to the last, wherever they lie, so that no plan changes a bit.
+        Parts are summed from first to last, on whatever device they are, so the plan does not affect the bits.
         """
         if grad is None:
             return
@@ -130,11 +131,11 @@ class GraphCut:
         transfer: Callable[[Tensor, Device | None, Device | None], Tensor],
         mode: contextlib.AbstractContextManager[Any],
     ) -> None:
-        """Call user code's hooks with the whole gradients.
+        """Call the user's hooks with the complete gradients.
 
         Args:
-            transfer: that of the microbatch's `ActivationStore`.
-            mode: of user code.
+            transfer: the ``transfer`` of the microbatch's `ActivationStore`.
+            mode: the context that user code runs in.
         """
         for index, hooks in self.hooks.items():
             parts = [transfer(grad, device, self.home) for grad, device in self.grads[index]]
@@ -176,7 +177,7 @@ class _BoundaryFunction(torch.autograd.Function):
 
 
 _apply_boundary: Any = super(torch.autograd.Function, _BoundaryFunction).apply
-"""Without what ``Function.apply`` does for transforms of ``torch.func``, under which no layer is called."""
+"""Skips what ``Function.apply`` does for transforms of ``torch.func``, under which no layer is called."""
 
 
 def _refuse(graph_cut: GraphCut) -> NoReturn:
@@ -207,19 +208,19 @@ def refuse_layers_between(outputs: Tensor | Sequence[Tensor], inputs: Tensor | S
 
 
 def witness(tensor: Tensor) -> Tensor:
-    """Has the version of ``tensor``, whoever writes to its memory, and keeps none of it."""
+    """Return an empty tensor that shares the version counter of ``tensor`` but not its memory."""
     same = tensor.detach()
     same.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return same
 
 
 def boundary(graph_cut: GraphCut, outputs: list[Tensor], flags: list[bool]) -> list[Tensor]:
-    """The call's outputs as the user code sees them.
+    """Return the call's outputs for user code.
 
     Args:
         graph_cut: receives the gradients.
         outputs: what the layer returned, detached or not; not copied.
-        flags: which of them require grad in the real graph.
+        flags: which of them require grad in the layer's graph.
     """
     graph_cut.grads = [[] for _ in outputs]
     if not any(flags):
@@ -229,7 +230,7 @@ def boundary(graph_cut: GraphCut, outputs: list[Tensor], flags: list[bool]) -> l
 
 
 def source_of(tensor: Tensor) -> tuple[GraphCut, int] | None:
-    """The graph cut and output that ``tensor`` is, if it is exactly that: no user code between, no hook on it."""
+    """Return the graph cut and index of the output that ``tensor`` is; None after user code, or with a hook on it."""
     node = tensor.grad_fn
     graph_cut = getattr(node, "graph_cut", None)
     if graph_cut is None or tensor._backward_hooks or tensor.retains_grad:
@@ -238,10 +239,10 @@ def source_of(tensor: Tensor) -> tuple[GraphCut, int] | None:
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """What ``tensor.register_hook(hook)`` does in user code.
+    """Register ``hook`` as ``tensor.register_hook(hook)`` does, for user code.
 
-    A gradient may come in parts, one for each layer that ``tensor`` goes to. A hook must see their sum: on a layer's
-    output it waits for the call's turn; anywhere else a second part is refused.
+    A gradient may arrive in parts, one for each layer that takes ``tensor``, and a hook must see their sum. On a
+    layer's output it therefore runs when the call's backward is due. On any other tensor a second part is refused.
     """
     graph_cut, index = getattr(tensor.grad_fn, "graph_cut", None), tensor.output_nr
     if graph_cut is not None:
@@ -265,7 +266,7 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> An
 
 
 def keep_gradient(tensor: Tensor) -> None:
-    """What ``tensor.retain_grad()`` does in user code."""
+    """Do what ``tensor.retain_grad()`` does, for user code."""
     alive = weakref.ref(tensor)
 
     def keep(grad: Tensor) -> None:
@@ -281,8 +282,8 @@ def keep_gradient(tensor: Tensor) -> None:
 class _SinkFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sink: InputGradSink, *inputs: Tensor) -> Tensor:
-        ctx.sink = weakref.ref(sink)  # the sink holds this node: in a circle, all in front would live on until a gc run
-        # On the inputs' device, so that on a GPU autograd runs this node in the stream that the user code ran in.
+        ctx.sink = weakref.ref(sink)  # the sink holds this node; a cycle would keep the graph in front until a gc run
+        # On the inputs' device, so that on a GPU autograd runs this node on the stream that the user code ran on.
         return inputs[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
@@ -291,10 +292,10 @@ class _SinkFunction(torch.autograd.Function):
 
 
 class InputGradSink:
-    """Where input gradients re-enter the user code in front of a call. Keeps no input alive.
+    """The point where input gradients enter the user code in front of a call. Keeps no input alive.
 
     Args:
-        inputs: tensors that require grad (the graph in front is what they hang on).
+        inputs: tensors that require grad; their graphs are those in front.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -304,10 +305,12 @@ class InputGradSink:
             self._root: Tensor = _SinkFunction.apply(self, *inputs)  # type: ignore[no-untyped-call]
 
     def push(self, grads: Sequence[Tensor | None], mode: contextlib.AbstractContextManager[Any]) -> None:
-        """Send ``grads`` (one per input) into the user code. The graph is retained: other calls may reach it too.
+        """Run a backward through the user code with ``grads``, one per input. The graph is retained for other calls.
 
-        Each goes to where its input lies: a layer takes inputs from the host and from other devices as well. ``mode``
-        is that of user code, some of which runs in backward (checkpoints, functions, hooks).
+        Args:
+            grads: gradients, moved to the device of their input: a layer also takes inputs from the host and other
+                devices.
+            mode: the context that user code runs in; checkpoints, autograd functions and hooks run in backward.
         """
         self.grads = [g if g is None else g.to(home) for g, home in zip(grads, self._homes, strict=True)]
         try:

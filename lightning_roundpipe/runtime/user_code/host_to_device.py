@@ -1,11 +1,11 @@
-"""Host tensors of user code (labels, masks) on their way to a device, without the host waiting for it.
+"""Copies of user code's host tensors (labels, masks) to a device, without blocking the host.
 
-torch's own copy of ordinary host memory returns when it is over, so when the device has come that far: a thread that
-has enqueued a layer would wait for it. A copy from pinned memory does not wait:
+torch's own copy from pageable memory blocks until the device has reached it, and with it the thread that has enqueued
+a layer. A copy from page-locked memory does not:
 
-    labels.to(device), or labels that meet logits ── copied into pinned memory ── enqueued ── [1]
+    labels.to(device), or labels that meet logits ── copied into page-locked memory ── enqueued ── [1]
 
-As the host has the numbers, it need not ask the device how many targets there are; see `known_values`.
+The host keeps the values, so it need not ask the device for the number of targets; see `known_values`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning_roundpipe.runtime.user_code.known_values import KnownValues
 
 
 class HostToDeviceCopier:
-    """For one microbatch.
+    """Copies host tensors of one microbatch.
 
     Args:
-        accelerator: the type of the devices; None where they are the host.
-        devices: that host tensors move to.
-        known: is told of what was brought.
+        accelerator: the type of the devices; None if they are the host.
+        devices: devices that host tensors move to.
+        known: records the values that were copied.
     """
 
     def __init__(self, accelerator: str | None, devices: Sequence[Device], known: KnownValues) -> None:
@@ -36,9 +36,9 @@ class HostToDeviceCopier:
         self._known = known
 
     def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """What the torch function ``name`` returns if it brings host data to a device; None if it does anything else.
+        """Return the result of the torch function ``name`` if it copies host data to a device, else None.
 
-        ``Tensor.to`` and ``Tensor.cuda`` do, and so do ``torch.tensor``, ``torch.as_tensor`` and ``Tensor.new_tensor``.
+        These are ``Tensor.to``, ``Tensor.cuda``, ``torch.tensor``, ``torch.as_tensor`` and ``Tensor.new_tensor``.
         """
         if name in ("to", "cuda"):
             if args[0].device.type != "cpu" or (asked := _parse_move(name, args[1:], kwargs)) is None:
@@ -60,7 +60,7 @@ class HostToDeviceCopier:
         return None
 
     def _home_of(self, given: Any) -> torch.device | None:
-        """The device of ours that ``given`` means; None if it means another one."""
+        """Return the worker's device that ``given`` means; None if it means another one."""
         asked = torch.device(given)
         homes = {str(device.torch_device): device.torch_device for device in self._devices}
         if len(homes) > 1 and ":" not in str(asked):
@@ -70,10 +70,10 @@ class HostToDeviceCopier:
         return found if found is not None and found.type == self._accelerator else None
 
     def bring(self, tensor: Tensor, where: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-        """A differentiable copy on ``where``, in ``dtype``; of memory without a gradient, one without a wait [1].
+        """Return a differentiable copy on ``where`` in ``dtype``. Host tensors without grad do not block the host [1].
 
-        The cast happens on the host, as in torch's own copies. Between GPUs the copy is torch's, in the order of both
-        compute streams (`Device.activate`); the way to the host is torch's too, and the host waits.
+        The cast happens on the host, as in torch's own copies. Between GPUs torch copies, ordered by both compute
+        streams (`Device.activate`). To the host torch copies too, and the host waits.
         """
         device = next((d for d in self._devices if d.torch_device == where), None)
         if device is None or not _is_plain(tensor) or tensor.requires_grad:
@@ -91,14 +91,14 @@ class HostToDeviceCopier:
 def _parse_move(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | str, torch.dtype | None] | None:
-    """The device and dtype that ``Tensor.to`` or ``Tensor.cuda`` asks for; None without a device, or with a format."""
+    """Return the device and dtype asked of ``Tensor.to`` or ``cuda``; None without device or with memory format."""
     if name == "cuda":
         given = args[0] if args else kwargs.get("device")
         return None if len(args) > 1 or kwargs.get("memory_format") else (_cuda(given), None)
     parse: Any = torch._C._nn._parse_to
     try:
         device, dtype, _, memory_format = parse(*args[:3], **{k: v for k, v in kwargs.items() if k != "copy"})
-    except (RuntimeError, TypeError):  # arguments that torch itself refuses, in its own words
+    except (RuntimeError, TypeError):  # invalid arguments: torch itself will report them
         return None
     return None if device is None or memory_format is not None else (device, dtype)
 
@@ -110,12 +110,12 @@ def _cuda(given: Any) -> torch.device:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is host memory and nothing else, so that a copy of its numbers is a copy of it."""
+    """Whether it is strided host memory and nothing else, so that copying its elements copies it."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def carry(tensor: Tensor, where: torch.device) -> Tensor:
-    """torch's own copy: differentiable, and the host may wait for it."""
+    """Return torch's own copy, which is differentiable and may block the host."""
     return tensor.to(where)

@@ -1,8 +1,8 @@
-"""For the time of a step, calling a layer hands it to a worker.
+"""Interception of layer calls during a step: calling a layer hands the call to a worker.
 
-Each layer gets an instance attribute ``forward`` that asks the calling thread's context what to do. It is there only
-while a step runs: checkpoints, copies and callbacks see the user's module as it was written. Forward hooks on the layer
-itself run around it, in the user code, as they do in plain training.
+Each layer gets an instance attribute ``forward`` that asks the calling thread's context what to do. It exists only
+while a step runs, so that checkpoints, copies and callbacks see the user's module unchanged. Forward hooks on the layer
+itself run around it, in user code, as in plain training.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
 
 class CallContext(Protocol):
-    """What a thread does with the layer calls that it makes."""
+    """Decides what becomes of the layer calls of a thread."""
 
     def call(self, layer: HostLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 def calling(context: CallContext) -> contextlib.AbstractContextManager[None]:
-    """Layer calls on this thread, and on those on which autograd runs its backward, go to ``context``."""
+    """Send layer calls on this thread, and on the autograd threads that run its backward, to ``context``."""
     return working(context)
 
 
 def current() -> Any:
-    """The calling thread's context; None on a thread that is not ours."""
+    """Return the calling thread's context; None on a thread that the engine does not run."""
     found = behalf()
     return None if found is None else found.context
 
@@ -44,7 +44,7 @@ class Interceptor:
     """Stands in for one layer's ``forward``.
 
     Attributes:
-        own: the layer's own ``forward`` if it was patched, which is found again when the step is over.
+        own: the layer's own instance attribute ``forward``, if it was patched; restored after the step.
     """
 
     is_interceptor = True
@@ -75,16 +75,16 @@ class Interceptor:
         return type(self._layer.module).forward(self._layer.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the layer that user code makes within a step is a module like any other."""
+        """Copy the layer for user code: within a step, the copy is an ordinary module."""
         module: Any = self._layer.module
         copied = copy.deepcopy(module, memo)
         return copy.deepcopy(self.own, memo) if self.own is not None else types.MethodType(type(module).forward, copied)
 
     def install(self, fail: Callable[[BaseException], None] | None) -> None:
-        """``fail`` is told of calls from foreign threads; None lets them run where they are, as evaluation may."""
+        """Replace ``forward``. ``fail`` is told of calls from foreign threads; None (evaluation) runs them in place."""
         self._fail = fail
         self.own = self._layer.module.__dict__.get("forward")
-        # User code that is compiled must not trace through the engine; who compiles has imported dynamo by now.
+        # Compiled user code must not be traced through the engine. Compiling it has imported dynamo by now.
         if "torch._dynamo" in sys.modules and self._ask == self._hand_over:
             self._ask = torch.compiler.disable(self._hand_over)  # type: ignore[no-untyped-call]
         self._layer.module.__dict__["forward"] = self
@@ -98,11 +98,11 @@ class Interceptor:
 
 
 class ModelInterceptor:
-    """Stands in for the ``forward`` of a module that has layers in it.
+    """Stands in for the ``forward`` of a module that contains layers.
 
     Attributes:
-        name: its qualified name, or that of its class if it is the root.
-        own: the module's own ``forward`` if it was patched.
+        name: qualified name of the module, or its class name if it is the root.
+        own: the module's own instance attribute ``forward``, if it was patched.
     """
 
     is_interceptor = True
@@ -113,14 +113,14 @@ class ModelInterceptor:
         self._module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call_model = getattr(current(), "call_model", None)  # None within the model, which runs as it is written
+        call_model = getattr(current(), "call_model", None)  # None inside the model, whose code then runs unchanged
         if call_model is None:
             return self.run(*args, **kwargs)
         return call_model(self.name, self.run, args, kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """Models look at what their own ``forward`` takes."""
+        """Signature of the module's ``forward``, which models inspect."""
         return inspect.signature(self.own if self.own is not None else types.MethodType(self._forward, self._module))
 
     @property
@@ -128,7 +128,7 @@ class ModelInterceptor:
         return type(self._module).forward
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's ``forward`` does."""
+        """Run the module's own ``forward``."""
         return self.own(*args, **kwargs) if self.own is not None else self._forward(self._module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -145,7 +145,7 @@ class ModelInterceptor:
 
 
 def models_in(root: nn.Module, layers: Iterable[nn.Module]) -> list[ModelInterceptor]:
-    """One for each module of ``root``, itself included, that has ``layers`` in it."""
+    """Return an interceptor for each module of ``root``, itself included, that contains ``layers``."""
     inner = {id(layer) for layer in layers}
     holding: dict[int, bool] = {}
 
@@ -160,11 +160,11 @@ def models_in(root: nn.Module, layers: Iterable[nn.Module]) -> list[ModelInterce
 
 
 class Inside:
-    """The context of a worker that runs a layer: there are no layers inside layers, only calls to others of them.
+    """The context of a thread that runs a layer on a worker; refuses calls of other layers from inside it.
 
     Args:
-        name: of the layer.
-        passed_by: of the microbatch, in a backward.
+        name: name of the layer.
+        passed_by: the microbatch's ``passed_by``, in a backward.
     """
 
     def __init__(self, name: str, passed_by: Callable[[nn.Parameter, Tensor], bool] | None = None) -> None:
@@ -172,7 +172,7 @@ class Inside:
         self._passed_by = passed_by
 
     def passed_by(self, master: nn.Parameter, grad: Tensor) -> bool:
-        """Take a gradient that autograd is about to put into ``master`` itself; see `bypassed_gradients`."""
+        """Take a gradient that autograd is about to accumulate into ``master``; see `bypassed_gradients`."""
         if self._passed_by is None:
             raise RoundPipeError(
                 f"layer {self.name!r} runs a backward in its forward that reaches a parameter of shape "
@@ -191,7 +191,7 @@ class Inside:
 def intercepted(
     interceptors: Sequence[Interceptor | ModelInterceptor], fail: Callable[[BaseException], None] | None = None
 ) -> Iterator[None]:
-    """Layer calls are handed over; see `Interceptor.install`."""
+    """Intercept calls within this context; see `Interceptor.install`."""
     for interceptor in interceptors:
         interceptor.install(fail)
     try:
@@ -202,10 +202,10 @@ def intercepted(
 
 
 class _Off(int):
-    """``False`` in place of a configuration's ``use_cache``, with a note of being asked.
+    """Replaces ``use_cache=True`` of a configuration: false, and records that it was read.
 
-    Encoders have the setting too and never look at it, and a caller may say ``use_cache=False`` anyway. Only where the
-    model asks for it has something been switched off.
+    Encoders have the setting too but never read it, and a caller may pass ``use_cache=False`` anyway. The setting
+    counts as switched off only if the model reads it.
     """
 
     asked: list[str]
@@ -218,10 +218,12 @@ class _Off(int):
 
 @contextlib.contextmanager
 def without_caches(root: nn.Module) -> Iterator[list[str]]:
-    """Hugging Face models train without key-value caches and without their own checkpointing, for the time of a step.
+    """Switch off key-value caches and gradient checkpointing of Hugging Face models.
 
-    A cache would be filled a second time by the recomputation; checkpointing would recompute what is recomputed anyway.
-    Yields what was switched off; complete when the step is over.
+    The recomputation would fill a cache a second time. Checkpointing would recompute what is recomputed anyway.
+
+    Yields:
+        What was switched off; complete at the end of the step.
     """
     configs = [getattr(m, "config", None) for m in root.modules()]
     caches: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", False) is True}
@@ -230,7 +232,7 @@ def without_caches(root: nn.Module) -> Iterator[list[str]]:
     off = _Off()
     off.asked = switched_off
     for config in caches.values():
-        object.__setattr__(config, "use_cache", off)  # configurations check what is set, and this is no bool
+        object.__setattr__(config, "use_cache", off)  # bypasses the configuration's check for a bool
     for module in checkpointed:
         module.gradient_checkpointing = False
     try:

@@ -1,13 +1,14 @@
-"""Numbers of a device that the host can tell without asking the device for them.
+"""Values of device tensors that the host can compute without waiting for the device.
 
-To read a number, the host waits until the device has come that far, and the microbatch holds the user-code lock. Masks
-and positions come from the host or are made of numbers that it has, and Hugging Face's code asks whether a mask masks
-anything, or whether positions go up one by one. So what is brought to a device, or made there, is remembered, and so is
-what is computed from it: nothing but references. When a number is asked for, the host computes it from what it has.
+Reading a value from a device blocks the host until the device has reached it, while the microbatch holds the user-code
+lock. Masks and positions come from the host or from values that it has, and Hugging Face's code asks whether a mask
+masks anything, or whether positions increase by one. So tensors that are copied to a device or created there are
+remembered with references to their host values, and so are tensors computed from them. When a value is read, the host
+computes it.
 
     mask.to(device), torch.arange(n, device=device) ── remembered ── [1]
-    mask[:, 1:] == 0 ── how it follows from what is remembered ── [2]
-    if (mask[:, 1:] == 0).all() ── computed on the host, and answered there ── [3]
+    mask[:, 1:] == 0 ── how it follows from remembered tensors ── [2]
+    if (mask[:, 1:] == 0).all() ── computed on the host ── [3]
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 MOST = 1 << 20
-"""Elements of the largest tensor that is remembered. The host takes about a millisecond for as many."""
+"""Elements of the largest tensor that is remembered. The host computes that many in about a millisecond."""
 
 _ANY_FORMAT = {
     "ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "getitem",
@@ -32,25 +33,25 @@ _ANY_FORMAT = {
     "gt", "ge", "isin", "not", "and", "or", "xor", "invert", "logical_not", "logical_and", "logical_or",
     "logical_xor", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "all", "any",
 }  # fmt: skip
-"""Torch functions that give the same values on any device, whatever the format."""
+"""Torch functions that give the same values on any device, for every dtype."""
 _WHOLE_NUMBERS = {
     "arange", "add", "radd", "sub", "rsub", "mul", "rmul", "neg", "abs", "floordiv", "floor_divide", "remainder",
     "mod", "sum", "cumsum", "diff", "count_nonzero", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum",
     "max", "min", "amax", "amin",
 }  # fmt: skip
-"""Functions that do if no operand has a fraction, so that no order of summation rounds."""
+"""Torch functions that do so if all operands are integers or bools, which no order of summation rounds."""
 _CASTS = frozenset({"to", "long", "int", "byte", "short"})
-"""Of a number that is too large for it, each device makes another whole number."""
+"""Casts to integers. Out-of-range floating point values give device-dependent results."""
 _ASKS = frozenset({"item", "tolist", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"})
-"""What gives numbers to Python."""
+"""Functions that return values to Python."""
 
 
 class _Unknown(Exception):
-    """The host does not have the numbers, or not any more."""
+    """Raised if the host does not have the values, or no longer."""
 
 
 class _HostValue:
-    """A host tensor, as it was when it was noted."""
+    """A host tensor as of now: a later write to it makes it unknown."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor, tensor._version
@@ -62,7 +63,7 @@ class _HostValue:
 
 
 class _Derived:
-    """What a function makes of values."""
+    """The result of a function of known values, computed when it is first read."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._made_by: tuple[Callable[..., Any], Any, Any] | None = (function, args, kwargs)
@@ -84,10 +85,10 @@ def _told(leaf: Any) -> Any:
 
 
 class KnownValues:
-    """Of one microbatch. It keeps no device memory, and nothing for longer than the tensor that it is about lives.
+    """The known values of one microbatch. Keeps no device memory; an entry lives as long as its tensor.
 
     Args:
-        accelerator: the type of the devices; None where they are the host.
+        accelerator: the type of the devices; None if they are the host.
     """
 
     def __init__(self, accelerator: str | None) -> None:
@@ -95,12 +96,12 @@ class KnownValues:
         self._values: MutableMapping[Tensor, tuple[int, _Value]] = WeakTensorKeyDictionary()
 
     def brought(self, there: Tensor, host: Tensor) -> None:
-        """``there`` is a copy of ``host`` [1]."""
+        """Record that ``there`` is a copy of ``host`` [1]."""
         if host.numel() <= MOST and not (there.is_inference() or host.is_inference()):
             self._values[there] = (there._version, _HostValue(host))
 
     def record_op(self, function: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any) -> None:
-        """The torch function ``name`` has given ``result`` [2]."""
+        """Record that the torch function ``name`` returned ``result`` [2]."""
         bare = name.strip("_") if name.startswith("__") else name
         if bare not in _ANY_FORMAT and bare not in _WHOLE_NUMBERS:
             return
@@ -112,7 +113,7 @@ class KnownValues:
         if result.is_inference() or result.requires_grad or (bare in _WHOLE_NUMBERS and _has_fractions(result)):
             return
         if self._of(result) is not None:
-            return  # the function has given back what it was given
+            return  # the function returned one of its arguments
         try:
             told = tree_map(lambda leaf: self._noted(leaf, whole), (args, kwargs))
         except _Unknown:
@@ -120,7 +121,7 @@ class KnownValues:
         self._values[result] = (result._version, _Derived(function, *told))
 
     def _noted(self, leaf: Any, whole: bool) -> Any:
-        """What stands for an argument on the host."""
+        """Return the host's counterpart of an argument."""
         if isinstance(leaf, Tensor):
             if whole and _has_fractions(leaf):
                 raise _Unknown
@@ -137,16 +138,16 @@ class KnownValues:
         return None if known is None or known[0] != tensor._version else known[1]
 
     def on_host(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor of the device [3]; None if the host does not have them. Not to be written to."""
+        """Return the values of a device tensor, which must not be written to [3]; None if the host lacks them."""
         if not self._values or (value := self._of(tensor)) is None:
             return None
         try:
             return value.value()
-        except (_Unknown, RuntimeError, IndexError):  # a view that the host's layout does not allow
+        except (_Unknown, RuntimeError, IndexError):  # such as a view that the host tensor's strides do not allow
             return None
 
     def answer(self, function: Callable[..., Any], name: str, args: Any) -> list[Any]:
-        """What ``name`` returns, in a list; nothing if it asks for no numbers, or for some that the host lacks."""
+        """Return the result of ``name`` in a list; an empty list if it reads no values, or unknown ones."""
         if name not in _ASKS or not self._values or not isinstance(args[0], Tensor):
             return []
         host = self.on_host(args[0])
@@ -161,11 +162,11 @@ _READS = _ASKS | {
     "__complex__", "__contains__", "__repr__", "__str__", "__format__", "__array__", "cpu", "equal", "allclose",
     "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount",
 }  # fmt: skip
-"""Torch functions that wait for the device of what they are given, beside those below."""
+"""Torch functions that wait for the device of their arguments, beside those in `waits`."""
 
 
 def waits(name: str, args: Any, kwargs: Any, accelerator: str) -> bool:
-    """Whether the host waits for a device in the torch function ``name``, as far as its arguments tell."""
+    """Return whether the torch function ``name`` blocks the host until a device is ready, judging by its arguments."""
 
     def is_there(value: Any) -> bool:
         return isinstance(value, Tensor) and value.device.type == accelerator

@@ -1,16 +1,16 @@
-"""What happens to the user's own code between layer calls: a mode that is active only there, one per microbatch.
+"""The torch function mode of the user's code between layer calls, one per microbatch.
 
-Every torch function that user code calls passes through `UserCodeMode`. It does four things:
+Every torch function that user code calls passes through `UserCodeMode`, which does four things:
 
-* A master that user code reads itself (a bare ``nn.Parameter``, ``F.linear(h, embed.weight)``) is replaced by this
-  microbatch's stand-in, so that microbatches do not add into one ``.grad`` in the order in which threads happen to run,
-  and that it is seen in the format that everything is computed in.
-* Host tensors (labels, masks, parameters) follow the device of what they meet. They go there through pinned memory, or
-  the host would wait until the device has come that far.
-* A number of a device that the host has as well is read there (`known_values`). For any other one the host waits, and
-  other microbatches run their user code meanwhile.
-* Mean-reduced cross entropies are counted: their numbers of targets say how much each microbatch weighs in the loss of
-  the whole batch. Sum-reduced losses are noted: if the loss is made of them, those of microbatches are added.
+* It replaces masters that user code reads (a bare ``nn.Parameter``, ``F.linear(h, embed.weight)``) by stand-ins of this
+  microbatch. Microbatches then do not accumulate into one ``.grad`` in the order in which threads happen to run, and
+  user code sees masters in the dtype of the computation.
+* It moves host tensors (labels, masks, parameters) to the device of the tensors that they meet, through page-locked
+  memory, because other copies would block the host until the device is ready.
+* It answers reads of device values from the host where possible (`known_values`). For any other read the host waits,
+  and other microbatches run their user code meanwhile.
+* It counts the targets of mean-reduced cross entropies, which give the microbatch's weight in the loss of the whole
+  batch. It records sum-reduced losses: if the loss consists of these, the losses of microbatches are added.
 """
 
 from __future__ import annotations
@@ -43,51 +43,54 @@ from lightning_roundpipe.runtime.user_code.known_values import KnownValues, wait
 DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _TRANSPOSED = {Tensor.T.__get__: "T", Tensor.mT.__get__: "mT"}  # type: ignore[attr-defined]
 VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
-"""Attributes of a tensor that are differentiable."""
+"""Attribute getters that are differentiable."""
 _VALUES = {DATA, *VIEWS}
-"""Attributes of a tensor that share its memory."""
+"""Attribute getters whose result shares the tensor's memory."""
 DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 ACCESSORS = frozenset({"__get__", "__set__", "__delete__", "requires_grad_"})
-"""What is done to a tensor's attributes."""
+"""Functions that read or set an attribute of a tensor."""
 
 
 class Proxies:
-    """The stand-ins of one microbatch for masters that user code reads, by id of the master."""
+    """One microbatch's stand-ins for the masters that user code reads.
+
+    A stand-in is a leaf of its own with the master's values; it collects the microbatch's gradient.
+    """
 
     def __init__(self, read: Callable[[nn.Parameter], Tensor]) -> None:
         self.factor = 1.0
-        """What is still to be multiplied to the gradients."""
+        """Factor by which the gradients are yet to be multiplied."""
         self._read = read
         self._known: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._passed: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        """What autograd brought to a master itself."""
+        """Gradients that autograd brought to a master itself, by id of the master."""
         self._moved: dict[tuple[int, torch.device], Tensor] = {}
 
     def of(self, master: nn.Parameter) -> Tensor:
         known = self._known.get(id(master))
         if known is None:
-            # Whichever transform of torch.func is first to need it, it is none of its own.
+            # Made outside of all torch.func transforms: the one that happens to need it first must not wrap it.
             with torch.inference_mode(False), temporarily_clear_interpreter_stack():
                 made = self._read(master).detach().requires_grad_(master.requires_grad)
-            known = self._known.setdefault(id(master), (master, made))  # a worker may have been faster
+            known = self._known.setdefault(id(master), (master, made))  # a worker's thread may have made it meanwhile
             known[1].roundpipe_stand_in = True  # type: ignore[attr-defined]
         return known[1]
 
     def on(self, proxy: Tensor, device: torch.device) -> Tensor:
-        """``proxy`` on ``device``, through a differentiable copy that is made once."""
+        """Return ``proxy`` on ``device``, as a differentiable copy that is made once."""
         key = (id(proxy), device)
         if key not in self._moved:
-            with torch.inference_mode(False), torch.enable_grad():  # whoever is first to need it may be without
+            with torch.inference_mode(False), torch.enable_grad():  # the first use may be in no-grad mode
                 self._moved.setdefault(key, proxy.to(device, non_blocking=True))
         return self._moved[key]
 
     def passed(self, master: nn.Parameter, grad: Tensor) -> None:
-        """Autograd brought ``grad`` past the stand-in, to ``master`` itself."""
+        """Add ``grad``, which autograd brought to ``master`` itself rather than to the stand-in."""
         known = self._passed.get(id(master))
         self._passed[id(master)] = master, grad if known is None else known[1] + grad
 
     def gradients(self, masters: Container[int] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Masters and their gradients; of all, or of those with the ids ``masters``. A master may come twice."""
+        """Yield masters and their gradients, a master possibly twice; all of them, or those with ids in ``masters``."""
         found = [(master, proxy.grad) for master, proxy in self._known.values()]
         for master, grad in (*found, *self._passed.values()):
             if grad is not None and (masters is None or id(master) in masters):
@@ -96,7 +99,7 @@ class Proxies:
 
 
 class Keeps(Protocol):
-    """What a microbatch keeps on modules; see `runtime.user_code.module_state.Kept`."""
+    """What a microbatch keeps on modules; see `module_state.MicrobatchModuleState`."""
 
     @property
     def inherited(self) -> Mapping[int, object]: ...
@@ -105,29 +108,29 @@ class Keeps(Protocol):
 
 
 _MIX_DEVICES = frozenset({"to", "copy_", "set_", "_pack_padded_sequence", "tensor_split"})
-"""Functions that move a tensor themselves, or that take lengths or positions on the host beside data on a device."""
+"""Functions that move a tensor themselves, or take lengths or positions on the host beside data on a device."""
 
 _OF_THE_SHAPE = frozenset({"size", "dim", "numel", "stride", "is_contiguous", "__len__", "type", "is_floating_point"})
-"""What is asked of a tensor without computing with it."""
+"""Functions that do not read a tensor's values."""
 _NO_VALUES = _OF_THE_SHAPE | {"__get__"}
 
 
 class UserCodeMode(TorchFunctionMode):
-    """The mode of one microbatch's user code.
+    """The torch function mode of one microbatch's user code.
 
     Args:
         masters: ids of all the user's parameters.
-        read: gives the values of one of them that is trained, when its last update is there.
-        formats: that masters are seen in.
-        train: whether masters are replaced and losses counted; evaluation only follows devices, and formats.
-        accelerator: the device type that host tensors move to; None where host and device are the same.
-        kept: is told of what user code computes with that the batch before has left.
-        devices: that host tensors move to.
-        aside: does what waits for a device, while others may run user code.
-        buffers: of layers; those that user code looks at get what calls have made of them.
+        read: returns the values of a trained master, after waiting for its last update.
+        formats: dtypes in which user code sees masters.
+        train: whether to replace masters and count targets; evaluation only follows devices and dtypes.
+        accelerator: the device type that host tensors move to; None if host and device are the same.
+        kept: told of tensors from the previous batch that user code computes with.
+        devices: devices that host tensors move to.
+        aside: runs a wait for a device while other microbatches may run user code.
+        buffers: the layers' buffers; pending values are settled before user code reads a buffer.
 
     Attributes:
-        returning: whether a backward runs: what its code computes is no loss.
+        returning: whether a backward runs; what it computes is not a loss.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class UserCodeMode(TorchFunctionMode):
         self.sums = Sums()
         self.returning = False
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
-        """Of each ``.data`` of a master that was read, its `witness`, and its version then."""
+        """Per ``.data`` of a master that was read: the master, the data's `witness`, and the version at that time."""
         self._masters = masters
         self._train = train
         self._accelerator = accelerator
@@ -171,7 +174,7 @@ class UserCodeMode(TorchFunctionMode):
             self._settle_buffers((args, kwargs))
         if name in ACCESSORS:
             if name == "__get__" and self._is_master(args[0]) and not self._refuses(func, args[0]):
-                if func == DTYPE:  # made anew each time
+                if func == DTYPE:  # compared with ==, as each access makes a new getter
                     return self._formats.of(args[0])
                 if func == DATA:
                     return self._watched(args[0], func(self._read(args[0]), *args[1:]))
@@ -200,12 +203,12 @@ class UserCodeMode(TorchFunctionMode):
         return self._call(func, name, args, kwargs)
 
     def _watched(self, master: nn.Parameter, data: Tensor) -> Tensor:
-        """The ``data`` of ``master``, which counts what is written there apart from it."""
+        """Watch the ``data`` of ``master``, which has a version counter of its own, and return it."""
         self._data.append((master, witness(data), data._version))
         return data
 
     def written_by_data(self) -> list[nn.Parameter]:
-        """Masters that were written to through their ``.data`` since the last time."""
+        """Return the masters that were written to through their ``.data`` since the last call."""
         if not self._data:
             return []
         written = [master for master, seen, version in self._data if seen._version != version]
@@ -231,7 +234,7 @@ class UserCodeMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def given_to_function(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What an `torch.autograd.Function`, which is no torch function, is applied to instead of ``args``."""
+        """Return the arguments for a `torch.autograd.Function`, whose ``apply`` is not a torch function."""
         self._notice(args)
         if self._replaces:
             args, _ = self._with_proxies(args, {})
@@ -243,14 +246,17 @@ class UserCodeMode(TorchFunctionMode):
                 self._kept.notice(value)
 
     def _refuses(self, func: Callable[..., Any], master: nn.Parameter) -> bool:
-        """``.data`` of a master that is seen in another format is the master's own, for who writes there means it."""
+        """Whether ``.data`` of a master that is seen in another dtype is read, which is refused in training.
+
+        The caller may write there and mean the master.
+        """
         if func != DATA or not self._formats.differ(master):
             return False
         self.refuse_write("reads .data of", master)
         return True
 
     def _writes(self, name: str, args: tuple[Any, ...]) -> bool:
-        """Whether a master that is seen in another format is written to in place: it, and not its copy."""
+        """Whether a master that is seen in another dtype is written to in place, which its copy cannot replace."""
         target = args[0] if args else None
         if not isinstance(target, nn.Parameter) or not self._is_master(target) or not self._formats.differ(target):
             return False
@@ -260,7 +266,7 @@ class UserCodeMode(TorchFunctionMode):
         return True
 
     def refuse_write(self, does: str, master: nn.Parameter) -> None:
-        """In training: user code ``does`` something to a master of which it sees a copy."""
+        """Raise an error in training: user code ``does`` something to a master of which it sees a copy."""
         if self._train:
             raise RoundPipeError(
                 f"training_step {does} a parameter of shape {tuple(master.shape)}, of which it sees a low-precision "
@@ -269,7 +275,7 @@ class UserCodeMode(TorchFunctionMode):
             )
 
     def _with_proxies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Looks at top-level arguments and at one level of lists: parameters stand nowhere else in torch functions."""
+        """Replace masters among the arguments and in lists one level deep; torch functions take them nowhere else."""
         if any(isinstance(a, (nn.Parameter, list, tuple)) for a in args):
             args = tuple(self._proxied(a) for a in args)
         if any(isinstance(v, (nn.Parameter, list, tuple)) for v in kwargs.values()):
@@ -277,16 +283,14 @@ class UserCodeMode(TorchFunctionMode):
         return args, kwargs
 
     def stand_ins(self, leaves: list[Any], given: Any) -> list[Any]:
-        """The ``leaves`` of a call with stand-ins. User code has ``given`` it some of them; others are the layer's
-        own.
-        """
+        """Replace masters among the ``leaves`` of a call. ``given`` holds the arguments that user code passed."""
         if self._kept is not None and self._kept.inherited:
             for value in tree_iter(given):
                 self._kept.notice(value)
         return [self.stand_in(leaf) for leaf in leaves]
 
     def stand_in(self, value: Any) -> Any:
-        """What stands for ``value`` if it is a master: that is trained, or seen in another format. Else ``value``."""
+        """Return the stand-in if ``value`` is a trained master or one seen in another dtype, else ``value``."""
         if not self._is_master(value):
             return value
         return self.proxies.of(value) if self._train else self._read(value)
@@ -304,10 +308,10 @@ class UserCodeMode(TorchFunctionMode):
     def _on_one_device(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring operands to one device: that of the tensor that ``name`` writes to, else that of the device operands.
+        """Move operands to one device: that of the tensor that ``name`` writes to, else that of the device operands.
 
         Plain Lightning keeps a module's buffers and a metric's state on the GPU; here they stay on the host. So an
-        update of such a tensor brings its operands to the host, and waits for them.
+        update of such a tensor brings its operands to the host and waits for them.
         """
         if name in _MIX_DEVICES:
             return args, kwargs
@@ -345,7 +349,7 @@ class UserCodeMode(TorchFunctionMode):
         return moved, {k: v if v is out else tree_map_only(Tensor, follow, v) for k, v in kwargs.items()}
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a loss function returns; what it says of how microbatches make up the batch is noted."""
+        """Call a loss function and record how the losses of microbatches combine."""
         reduction = reduction_of(func, args, kwargs)
         count = self._count(args, kwargs) if reduction == "mean" and func in COUNTED else None
         result = self._call(func, func.__name__, args, kwargs)
@@ -356,12 +360,12 @@ class UserCodeMode(TorchFunctionMode):
         return result
 
     def judge(self, loss: Tensor | None, samples: int) -> None:
-        """The microbatch of so many ``samples`` has its ``loss``."""
+        """Judge the ``loss`` of the microbatch, which has ``samples`` samples."""
         self.counts.judge(loss)
         self.sums.judge(loss, samples)
 
     def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-        """The targets that a cross entropy is a mean over."""
+        """Return the number of targets that a cross entropy is a mean over; None if no gradient flows into it."""
         bound = dict(zip(LOSS_ARGUMENTS, args, strict=False))
         bound.update(kwargs)
         logits, target = bound["input"], bound["target"]
@@ -380,7 +384,7 @@ class UserCodeMode(TorchFunctionMode):
 
 
 def is_stand_in(value: object) -> bool:
-    """Whether ``value`` is a tensor that stands for a master."""
+    """Return whether ``value`` is a stand-in for a master."""
     return getattr(value, "roundpipe_stand_in", False)
 
 
@@ -389,7 +393,7 @@ def _home(tensor: Tensor) -> torch.device:
 
 
 def _written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor, or the first of the tensors, that the torch function ``name`` writes to."""
+    """Return the tensor that the torch function ``name`` writes to, or the first of several."""
     written = kwargs.get("out")
     if written is None and args and (IN_PLACE.fullmatch(name) or (name.startswith("_foreach") and name.endswith("_"))):
         written = args[0]
@@ -397,7 +401,7 @@ def _written_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 
 def _newest(there: list[torch.device]) -> torch.device:
-    """Of several GPUs, the one that the microbatch is on now, whose tensor need not travel; else any."""
+    """Return the GPU of several that the microbatch is on now, so that its tensor need not move; else the last one."""
     now = torch.device(there[0].type, torch.accelerator.current_device_index())
     return now if now in there else there[-1]
 

@@ -1,16 +1,16 @@
-"""What user code keeps on modules from one section of user code to the next, for each microbatch its own.
+"""Isolates what user code keeps on modules between its sections, so that each microbatch finds its own.
 
-``self.skip = h`` before a layer and ``h + self.skip`` behind it, a list that gathers hidden states, adapters or
+``self.skip = h`` before a layer and ``h + self.skip`` behind it, a list that collects hidden states, adapters or
 ``requires_grad`` switched off around a reference pass: in plain training all of this lasts for one batch. Microbatches
-take turns within it, so what one has set would be found by another. The first batch shows which attributes change, and
-after which call; from then on they are put back whenever a microbatch goes on.
+take turns within a batch, so one would find what another has set. The first batch shows which attributes change, and
+after which call. From then on they are restored whenever a microbatch goes on:
 
-    at first                        the value that it had when the step began
-    from then on                    the microbatch's own
+    at first                        the value at the beginning of the step
+    afterwards                      the microbatch's own value
     changed in one place only       what the microbatch before left there: counters and sums go on counting
 
-What the batch before has left is the last microbatch's. Who computes with it and puts something new in its place, such
-as a recurrent network's hidden state, means each sample's own: that is refused.
+The next batch finds the last microbatch's values. If user code computes with such a value and replaces it, as with a
+recurrent network's hidden state, each sample needs its own, and the step is refused.
 
 Metrics are left alone: they see one microbatch after another.
 """
@@ -31,15 +31,16 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 _ABSENT = object()
 
 SegmentKey = tuple[int, int]
-"""A section of user code, by the call that it follows: number of the layer, and how often it has been called."""
+"""A section of user code, by the layer call before it: index of the layer, and how often it has been called."""
 
 
 class StatePlace:
-    """An attribute of a module, or whether a parameter requires grad.
+    """An attribute of a module, or ``requires_grad`` of a parameter.
 
     Attributes:
         segment_keys: the sections of user code that change it.
-        start: its value when the step began; ``latest``: what a microbatch left that has changed it in one place.
+        start: value at the beginning of the step.
+        latest: value left by the last microbatch that has run the section, if only one section changes it.
     """
 
     def __init__(self, owner: nn.Module | nn.Parameter, name: str) -> None:
@@ -50,7 +51,7 @@ class StatePlace:
         self.latest: Any = _ABSENT
 
     def read(self) -> tuple[Any, Any]:
-        """The value, and a copy of what it holds if it is a list or dict."""
+        """Return the value, and a copy of its contents if it is a list or dict."""
         if isinstance(self._owner, nn.Parameter):
             return self._owner.requires_grad, None
         value = self._owner.__dict__.get(self._name, _ABSENT)
@@ -70,11 +71,11 @@ class StatePlace:
             self._owner.__dict__[self._name] = value
 
     def inherited(self, samples: int) -> list[Tensor]:
-        """Tensors that are there when a step begins and may hold something of each sample of the batch before.
+        """Return tensors from the previous batch that may hold something of each of its samples.
 
         Args:
-            samples: of the microbatch that left them. In what is changed in one place only they are told by it: sums
-                over a batch may go on.
+            samples: size of the microbatch that left them. If only one section changes the attribute, tensors without a
+                dimension of that size are left out: they may be sums that continue over batches.
         """
         value = self.start[0] if isinstance(self.start, tuple) else None
         held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
@@ -90,7 +91,7 @@ class StatePlace:
         )
 
     def tensors(self) -> list[Tensor]:
-        """What is there now."""
+        """Return the tensors that the attribute holds now."""
         return list(tensors_in(self.read()[0]))
 
     def refuse_reading(self) -> None:
@@ -101,16 +102,16 @@ class StatePlace:
         )
 
     def counts_at(self, segment_key: SegmentKey | None) -> bool:
-        """Whether ``segment_key`` is the one place that changes it."""
+        """Return whether ``segment_key`` is the only section that changes it."""
         return len(self.segment_keys) == 1 and segment_key in self.segment_keys
 
 
 class ModuleStateIsolation:
-    """The places of one LightningModule; lives as long as the trace does.
+    """The attributes of one LightningModule that user code changes; lives as long as the trace.
 
     Args:
         root: the LightningModule.
-        layers: whose inner modules are compared at each call anyway.
+        layers: the layers. Their inner modules are compared at each call anyway.
     """
 
     def __init__(self, root: nn.Module, layers: Sequence[HostLayer]) -> None:
@@ -121,13 +122,13 @@ class ModuleStateIsolation:
         self._layers = layers
         self.places: dict[tuple[int, str], StatePlace] = {}
         self.inherited: dict[int, StatePlace] = {}
-        """By the ids of tensors that the step before has left, see `StatePlace.inherited`."""
+        """By the ids of tensors that the previous step has left; see `StatePlace.inherited`."""
         self._samples = -1
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins."""
+        """Save the state at the beginning of a step."""
         for place in self.places.values():
             place.start = place.latest = place.read()
         self.inherited.clear()
@@ -138,7 +139,7 @@ class ModuleStateIsolation:
         self._trainable = [layer.trainable() for layer in self._layers]
 
     def end(self, last: MicrobatchModuleState, samples: int) -> None:
-        """A step ends: what is kept now is what the ``last`` microbatch, of so many ``samples``, would have left."""
+        """Leave on the modules what the ``last`` microbatch, of ``samples`` samples, would have left."""
         self._samples = samples
         for place in self.places.values():
             place.write(place.latest if len(place.segment_keys) == 1 else last.values.get(place, place.start))
@@ -146,11 +147,11 @@ class ModuleStateIsolation:
     # -- the first batch ----------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Before a microbatch's first section of user code: whatever is there now, user code has not changed it."""
+        """Before a microbatch's first section: forget changes so far, which are not user code's."""
         self._watch.changes()
 
     def learn(self, segment_key: SegmentKey) -> None:
-        """After a section of user code."""
+        """After a section of user code: add the attributes that it changed."""
         for owner, old, new in self._watch.changes():
             for name in old.keys() | new.keys():
                 if not same(old.get(name, _ABSENT), new.get(name, _ABSENT)):
@@ -164,10 +165,12 @@ class ModuleStateIsolation:
     # -- later --------------------------------------------------------------------------------------------------------
 
     def refuse_new(self, layer: HostLayer, state: StateDiff | None, trainable: list[bool]) -> None:
-        """At a call of ``layer``: changes that the first batch did not have may be another microbatch's.
+        """Refuse changes by user code, found at a call of ``layer``, that the first batch did not show.
+
+        Microbatches take turns, so such a change may be another microbatch's.
 
         Raises:
-            RoundPipeError: if there are any.
+            RoundPipeError: if there is such a change.
         """
         if trainable != self._trainable[layer.index]:
             known = self._trainable[layer.index]
@@ -199,16 +202,16 @@ class ModuleStateIsolation:
             _refuse(f"attribute {name!r} of {type(module).__name__}", where)
 
     def wrote(self, layer: HostLayer) -> None:
-        """``layer`` itself has set attributes, which is no change by user code."""
+        """Accept attributes that ``layer`` itself has set as its current state."""
         self._states[layer.index] = layer.state.current()
 
     def finished(self) -> None:
-        """A microbatch has run its last section of user code; what it set there, it has set for good."""
+        """Accept what a microbatch has set outside the layers, once it has run its last section of user code."""
         self._seen = [list(m.__dict__.values()) for m in self._user_code]
 
 
 class MicrobatchModuleState:
-    """What one microbatch keeps in the places."""
+    """One microbatch's values of the attributes in ``module_state``."""
 
     def __init__(self, module_state: ModuleStateIsolation) -> None:
         self.module_state = module_state
@@ -218,23 +221,23 @@ class MicrobatchModuleState:
         self._begun = False
 
     def notice(self, value: Any) -> None:
-        """User code computes with ``value``."""
+        """Record that user code computes with ``value``."""
         if (place := self.inherited.get(id(value))) is not None:
             self._used.add(place)
 
     def enter(self, segment_key: SegmentKey | None, *, learning: bool) -> None:
-        """The microbatch goes on with the user code of ``segment_key``; None when it walks back."""
+        """Restore the microbatch's values before user code of ``segment_key``, None: before its backward."""
         places = self.module_state.places
         for place in places.values():
             own = self.values.get(place, place.start)
             counting = place.counts_at(segment_key) and _unchanged(own, place.start)
             place.write(place.latest if counting else own)
-        if learning and (places or not self._begun):  # else nothing has touched the modules since `leave`
+        if learning and (places or not self._begun):  # otherwise nothing has touched the modules since `leave`
             self.module_state.look()
         self._begun = True
 
     def leave(self, segment_key: SegmentKey, *, learning: bool) -> None:
-        """It calls a layer, or has come to its end."""
+        """Save the microbatch's values when it calls a layer or ends."""
         if learning:
             self.module_state.learn(segment_key)
         for place in self.module_state.places.values():
@@ -246,9 +249,9 @@ class MicrobatchModuleState:
 
 
 class StateWatch:
-    """Finds what has changed on many modules and parameters; cheap as long as that is little.
+    """Finds changes on many modules and parameters; cheap if there are few.
 
-    Like `ModuleState`, but for a whole model, and between one look and the next.
+    Like `ModuleState`, but for a whole model, and from one look to the next.
     """
 
     def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
@@ -257,14 +260,14 @@ class StateWatch:
         self._seen: list[list[Any]] = [[]] * len(modules)
         self._empty: list[list[Any]] = [[]] * len(modules)
         self._filled: list[list[tuple[Any, Any]]] = [[]] * len(modules)
-        self._all_empty: list[Any] = []  # hooks, most of them: thousands that nobody fills, looked at in one go
+        self._all_empty: list[Any] = []  # mostly hook dicts: thousands that stay empty, checked in one pass
         self._trainable = [p.requires_grad for p in parameters]
         for index in range(len(modules)):
             self._snapshot(index)
         self._all_empty = [c for containers in self._empty for c in containers]
 
     def changes(self) -> list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]]:
-        """Owners of attributes that may have changed since the last time: before, and now."""
+        """Return owners whose attributes may have changed since the last call, with the attributes before and now."""
         found: list[tuple[nn.Module | nn.Parameter, dict[str, Any], dict[str, Any]]] = []
         some_filled = any(self._all_empty)
         for index, module in enumerate(self._modules):
@@ -303,7 +306,7 @@ def _unchanged(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
 
 
 def _live(owner: nn.Module | nn.Parameter, name: str, value: Any) -> Any:
-    """The object that ``value`` is a copy of, where it is still there."""
+    """Return the original of the copy ``value``, if the owner still holds it."""
     now = owner.__dict__.get(name, value) if isinstance(owner, nn.Module) else value
     return now if isinstance(value, Container) and type(now) is type(value) else value
 

@@ -1,12 +1,12 @@
-"""What torch keeps for the whole process, where several threads run layers: one of them at a time may change it.
+"""Locks around torch's process-wide state, which layers on several threads would change at the same time.
 
-* The level of forward-mode differentiation, and how deep `torch.func.jvp` is nested. Two layers at once would find each
-  other's, and be refused as nested or compute with the wrong tangents.
-* The host's generator, within `torch.random.fork_rng`, as checkpoints inside a layer use it in their backward: others
-  would draw from the state that is put in, and what they drew would be undone.
+* The level of forward-mode differentiation and the nesting depth of `torch.func.jvp`. Two layers at once would find
+  each other's level, and be refused as nested or compute with the wrong tangents.
+* The host's generator within `torch.random.fork_rng`, which checkpoints inside a layer use in their backward. Other
+  layers would draw from the state that is put in, and the fork would undo their draws.
 
-Which layers do so shows too late to keep them apart by what was learned, so torch's functions are replaced by ones that
-take a lock, for as long as there are workers.
+A layer shows too late that it does so to be scheduled apart, so torch's functions are replaced by ones that take a
+lock, for as long as there are workers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lightning_roundpipe.devices.generators import GeneratorLock
 from lightning_roundpipe.runtime.user_code.interception import current
 
 PATIENCE_S = 60.0
-"""Who waits longer goes on, and torch says what is wrong: somebody has entered a level and does not leave it."""
+"""Seconds to wait for the lock. After that torch reports the error: a thread has entered a level and not left it."""
 SURPRISE_S = 1.0
-"""Likewise for the generator, if a layer takes it that did not in the first batch."""
+"""Seconds to wait for the lock of a generator, if a layer forks that did not in the first batch."""
 
 _LEVELS = (
     (forward_ad, "enter_dual_level", "exit_dual_level"),
@@ -37,17 +37,17 @@ _LEVELS = (
 _local = threading.local()
 _users = 0
 _own: dict[tuple[Any, str], Any] = {}
-"""torch's functions, while ours stand in for them."""
+"""torch's functions while they are replaced."""
 _forked: set[str] = set()
-"""Who does, layers by their names."""
+"""Names of the layers that fork."""
 
 
 @contextlib.contextmanager
 def one_at_a_time(devices: Iterable[Device]) -> Iterator[None]:
-    """Until the last of those who have entered this leaves it. For the main thread.
+    """Replace torch's functions, until the last context of several has exited. Main thread only.
 
     Args:
-        devices: where layers run.
+        devices: devices on which layers run.
     """
     global _users
     _users += 1
@@ -62,34 +62,34 @@ def one_at_a_time(devices: Iterable[Device]) -> Iterator[None]:
 
 
 def under_forward_mode() -> bool:
-    """Whether the calling thread differentiates forward; the level alone may be another one's."""
+    """Return whether the calling thread is in forward mode; torch's level alone may be another thread's."""
     return forward_ad._current_level >= 0 and (not _own or _depth() > 0)
 
 
 def has_forked() -> bool:
-    """Whether a layer, or user code, has put another state into the host's generator for a while."""
+    """Return whether a layer or user code has forked a generator."""
     return bool(_forked)
 
 
 def alone(layer: str, device: Device) -> contextlib.AbstractContextManager[object]:
-    """Around the backward of ``layer``: if it forks it does so with the generator's lock, taken before anything else.
+    """Context for the backward of ``layer``. If the layer forks, it holds the generators' locks before all others.
 
-    Who draws takes the lock first and then its share of the device; the other way round the two would wait for each
-    other.
+    A thread that draws takes these locks before its share of the device. In the opposite order two threads would
+    deadlock.
     """
     return holding_generators(device) if layer in _forked else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def holding_generators(device: Device) -> Iterator[None]:
-    """Nobody else draws on ``device`` or the host. Always in this order, or two who want both wait for each other."""
+    """Hold the generators of ``device`` and the host, in this order: another order would deadlock."""
     with device.generator_lock, generators.HOST_LOCK:
         yield
 
 
 def _install(generator_locks: dict[torch.device, GeneratorLock]) -> None:
     _forked.clear()
-    lock = threading.RLock()  # a new one: a thread that is stuck in a layer may hold the last one forever
+    lock = threading.RLock()  # a new one: a thread that is stuck in a layer may hold the previous one forever
     for module, enter, leave in _LEVELS:
         _replace(module, enter, functools.partial(_entering, lock=lock))
         _replace(module, leave, functools.partial(_leaving, lock=lock))
@@ -143,10 +143,10 @@ def _forking(own: Callable[..., Any], locks: dict[torch.device, GeneratorLock]) 
                 yield
             return
         _forked.add(getattr(current(), "name", ""))
-        if devices is None and torch.cuda.is_available():  # all of them, but others draw from those
+        if devices is None and torch.cuda.is_available():  # would fork all GPUs, but others draw on those
             devices = [torch.cuda.current_device()]
         with contextlib.ExitStack() as held:
-            for device, lock in locks.items():  # before the host's, for who draws holds one already
+            for device, lock in locks.items():  # before the host's lock, in the order of `holding_generators`
                 if device.type != "cpu" and device.index in (devices or ()):
                     _take(lock, held)
             _take(generators.HOST_LOCK, held)
@@ -157,6 +157,6 @@ def _forking(own: Callable[..., Any], locks: dict[torch.device, GeneratorLock]) 
 
 
 def _take(lock: GeneratorLock, held: contextlib.ExitStack) -> None:
-    """Unless it takes too long: a layer that forks for the first time may keep another from the device."""
+    """Acquire ``lock`` unless it takes too long: its holder may wait for the device that this layer occupies."""
     if lock.acquire(timeout=SURPRISE_S):
         held.callback(lock.release)

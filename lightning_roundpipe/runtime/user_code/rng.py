@@ -1,16 +1,17 @@
-"""Random numbers that depend on what is computed, not on who computes it when.
+"""Random numbers that depend on what is computed, not on where or when.
 
 Each (step, microbatch, call) and each segment of user code has its own seed. A call that draws is seeded before it runs
-and again before it is recomputed, so its dropout mask is the same both times, whatever ran in between and on whichever
-worker. The seeds come from the global seed and the number of the batch, never from the generator's state: after a step
-the caller's random state is what it was before, for any number of workers, microbatches and any plan.
+and again before it is recomputed, so its dropout mask is the same both times, on any worker and whatever ran in
+between. Seeds derive from the global seed and the batch number, never from the generator's state. After a step the
+caller's random state is what it was before, for any number of workers and microbatches and any plan.
 
-Emulated devices share one physical generator with the user code. On a GPU there are two: the device's own, and the
-host's, which layers and user code that draw on the host use (as Python's and NumPy's, which are the host's everywhere).
-Sections that draw hold the generators' locks from seeding to return, the device's before the host's.
-Which do is learned in the first batch, where nothing runs at the same time; a segment that starts to draw later is
-found when it leaves the generator elsewhere than where it was parked, and is refused rather than trained on masks that
-nobody can recompute.
+Emulated devices share one generator with user code. On a GPU there are two: the device's, and the host's, which layers
+and user code that draw on the host use. Python's and NumPy's generators belong to the host's everywhere. Sections that
+draw hold the generators' locks from seeding to return, the device's before the host's.
+
+The first batch, in which nothing runs concurrently, shows which sections draw. Generators are parked at a fixed state
+between sections. A section that starts to draw later leaves its generator in another state and is refused, because its
+masks could not be recomputed.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _PARKED = 0x5EED
 
 
 def derive(*keys: int) -> int:
-    """A 63-bit seed from whole numbers; equal for equal keys on every machine."""
+    """Return a 63-bit seed from integers; equal keys give equal seeds on every machine."""
     digest = hashlib.blake2b(b",".join(str(k).encode() for k in keys), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class GlobalRandomState:
-    """The caller's generators, saved before a step and given back after it."""
+    """The state of the caller's generators, saved before a step and restored after it."""
 
     def __init__(self, devices: list[Device]) -> None:
         self._generators = {id(d.generator): d.generator for d in devices}
@@ -59,41 +60,40 @@ class GlobalRandomState:
 
 
 class Randomness:
-    """Which segments draw, and how they are seeded. Lives as long as the trace does."""
+    """Knows which segments draw, and seeds them. Lives as long as the trace."""
 
     def __init__(self) -> None:
         self._torch: set[Hashable] = set()
         self._host: set[Hashable] = set()
         self._parked: dict[int, torch.Tensor] = {}
         self.learning = True
-        """Whether any segment may draw, as nothing is known of it yet."""
+        """Whether every segment is assumed to draw, as nothing is known yet."""
         self.comparing = True
-        """While learning: whether to find out which ones do. What never runs under a plan need not be known."""
+        """Whether to find out, while learning, which segments draw. Not needed without a plan."""
         self._draws_in_backward = False
 
     @property
     def draws_in_backward(self) -> bool:
-        """Whether anything drew that runs, or may run again, when training_step has returned."""
+        """Whether anything draws that runs, or may run again, after training_step has returned."""
         return self._draws_in_backward or has_forked()
 
     def may_draw(self, key: Hashable) -> bool:
-        """Whether what ``key`` stands for draws, as far as is known."""
+        """Return whether the segment ``key`` is known to draw, or may."""
         return self.learning or key in self._torch or key in self._host
 
     def segment(
         self, key: Hashable, seed: int, device: Device, what: str, *, backward: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Run one call or one section of user code.
+        """Return the context of one call or one section of user code.
 
         Args:
-            key: what is learned to draw or not to draw: a layer, ``("user code", 3)`` for a segment of user code, or
-                ``"user code"`` for any segment, which are others where a microbatch leaves layers out. ``"backward"``
-                likewise.
-            seed: for this execution.
-            device: whose generator is drawn from.
-            what: for the error.
-            backward: whether this is the backward pass, when the main thread may use the generator for itself. A
-                recomputation draws if its forward did.
+            key: what is learned to draw or not: a layer, ``("user code", 3)`` for one section, or ``"user code"`` for
+                any section, because a microbatch that skips layers has other sections. ``"backward"`` likewise.
+            seed: seed of this execution.
+            device: device whose generator it draws from.
+            what: description for the error.
+            backward: whether this is the backward pass, when the main thread may use the generator. A recomputation
+                draws if its forward did.
         """
         if self.learning:
             return self._learning(key, seed, device, backward or not isinstance(key, tuple))
@@ -145,7 +145,7 @@ class Randomness:
             np.random.seed(seed & 0xFFFFFFFF)
 
     def check(self, device: Device, what: str) -> None:
-        """Refuse what has drawn where nothing drew in the first batch."""
+        """Raise if a generator was drawn from where nothing drew in the first batch."""
         self._check(device.generator, device.generator_lock, what)
         self._check_host(device, what)
 
@@ -172,7 +172,7 @@ class Randomness:
 
 
 class _Undrawn:
-    """A segment that does not draw, as far as is known."""
+    """Context of a segment that is not known to draw; checks that it does not."""
 
     __slots__ = ("_device", "_randomness", "_what")
 
@@ -188,7 +188,7 @@ class _Undrawn:
 
 
 def _has_two(device: Device) -> bool:
-    """Whether what draws on the host uses another generator than what draws on ``device``."""
+    """Return whether draws on the host use another generator than draws on ``device``."""
     return device.generator is not torch.default_generator
 
 

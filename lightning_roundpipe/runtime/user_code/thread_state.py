@@ -1,9 +1,9 @@
-"""What a thread carries that decides how torch computes, captured where a layer is called and re-entered where it runs.
+"""Thread-local state that affects how torch computes, captured at a layer's call and restored where the layer runs.
 
-Grad mode, inference mode, autocast, context variables and the user's ``threading.local`` are all per thread. A layer
-runs on a worker's thread, and again for its recomputation much later, so all of it has to travel with the call.
-Autocast's cache of cast weights is switched off throughout: it is shared by all threads and would hand out casts of
-weights that have left the arena.
+Grad mode, inference mode, autocast, context variables and the user's ``threading.local`` belong to a thread. A layer
+runs on a worker's thread, and again much later for its recomputation, so all of this travels with the call. Autocast's
+cache of cast weights is always off: all threads share it, and it would return casts of weights that have left the
+arena.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIBRARIES = re.compile(r"(torch|torchmetrics|lightning|pytorch_lightning|lightn
 
 
 class TorchThreadState(NamedTuple):
-    """Torch's per-thread modes at a call."""
+    """Modes of a thread at a call."""
 
     grad: bool
     inference: bool
@@ -36,10 +36,10 @@ class TorchThreadState(NamedTuple):
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...], thread_locals: Sequence[threading.local] = ()) -> TorchThreadState:
-        """The calling thread's modes.
+        """Capture the calling thread's modes.
 
         Args:
-            device_types: those that can compute (``cpu``, ``cuda``).
+            device_types: device types that compute (``cpu``, ``cuda``).
             thread_locals: see `thread_locals_of`.
         """
         autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types)
@@ -47,12 +47,12 @@ class TorchThreadState(NamedTuple):
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, local)
 
     def entered(self, *, grad: bool | None = None) -> contextlib.AbstractContextManager[None]:
-        """The same modes on this thread; ``grad`` overrides grad mode."""
+        """Return a context with these modes; ``grad`` overrides grad mode."""
         return _Entered(self, self.grad if grad is None else grad)
 
 
 class _Entered:
-    """A context in which a thread has the modes of ``state``. It changes what differs, which most often is nothing."""
+    """Context with the modes of ``state``. Changes only what differs, usually nothing."""
 
     __slots__ = ("_around", "_before", "_grad", "_state")
 
@@ -87,15 +87,15 @@ class _Entered:
 
 @dataclass(frozen=True)
 class _Local:
-    """What a ``threading.local`` holds in one thread."""
+    """The contents of a ``threading.local`` in one thread."""
 
     value: threading.local
     held: dict[str, Any]
 
     def enter(self) -> None:
-        """It holds the same in this thread."""
+        """Give it the same contents in this thread."""
         there = vars(self.value)
-        if not same(there, self.held):  # tensors have no one truth value
+        if not same(there, self.held):  # ``==`` would fail on tensors
             there.clear()
             there.update(self.held)
 
@@ -107,9 +107,9 @@ class _Local:
 
 
 def thread_locals_of(root: nn.Module) -> tuple[threading.local, ...]:
-    """The ``threading.local`` objects of the user's code: globals beside the classes of modules, and their attributes.
+    """Return the ``threading.local`` objects of the user's code: module-level ones beside its classes, and attributes.
 
-    What torch, Lightning and the standard library keep for a thread is theirs.
+    Those of torch, Lightning and the standard library are left out.
     """
     files = {kind.__module__ for module in root.modules() for kind in type(module).__mro__}
     places = [vars(sys.modules[name]) for name in files if name in sys.modules and not _LIBRARIES.match(name)]
@@ -118,9 +118,10 @@ def thread_locals_of(root: nn.Module) -> tuple[threading.local, ...]:
 
 
 def apply_context(context: contextvars.Context) -> None:
-    """Give the calling thread the context variables that were set in ``context``, a copy of its own.
+    """Set the context variables of the calling thread to their values in ``context``.
 
-    ``training_step`` runs in a copy, on a microbatch's thread. What it sets stays set in plain training.
+    ``training_step`` runs in a copy of the context on a microbatch's thread, but what it sets must remain set, as in
+    plain training.
     """
     own = contextvars.copy_context()
     for variable, value in context.items():
