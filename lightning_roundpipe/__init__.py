@@ -1,8 +1,8 @@
 """RoundPipe for PyTorch Lightning: ``Trainer(strategy="roundpipe")``.
 
-Importing this package makes the strategy's name known to Lightning and nothing else. It stays light on purpose: torch
-itself imports it at the end of ``import torch`` (see `lightning_roundpipe.registration`), where an import of torch or
-Lightning would be circular and an error would make torch unusable. So the public names are imported on first use.
+Importing this package only registers the strategy's name with Lightning. It imports neither torch nor Lightning,
+because torch itself imports it at the end of ``import torch`` (see `lightning_roundpipe.registration`): their import
+would be circular there, and an error would make torch unusable. The public names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Gradients of an accumulation window that a checkpoint falls into.
+"""Saves the gradients of an open accumulation window with a checkpoint.
 
-Plain Lightning forgets them: the resumed run makes the window's step of the batches that are left. Here they are saved
-with the optimizer's state, under a key of ours that other strategies do not look at, so that resuming continues bit for
-bit wherever the checkpoint was written.
+Plain Lightning drops them: a resumed run computes the window's step from the remaining batches only. Here they are
+saved with the optimizer's state, under a key that other strategies ignore, so that a resumed run is equal bit for bit
+wherever the checkpoint was written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ACCUMULATED = "roundpipe_accumulated_gradients"
 
 
 def is_open(trainer: Trainer) -> bool:
-    """Whether batches were accumulated that no optimizer step has used yet."""
+    """Return whether gradients were accumulated that no optimizer step has used yet."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     batches: Any = progress.current
     ended = progress.is_last_batch and batches.processed == batches.ready
@@ -29,12 +29,13 @@ def is_open(trainer: Trainer) -> bool:
 def save(
     checkpoint: dict[str, Any], module: LightningModule, updates: AsyncOptimizer | None, scale: float = 1.0
 ) -> None:
-    """Put the gradients of an open window into ``checkpoint``, if there is one and it holds optimizer state.
+    """Add the gradients of an open window to ``checkpoint``, if there is one and it holds optimizer state.
 
     Args:
-        module: that trains; nothing is on its way.
-        updates: where gradients are accumulated; None: in ``.grad``.
-        scale: what they were multiplied by. They are saved without, and by a power of two this changes no bit.
+        checkpoint: what Lightning is about to save.
+        module: the module in training. None of its batches may be in progress.
+        updates: the optimizer that accumulates gradients; None if they are in ``.grad``.
+        scale: the loss scale, by which gradients are divided. A power of two changes no bit.
     """
     if "optimizer_states" not in checkpoint or not is_open(module.trainer):
         return
@@ -47,7 +48,7 @@ def save(
 def restore(
     gradients: Mapping[str, Tensor], module: LightningModule, updates: AsyncOptimizer | None, scale: float = 1.0
 ) -> None:
-    """Go on with ``gradients``, by parameter name, where the run that saved them was. Others stay as they are."""
+    """Continue an accumulation window with ``gradients`` by parameter name. Other gradients stay as they are."""
     if scale != 1.0:
         gradients = {name: gradient * scale for name, gradient in gradients.items()}
     named = {name: p for name, p in module.named_parameters() if name in gradients}

@@ -1,11 +1,11 @@
-"""What a run says of itself: what is about to happen, and the plan; on the screen and to loggers.
+"""What a run reports about itself, on the screen and to loggers: its settings and its plan.
 
     setup ── settings to the loggers' hyperparameters, before Lightning logs the module's ── [1]
     first batch ── devices, microbatches, precision, model, host memory ── settings that were clamped ── [2]
-    the plan is there ── stages, memory of a device, seconds of a step ── [3] ── and to the hyperparameters ── [4]
+    plan is made ── stages, memory of a device, seconds of a step ── [3] ── and to the hyperparameters ── [4]
 
-Nothing of this is said in each step. A callback that shows all this in its own way has a class attribute
-``roundpipe_announces = True``: then [2] and [3] are left to it.
+Nothing is reported per step. A callback with the class attribute ``roundpipe_announces = True`` shows [2] and [3] in
+its own way; they are not printed then.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.memory.budget import peak_bytes
 
 ANNOUNCES = "roundpipe_announces"
-"""Class attribute of callbacks that show all this in their own way."""
+"""Class attribute of callbacks that replace [2] and [3]."""
 
 _NO_SETTINGS = ("emulation", "plan")
-"""Options that are no hyperparameters: a way to test, and what the plan itself is logged for."""
+"""Options that are not hyperparameters: ``emulation`` is for tests, and the plan itself is logged under ``plan``."""
 _PROBE = 64
-"""Rows and columns of a parameter on which an optimizer shows how much state it keeps."""
+"""Rows and columns of the parameter on which the size of an optimizer's state is measured."""
 
 
 class Announcements:
-    """Of one fit.
+    """The announcements of one fit.
 
     Args:
-        trainer: whose callbacks and loggers these are.
-        module: that is trained.
-        engine: that trains it.
-        precision: Lightning's flag.
-        inform: is given each line.
+        trainer: its callbacks and loggers receive them.
+        module: the module in training.
+        engine: the engine that trains it.
+        precision: Lightning's precision flag.
+        inform: prints a line.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class Announcements:
         self._plan: Plan | None = None
 
     def before(self, batch: Any) -> None:
-        """Before a batch; the first one is announced [2]."""
+        """Announce the first batch [2]; do nothing for later ones."""
         if self._begun:
             return
         self._begun = True
         if self._module.automatic_optimization:
             try:
                 self._sizes = self._engine.cutter.sizes_for(batch)
-            except ValueError:  # the engine says what is wrong with the batch
+            except ValueError:  # the engine will say what is wrong with the batch
                 return
         self._say(self._beginning())
         for text in clamped(self._engine.options, self._sizes or []):
             warn(PREFIX + text)
 
     def after(self) -> None:
-        """Behind a batch: its plan, if that is new [3]; and what there is to log of it, once [4]."""
+        """Announce the plan after a batch, if it is new [3], and log it once [4]."""
         plan = self._engine.learned.plan
         if plan is not None and plan is not self._plan:
             self._plan = plan
@@ -124,26 +124,26 @@ class Announcements:
         return f'plan "{plan}": {named}{few}, about {gib(memory)} on each device{took}.'
 
     def _seconds(self, plan: Plan, microbatches: int) -> float:
-        """What computation alone takes in a step, by the times of the first batch."""
+        """Return how long computing alone takes in a step, by the times measured in the first batch."""
         engine = self._engine
         assert engine.learned.costs is not None
         run = run_steps(plan, engine.learned.costs, len(engine.worker_pool.workers), microbatches)
         if engine.worker_pool.accelerator is not None:
             return run.makespan_s
         busy = sum(event.end_s - event.start_s for event in run.events if event.kind in COMPUTE)
-        return max(run.makespan_s, busy / concurrent_devices())  # the devices share the cores
+        return max(run.makespan_s, busy / concurrent_devices())  # emulated devices share the cores
 
     # -- loggers ------------------------------------------------------------------------------------------------------
 
     def log_settings(self) -> None:
-        """In setup [1]: TensorBoard compares runs by what is logged first."""
+        """Log the settings in setup [1]: TensorBoard compares runs by the hyperparameters logged first."""
         engine = self._engine
         settings = {f.name: getattr(engine.options, f.name) for f in fields(Options) if f.name not in _NO_SETTINGS}
         facts = {"devices": len(engine.worker_pool.workers), "plan_policy": engine.options.plan_policy}
         self._log(settings | facts, first=True)
 
     def _log(self, values: Mapping[str, Any], *, first: bool = False) -> None:
-        """``values`` become hyperparameters. What the user logs under the same name stays."""
+        """Log ``values`` as hyperparameters. Those that the user logs under the same name stay."""
         trainer = self._trainer
         if not trainer.enable_autolog_hparams:
             return
@@ -156,10 +156,10 @@ class Announcements:
                 if not isinstance(logger, TensorBoardLogger):
                     logger.log_hyperparams(given)
                 elif first and own:
-                    logger.log_hyperparams(own | given)  # the only ones that it shows
+                    logger.log_hyperparams(own | given)  # TensorBoard shows those of the first call only
                 elif first:
-                    logger.hparams.update(given)  # no metric that the user has not asked for comes with them
-                else:  # it has written its file
+                    logger.hparams.update(given)  # unlike log_hyperparams, logs no metric that the user did not ask for
+                else:  # its hyperparameter file is already written
                     logger.hparams.update(given)
                     save_hparams_to_yaml(Path(logger.log_dir) / logger.NAME_HPARAMS_FILE, logger.hparams)
             except Exception as error:
@@ -170,7 +170,7 @@ class Announcements:
 
 
 def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
-    """Settings that a batch of these microbatches cannot have, each with what it has instead."""
+    """Return a message for each setting that is too large for a batch of these microbatches."""
     samples, texts = sum(sizes), []
     batch = f"a batch of {plural(samples, 'sample')}"
     if options.num_microbatches is not None and 0 < len(sizes) < options.num_microbatches:
@@ -193,13 +193,13 @@ def clamped(options: Options, sizes: Sequence[int]) -> list[str]:
 
 
 def name_devices(engine: Engine) -> str:
-    """``"4 emulated devices"`` or ``"2 GPUs"``."""
+    """Return the devices in words: ``"4 emulated devices"`` or ``"2 GPUs"``."""
     pool = engine.worker_pool
     return plural(len(pool.workers), "emulated device" if pool.accelerator is None else "GPU")
 
 
 def how_cut(sizes: Sequence[int] | None) -> str:
-    """``"4 microbatches of 1 to 2 samples"``."""
+    """Return the microbatches in words: ``"4 microbatches of 1 to 2 samples"``."""
     if not sizes:
         return "microbatches of the model's calls"
     least, most = min(sizes), max(sizes)
@@ -208,7 +208,7 @@ def how_cut(sizes: Sequence[int] | None) -> str:
 
 
 def count(number: int) -> str:
-    """``"950"``, ``"13.4 k"``, ``"134.5 M"``, ``"7.2 B"``."""
+    """Return a number in words: ``"950"``, ``"13.4 k"``, ``"134.5 M"``, ``"7.2 B"``."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:,.1f} {unit}"
@@ -216,7 +216,7 @@ def count(number: int) -> str:
 
 
 def host_bytes(engine: Engine, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> int:
-    """What training keeps on the host from step to step: weights, their copies, gradients and optimizer state."""
+    """Return the host memory that stays in use between steps: weights, their copies, gradients and optimizer state."""
     in_files = {id(p) for layer in engine.model.layers for flat in layer.flats if flat.in_place for p in flat.masters}
     weights = sum(p.nbytes for p in parameters if id(p) not in in_files)
     copies = sum(flat.nbytes for layer in engine.model.layers for flat in layer.flats if flat.copied)
@@ -225,7 +225,7 @@ def host_bytes(engine: Engine, parameters: Sequence[nn.Parameter], optimizers: S
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """What the state will take, or takes already; 0 if that is not known before a step of the user's own optimizer."""
+    """Return the size of the optimizer's state, present or expected; 0 if it cannot be known before its first step."""
     stepped = optimizer.state_dict().get("state", {}).values()
     if stepped:
         return sum(t.nbytes for state in stepped for t in state.values() if isinstance(t, torch.Tensor))
@@ -241,11 +241,11 @@ def _state_bytes(optimizer: Optimizer) -> int:
         return 0
     kept = sum(t.nbytes for t in trial.state[probe].values() if isinstance(t, torch.Tensor))
     masters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return int(sum(4 * p.numel() for p in masters) * kept / probe.nbytes)  # masters are fp32
+    return int(sum(4 * p.numel() for p in masters) * kept / probe.nbytes)  # trained parameters are fp32
 
 
 def changed_settings(options: Options) -> dict[str, str]:
-    """Those that are not the defaults, each as it would be written in a script."""
+    """Return the options that differ from their defaults, each as written in a script."""
     default, changed = Options(), {}
     for name in (f.name for f in fields(Options)):
         value = getattr(options, name)
@@ -260,14 +260,14 @@ def _size(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A setting as loggers take it: a number, text, or None."""
+    """Return a setting as loggers accept it: a number, text, or None."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return name_setting(value)
 
 
 def name_setting(value: Any) -> str:
-    """A setting's value as it would be written in a script, functions and classes by their names."""
+    """Return a setting's value as written in a script, with functions and classes by their names."""
     if isinstance(value, Emulation):
         value = {f.name: v for f in fields(value) if (v := getattr(value, f.name)) != f.default}
     if isinstance(value, (list, tuple)):

@@ -1,9 +1,9 @@
-"""Checkpoint files that are whole or not there.
+"""Writes checkpoint files that are either complete or absent.
 
-Lightning writes a checkpoint to the system's folder for temporary files and then moves it. Where that folder is another
-file system, which is usual, the move is a copy to the final name: whoever is killed meanwhile has destroyed the
-checkpoint that was there. Here it is written beside the final name, brought to the disk, and only then renamed. It also
-goes to the file directly: Lightning first makes all of it in memory, which a model that just fits the host has not got.
+Lightning writes a checkpoint to the system's temporary folder and then moves it. If that folder is on another file
+system, as usual, the move copies to the final name, and a process killed meanwhile has destroyed the previous
+checkpoint. `WholeCheckpointIO` writes beside the final name, flushes to the disk, and then renames. It also writes
+straight to the file: Lightning serializes to memory first, which a model that just fits the host does not leave.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
 UNFINISHED = ".unfinished"
-"""Ends the name of a file that is being written. One that is found later was left by a process that was killed."""
+"""Suffix of a file that is being written. A killed process leaves such a file behind."""
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's own format, written to a temporary name first."""
+    """Lightning's checkpoint format, written under a temporary name first."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write ``checkpoint`` to ``path``. Until that is done, ``path`` is what it was before.
+        """Write ``checkpoint`` to ``path``. Until that is complete, ``path`` keeps its old content.
 
         Raises:
             TypeError: ``storage_options`` is given.
         """
         if storage_options is not None or "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)  # which refuses, or knows other file systems
+            super().save_checkpoint(checkpoint, path, storage_options)  # refuses, or writes to a remote file system
             return
         final = Path(path)
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring the new name to the disk, where folders can be opened for that."""
+    """Flush the new name to the disk, where the system can open folders."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,7 +1,7 @@
-"""The strategy's options: parsed, checked, and refused by name before anything is allocated.
+"""The strategy's options, parsed and checked before anything is allocated.
 
-Everything a user can set is checked here once, so that no other module has to wonder whether a value makes sense. Each
-message names the setting and the remedy. This module imports nothing of ours.
+All checks of user settings are here, so other modules can rely on the values. Each message names the setting and the
+remedy. This module imports no other module of the package.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
-"""The precision flags that are built, in Lightning's own spelling."""
+"""The supported precision flags, in Lightning's spelling."""
 
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Lightning's short forms of them."""
+"""Lightning's short forms of the precision flags."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 class RoundPipeError(RuntimeError):
-    """Something in the user's model or step that the engine cannot carry without changing its meaning."""
+    """The user's model or step does something that the engine cannot run without changing its meaning."""
 
 
 def parse_bytes(value: float | str, name: str) -> int:
-    """``"20GiB"``, ``"512 MB"`` or a plain number of bytes, as bytes. ``name`` is the setting for the error."""
+    """Return a size such as ``"20GiB"``, ``"512 MB"`` or a number in bytes. ``name`` is the setting, for errors."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", value)
         if not match or match[2].upper() not in _UNITS:
@@ -55,13 +55,14 @@ class Emulation:
     """How emulated devices behave. Only ``accelerator="cpu"`` reads it.
 
     Args:
-        memory: bytes (or ``"2GiB"``) that each device has; more raises out-of-memory. ``None``: no limit.
+        memory: memory of each device in bytes (or ``"2GiB"``). Exceeding it raises an out-of-memory error. ``None``: no
+            limit.
         bandwidth: bytes per second of each direction of a device's link. ``None``: as fast as the host copies.
-        latency: seconds that each copy takes before its first byte arrives.
-        poison: fill buffers with NaN when they are made and when they are freed, so that a read too early or too late
-            shows as a wrong number.
-        delay_seed: seed of random delays before copies, layers and user code and between them, which shake out missing
-            waits. ``None``: no delays.
+        latency: seconds before the first byte of each copy arrives.
+        poison: fill buffers with NaN when they are allocated and freed, so that a read too early or too late yields
+            wrong numbers.
+        delay_seed: seed of random delays before copies, layers and user code, which reveal missing waits. ``None``: no
+            delays.
     """
 
     memory: int | str | None = None
@@ -84,7 +85,7 @@ class Emulation:
 
     @classmethod
     def of(cls, value: Emulation | Mapping[str, Any] | None) -> Emulation:
-        """An ``Emulation`` from itself, a mapping of its fields (Hydra), or nothing."""
+        """Return ``value`` as an ``Emulation``: from one, from a mapping of its fields (Hydra), or from None."""
         if isinstance(value, Emulation):
             return value
         known = {f.name for f in fields(cls)}
@@ -99,11 +100,11 @@ class Emulation:
 
 
 _COMPILE_SETTINGS = ("backend", "dynamic", "fullgraph", "mode", "options")
-"""Arguments of ``torch.compile`` that say how, not what or whether."""
+"""The arguments of ``torch.compile`` that users may set."""
 
 
 def _compile_settings(value: Any) -> dict[str, Any] | None:
-    """Arguments for ``torch.compile``; None: layers run as they are written."""
+    """Return the arguments for ``torch.compile``; None if layers are not compiled."""
     if value is None or isinstance(value, bool):
         return {} if value else None
     if not isinstance(value, Mapping):
@@ -135,11 +136,11 @@ def _compile_settings(value: Any) -> dict[str, Any] | None:
 LossWeight = Callable[[Any], Any]
 
 REDUCE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Formats that gradients may travel in, and the bytes of a number."""
+"""The dtypes in which gradients can be copied, and the bytes of a number in each."""
 
 
 def reduce_dtype_of(value: Any, name: str = "reduce_dtype") -> str | None:
-    """One of `REDUCE_DTYPES` from its name or ``torch.dtype``; None stays None. ``name`` is the setting."""
+    """Return one of `REDUCE_DTYPES` for a name or ``torch.dtype``, None for None. ``name``: the setting."""
     found = str(value).removeprefix("torch.")
     if value is not None and found not in REDUCE_DTYPES:
         raise ValueError(
@@ -150,7 +151,7 @@ def reduce_dtype_of(value: Any, name: str = "reduce_dtype") -> str | None:
 
 
 def refuse_unscaled(reduce_dtype: str | None, precision: str) -> None:
-    """``ValueError`` for gradients that travel in fp16 without a loss scale: small ones would arrive as zeros."""
+    """Raise ``ValueError`` if gradients are copied in fp16 without a loss scale: small ones would become zero."""
     if reduce_dtype == "float16" and not precision.startswith("16-"):
         raise ValueError(
             f"reduce_dtype='float16' with precision={precision!r}: gradients below 6e-8 are zero in float16, and only "
@@ -165,7 +166,7 @@ PLAN_POLICIES = ("measured", "static")
 
 @dataclass(frozen=True)
 class Options:
-    """What ``RoundPipeStrategy`` was asked for; see its docstring for the meaning of each field."""
+    """The options of ``RoundPipeStrategy``, whose docstring explains each field."""
 
     num_microbatches: int | None = None
     microbatch_size: int | None = None
@@ -217,12 +218,12 @@ class Options:
 
     @property
     def asks_for_parts(self) -> bool:
-        """Whether the user says how many microbatches there are, or in which stages they run."""
+        """Whether the user sets the number of microbatches or the stages they run in."""
         return self.num_microbatches is not None or self.microbatch_size is not None or self.plan_text is not None
 
     @property
     def plan_text(self) -> str | None:
-        """The stages by hand; None where a policy makes the plan."""
+        """The stages as the user wrote them; None where a policy makes the plan."""
         return None if self.plan in PLAN_POLICIES else self.plan
 
     @property
@@ -236,7 +237,7 @@ class Options:
         example = "'forward 0-3; fused 4-7; backward 0-3; round 4'"
         if not isinstance(self.plan, str):
             raise ValueError(f"plan={self.plan!r} must be 'measured', 'static' or stages as text, such as {example}.")
-        if self.plan not in PLAN_POLICIES and re.fullmatch(r"[^\s;\d]+", self.plan):  # a word; stages have numbers
+        if self.plan not in PLAN_POLICIES and re.fullmatch(r"[^\s;\d]+", self.plan):  # one word; stages have numbers
             close = get_close_matches(self.plan.lower(), PLAN_POLICIES, n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Packages that only some uses need. They come with the extras of ``pyproject.toml``, which errors name."""
+"""Optional packages. They are installed by the extras of ``pyproject.toml``, which error messages name."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ EXTRAS = {
     "pyarrow": "data",
     "datasets": "data",
 }
-"""The extra that brings a package."""
+"""The extra that installs each package."""
 
 
 def is_installed(package: str) -> bool:
-    """Whether ``package`` can be imported."""
+    """Return whether ``package`` can be imported."""
     try:
         return find_spec(package) is not None
-    except (ImportError, ValueError):  # a program may have put None in its place
+    except (ImportError, ValueError):  # ValueError: a program may have put None into sys.modules
         return False
 
 
 def remedy(package: str) -> str:
-    """What is missing, and the command that installs it."""
+    """Return what is missing, with the command that installs it."""
     return f"{package} is not installed: pip install 'lightning-roundpipe[{EXTRAS[package]}]'"
 
 
 def need(module: str, why: str) -> Any:
-    """Imports ``module``.
+    """Import ``module``.
 
     Raises:
-        ImportError: its package is not installed; the message begins with ``why`` and names the extra.
+        ImportError: its package is not installed. The message begins with ``why`` and names the extra.
     """
     try:
         return import_module(module)

@@ -1,9 +1,9 @@
-"""Gantt charts of simulated schedules: as a picture for a paper, and as a trace to walk around in.
+"""Gantt charts of simulated schedules: as a picture for a paper, and as a Chrome trace.
 
-`timeline` shows a step that ran, with its copies; this shows schedules beside each other, so it is denser: a worker is
-one row, a block is one stage for one microbatch and carries its number where there is room. Every second stage of a
-worker is paler, so that one sees where a stage ends. Charts of one group share the scale of their time axes, or a long
-schedule would look as short as a short one. Workers without a stage have no row.
+`timeline` shows a step that ran, with its copies. This module shows several schedules below each other, so it is
+denser: a worker is one row, and a block is one stage for one microbatch, with the microbatch's number where there is
+room. Every second stage of a worker is paler, to show where stages end. Charts of one group share the scale of their
+time axes. Workers without a stage have no row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.path import Path as Outline
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers and in greyscale print.
+# Okabe and Ito's colours, which colour-blind readers and greyscale prints can tell apart.
 COLOURS = {
     "forward": "#56B4E9",
     "recompute": "#F0D442",
@@ -43,25 +43,25 @@ COLOURS = {
     "head forward": "#E6BBD3",
     "head backward": "#CC79A7",
 }
-"""Per kind of work; the legend has those that occur, in this order."""
+"""Colour per kind of work. The legend lists those that occur, in this order."""
 
 WAITS = {"waits for weights": "#B5A88F", "waits for the optimizer": "#E9A178"}
-"""Per reason why a worker is idle, where it is known."""
+"""Colour per reason why a worker is idle."""
 
 _LEGEND = {"head forward": "LM head forward", "head backward": "LM head backward"}
 _IDLE, _QUIET = "#EFEFEF", "#555555"
 
-# Inches, unless something else is said.
+# In inches, unless the name says otherwise.
 _WIDTH, _LEFT, _RIGHT = 12.0, 0.85, 0.2
 _TITLE, _AXIS, _FOOT = 0.34, 0.26, 0.62
-_ROW_POINTS = (5.0, 16.0)  # thinnest and thickest row; between them a chart is two inches high
+_ROW_POINTS = (5.0, 16.0)  # thinnest and thickest row; between these, a chart is two inches high
 _CHART = 2.0
 _CROWDED_POINTS = (3.0, 1.0)
-"""Rows of a picture that is full: the thinnest before the resolution becomes lower, and the thinnest of all."""
+"""Rows of a full picture: the thinnest before the resolution decreases, and the thinnest of all."""
 _TEXT_POINTS = (4.5, 8.5)
 _LABEL_POINTS = 7.5
 _SECONDS_FROM = 10.0
-"""Simulated times are in milliseconds below this, as in the commands' tables."""
+"""Simulated times below this are shown in milliseconds, as in the commands' tables."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Block:
         worker: the row.
         microbatch: the number in the block.
         stage: its name, for the trace.
-        turn: which of its worker's stages it is, counted from 0; odd ones are paler.
-        start_ms: its beginning.
-        parts: kinds (of `COLOURS`) and milliseconds of what it consists of, in order.
+        turn: the number of the stage on its worker, from 0. Odd ones are paler.
+        start_ms: when the block begins.
+        parts: kinds (of `COLOURS`) and durations, in milliseconds, of its parts in order.
     """
 
     worker: int
@@ -91,7 +91,7 @@ class Block:
 
 @dataclass(frozen=True)
 class IdleBlock:
-    """A worker waits for one of `WAITS`."""
+    """A span in which a worker waits for one of `WAITS`."""
 
     worker: int
     why: str
@@ -104,14 +104,14 @@ class Chart:
     """One schedule.
 
     Args:
-        title: in bold.
-        step_ms: stands beside the title, in the picture's unit.
-        facts: text that follows it.
+        title: printed in bold.
+        step_ms: step time, shown beside the title in the picture's unit.
+        facts: text after the step time.
         group: charts of one group share the scale of their time axes.
-        workers: N.
-        span_ms: the end of the last block that is drawn.
-        blocks: what workers compute.
-        waits: why they do not.
+        workers: how many workers there are.
+        span_ms: the end of the last block.
+        blocks: what the workers compute.
+        waits: why they are idle.
     """
 
     title: str
@@ -125,12 +125,12 @@ class Chart:
 
     @cached_property
     def rows(self) -> dict[int, int]:
-        """Per worker that has a stage, the number of its row."""
+        """The row number of each worker that has a stage."""
         working = sorted({block.worker for block in self.blocks if block.parts})
         return {worker: row for row, worker in enumerate(working or range(self.workers))}
 
     def described(self, unit: TimeUnit) -> str:
-        """What stands beside the title."""
+        """Return the text beside the title."""
         return f"{unit.show(self.step_ms / 1e3)}{self.facts}{idle_note(self.workers - len(self.rows), self.workers)}"
 
 
@@ -138,10 +138,10 @@ class Chart:
 
 
 def draw_charts(charts: Sequence[Chart], path: Path) -> None:
-    """Draws the charts below each other; the ending of ``path`` says as what (png, pdf, svg). Its folder must exist.
+    """Draw the charts below each other to ``path``, whose folder must exist. Its suffix is the format (png, pdf, svg).
 
     Raises:
-        ValueError: there are more than a picture can hold.
+        ValueError: the charts do not fit into one picture.
     """
     from matplotlib.figure import Figure
 
@@ -167,15 +167,15 @@ def draw_charts(charts: Sequence[Chart], path: Path) -> None:
 
 
 def _room_around(charts: Sequence[Chart]) -> float:
-    """Inches of a picture that are no rows."""
+    """Return how many inches of a picture are not rows."""
     return len(charts) * (_TITLE + _AXIS) + _FOOT
 
 
 def _row_heights(charts: Sequence[Chart]) -> list[float]:
-    """Inches of a row of each chart: thinner where all do not fit into one picture otherwise.
+    """Return the height of a row of each chart in inches, reduced where the charts would not fit into one picture.
 
     Raises:
-        ValueError: they do not fit, however thin.
+        ValueError: they do not fit with the thinnest rows.
     """
     thinnest, thickest = (points / 72 for points in _ROW_POINTS)
     usual = [min(max(_CHART / len(chart.rows), thinnest), thickest) for chart in charts]
@@ -222,13 +222,13 @@ def _draw(figure: Figure, axes: Axes, chart: Chart, span_ms: float, unit: TimeUn
     for block in chart.blocks:
         for kind, begin, end in _spread(block):
             groups[kind, block.turn % 2].append(_corners(chart.rows[block.worker], begin, end))
-    for (kind, pale), boxes in groups.items():  # one collection a kind: there are too many boxes for a patch each
+    for (kind, pale), boxes in groups.items():  # one collection per kind: a patch per box would be too slow
         colour = _tint(COLOURS[kind], 0.35 * pale)
         _add(axes, PolyCollection(boxes, facecolors=colour, linewidths=0, zorder=2))
     shown = [block for block in chart.blocks if block.parts]
     if not shown:
         return
-    # Outlines take at most an eighth of a block, or narrow blocks would be all outline.
+    # Outlines take at most an eighth of a block; a narrow block would be all outline otherwise.
     outlined = [block for block in shown if points_per_ms * (block.end_ms - block.start_ms) > 1.5]
     thick = min(0.7, 72 * row / 8)
     widths = [min(thick, points_per_ms * (block.end_ms - block.start_ms) / 8) for block in outlined]
@@ -246,10 +246,10 @@ def _set_axes(axes: Axes, chart: Chart, span_ms: float, unit: TimeUnit, row: flo
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(_QUIET)
     axes.xaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 2.5, 5, 10]))
-    set_time_axis(axes, TimeUnit(unit.name, 1e3 * unit.seconds))  # the axis is in milliseconds
+    set_time_axis(axes, TimeUnit(unit.name, 1e3 * unit.seconds))  # the axis' values are milliseconds
     axes.tick_params(axis="x", labelsize=_LABEL_POINTS, color=_QUIET, labelcolor=_QUIET, length=2.5, pad=2)
     axes.tick_params(axis="y", length=0, labelsize=_LABEL_POINTS, pad=3)
-    step = 2 ** max(0, math.ceil(math.log2(_LABEL_POINTS / (72 * row))))  # a label is as high as so many rows
+    step = 2 ** max(0, math.ceil(math.log2(_LABEL_POINTS / (72 * row))))  # a label is as high as this many rows
     named = list(chart.rows.items())[::step]
     axes.set_yticks([place + 0.5 for _, place in named])
     axes.set_yticklabels([f"worker {worker}" for worker, _ in named])
@@ -258,16 +258,16 @@ def _set_axes(axes: Axes, chart: Chart, span_ms: float, unit: TimeUnit, row: flo
     heading = axes.annotate(
         chart.title, (0, 1), xytext=(0, 5), xycoords="axes fraction", textcoords="offset points", fontweight="bold"
     )
-    heading.set_parse_math(False)  # a "$" in a model's name is a "$"
+    heading.set_parse_math(False)  # "$" in a model's name does not begin a formula
     axes.annotate(f"   {chart.described(unit)}", (1, 0), xycoords=heading, va="bottom", fontsize=9, color=_QUIET)
 
 
 def _add(axes: Axes, collection: Collection) -> None:
-    axes.add_collection(collection, autolim=False)  # the limits are set, and finding them takes as long as drawing
+    axes.add_collection(collection, autolim=False)  # the limits are set; computing them takes as long as drawing
 
 
 def _spread(block: Block) -> Iterator[tuple[str, float, float]]:
-    """Each part of the block with its begin and end."""
+    """Yield each part of the block with its begin and end."""
     ends = accumulate((length for _, length in block.parts), initial=block.start_ms)
     for (kind, _), (begin, end) in zip(block.parts, pairwise(ends), strict=True):
         yield kind, begin, end
@@ -288,7 +288,7 @@ def _tint(colour: str, share_of_white: float) -> tuple[float, float, float]:
 def _write_numbers(
     figure: Figure, axes: Axes, chart: Chart, blocks: Sequence[Block], points_per_ms: float, row_points: float
 ) -> None:
-    """The microbatch's number into each block that has room for it; as outlines, since texts would take minutes."""
+    """Write its microbatch's number into each block that has room. Numbers are outlines: texts would take minutes."""
     from matplotlib.collections import PathCollection
     from matplotlib.transforms import Affine2D
 
@@ -302,7 +302,7 @@ def _write_numbers(
             continue
         paths.append(_centred(str(block.microbatch), size))
         places.append(((block.start_ms + block.end_ms) / 2, chart.rows[block.worker] + 0.5))
-    if not paths:  # matplotlib before 3.11 cannot draw none
+    if not paths:  # matplotlib before 3.11 cannot draw an empty collection
         return
     numbers = PathCollection(paths, offsets=places, offset_transform=axes.transData, facecolors="black", linewidths=0)
     numbers.set_transform(Affine2D().scale(1 / 72) + figure.dpi_scale_trans)  # from points
@@ -325,7 +325,7 @@ def _centred(text: str, size: float) -> Outline:
 
 
 def write_charts_trace(charts: Sequence[Chart], path: Path) -> None:
-    """Writes a Chrome trace, which https://ui.perfetto.dev opens: a process for each chart, a thread for a worker."""
+    """Write a Chrome trace for https://ui.perfetto.dev, with a process per chart and a thread per worker."""
     records: list[dict[str, Any]] = []
     for number, chart in enumerate(charts):
         # Perfetto reads process 0 as the idle process of the kernel.
@@ -348,7 +348,7 @@ def _metadata(what: str, process: int, thread: int, **details: str | int) -> dic
 
 
 def _records(process: int, block: Block) -> Iterator[dict[str, Any]]:
-    """The block and, if it has several, its parts within it."""
+    """Yield the record of the block and, if it has several parts, theirs within it."""
     if not block.parts:
         return
     spans = [(f"{block.stage} m{block.microbatch}", block.start_ms, block.end_ms)]
@@ -360,6 +360,6 @@ def _records(process: int, block: Block) -> Iterator[dict[str, Any]]:
 
 
 def _span(name: str, process: int, worker: int, begin_ms: float, end_ms: float) -> dict[str, Any]:
-    # Whole nanoseconds, or parts would stick out of their block by a rounding error.
+    # Whole nanoseconds: rounding errors would make parts exceed their block.
     begin, end = round(begin_ms * 1e6), round(end_ms * 1e6)
     return {"name": name, "ph": "X", "pid": process, "tid": worker + 1, "ts": begin / 1e3, "dur": (end - begin) / 1e3}

@@ -1,22 +1,22 @@
-"""Who looks at gradients or weights while a step's update may still be running, and the callback that waits for it.
+"""Finds the hooks that read gradients or weights while an update may be running, and the callback that waits for it.
 
-The optimizer runs on a thread of its own while the user's code goes on. Whoever reads a weight, a gradient or the
-optimizer's state meanwhile would see half of an update, and whoever writes one would lose it, without any message. What
-Lightning calls is known before training: each hook that is overridden, by a callback or by the module, is taken to look
-unless it is known not to. Known are the functions of Lightning's own callbacks that were read (``_READ``), and what a
-class says of itself:
+The optimizer runs on its own thread while user code continues. Code that reads a weight, a gradient or optimizer state
+meanwhile would see half of an update, and code that writes one would lose its change, both silently. Lightning's hooks
+are known before training: an overridden hook of a callback or of the module is assumed to look at weights, unless it is
+known not to. Known are the functions of Lightning's own callbacks that we have read (``_READ``), and what a class
+declares:
 
 ``roundpipe_looks_away = ("on_train_batch_end",)``, or ``True`` for all hooks, on a callback, a LightningModule, a
 LightningDataModule or a learning-rate scheduler: these hooks neither read nor write weights, gradients or optimizer
-state. Without it an ordinary logging callback costs speed, as the update has to be finished first. A class speaks for
-its own functions and those that it inherits, never for what a subclass overrides.
+state. Without it, an ordinary logging callback costs speed, because the update has to finish first. The declaration
+covers the functions that the class defines or inherits, not what a subclass overrides.
 
-A hook behind the step may also read ``.grad``: in plain training the step's gradients, clipped, stay there until the
-next backward. So waiting for an update includes that they are put there.
+A hook after the step may read ``.grad`` too: in plain training, the step's clipped gradients stay there until the next
+backward. So waiting for an update includes setting ``.grad``.
 
-Not seen, as Lightning does not call it as a hook: a data set or a ``collate_fn`` that runs the model in this process, a
-logger, a profiler, and the functions that a ``LambdaLR`` was given. Nor are hooks on a parameter's ``AccumulateGrad``
-node, which Python cannot list.
+The audit cannot see code that Lightning does not call as a hook: a data set or ``collate_fn`` that runs the model in
+this process, a logger, a profiler, or the functions of a ``LambdaLR``. Nor can it see hooks on a parameter's
+``AccumulateGrad`` node, which Python cannot list.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from lightning_roundpipe.optim.independence import stepped_by_parameter
 LOOKS_AWAY = "roundpipe_looks_away"
 
 _WITHIN_THE_STEP = ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
-"""Hooks of callbacks and modules that find finished gradients in plain training, or the weights from before the step.
+"""Hooks of callbacks and modules in which plain training shows finished gradients, or the weights before the step.
 
-``on_before_backward`` is one of them: the layers' backward, and with it their updates, has begun by then.
+``on_before_backward`` is one of them: layers' backward, and with it their updates, has begun by then.
 """
 
 _PARTS_OF_THE_STEP = ("backward", "optimizer_zero_grad", "configure_gradient_clipping", "clip_gradients")
-"""Methods of the module that do a part of the step themselves; nobody can say that they look away."""
+"""Methods of the module that perform a part of the step themselves. No declaration exempts them."""
 
 _OF_CALLBACKS = frozenset(n for n in vars(Callback) if n.startswith("on_") or n == "teardown") - {*_WITHIN_THE_STEP}
 
@@ -54,12 +54,12 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_
 _WAITS_AT = dict.fromkeys(
     (*_TRANSFERS, "on_validation_model_zero_grad", "on_validation_model_eval"), "on_train_batch_end"
 )
-"""Hooks of modules that no callback's hook comes close before: where in front of them to wait, at the latest."""
+"""Hooks of modules that no callback's hook closely precedes, with the hook before them at which to wait."""
 
 _SCHEDULER = "lr_scheduler_step"
 
 PER_BATCH = frozenset({"on_train_batch_start", "on_train_batch_end", _SCHEDULER, *_WAITS_AT})
-"""Hooks where waiting costs speed: at the others the update would have to be finished soon anyway."""
+"""Hooks in which waiting costs speed. At other hooks the update would have to finish soon anyway."""
 
 _STARTS = ("on_sanity_check_start", "on_validation_start", "on_test_start", "on_predict_start")
 _ALWAYS = frozenset({*_STARTS, "on_train_epoch_end", "on_train_end", "on_save_checkpoint", "on_load_checkpoint"})
@@ -70,7 +70,7 @@ _PROGRESS = """on_sanity_check_start on_sanity_check_end on_train_start on_train
     on_predict_batch_end on_predict_end"""
 
 _NAMED = {
-    # Shows and logs what was given to it: outputs, times, memory, learning rates.
+    # They show and log what they are given: outputs, times, memory, learning rates.
     "TQDMProgressBar": _PROGRESS + " on_train_end",
     "RichProgressBar": _PROGRESS + " on_validation_epoch_end on_exception teardown",
     "DeviceStatsMonitor": """on_train_batch_start on_train_batch_end on_validation_batch_start
@@ -81,11 +81,11 @@ _NAMED = {
     "SpikeDetection": "on_train_batch_end",
     "Timer": """on_fit_start on_train_start on_train_batch_end on_train_epoch_end on_train_end
         on_validation_start on_validation_end on_test_start on_test_end""",
-    # Changes how training goes on, not the weights.
+    # They change how training continues, not the weights.
     "EarlyStopping": "on_train_epoch_end on_validation_end",
     "GradientAccumulationScheduler": "on_train_start on_train_epoch_start",
     "StochasticWeightAveraging": "on_fit_start on_train_epoch_end",
-    # Saves by Trainer.save_checkpoint, where the strategy finishes updates itself, or what it averaged before.
+    # They save through Trainer.save_checkpoint, where the strategy finishes updates itself, or save earlier averages.
     "ModelCheckpoint": """on_train_start on_train_batch_end on_train_epoch_end on_validation_end on_exception
         on_train_end""",
     "OnExceptionCheckpoint": "on_exception teardown",
@@ -93,11 +93,11 @@ _NAMED = {
     "EMAWeightAveraging": "",
 }
 _READ: dict[type, str] = {getattr(callbacks, name): hooks for name, hooks in _NAMED.items() if hasattr(callbacks, name)}
-"""Lightning's own callbacks, each with those of its hooks that look neither at weights nor at optimizer state."""
+"""Lightning's own callbacks, each with its hooks that look neither at weights nor at optimizer state."""
 _READ[_LRCallback] = "on_train_batch_start on_train_batch_end"  # the learning-rate finder's
 
 _NAMES = frozenset({*_WITHIN_THE_STEP, *_PARTS_OF_THE_STEP, *_OF_CALLBACKS, *_WAITS_AT, _SCHEDULER, "optimizer_step"})
-"""Of all functions that count."""
+"""The names of all functions that the audit considers."""
 
 _METHODS = (FunctionType, classmethod, staticmethod, property)
 _HARMLESS = frozenset(getattr(kind, hook, None) for kind, hooks in _READ.items() for hook in hooks.split())
@@ -107,13 +107,13 @@ _HARMLESS = frozenset(getattr(kind, hook, None) for kind, hooks in _READ.items()
 
 
 def needs_gradients(trainer: Trainer, module: LightningModule, optimizers: Collection[Optimizer]) -> str | None:
-    """Who needs the masters' finished gradients within the step, so that only the blocking step is right.
+    """Return why the masters' finished gradients are needed within the step, so that only the blocking step is correct.
 
-    Ask when everybody has had the chance to come in: ``on_fit_start`` and ``on_train_start`` may register hooks.
-    ``optimizer_step`` can be named in ``roundpipe_looks_away`` if it does nothing but step and set hyperparameters.
+    Call it after ``on_fit_start`` and ``on_train_start``, which may register hooks. A module whose ``optimizer_step``
+    only steps and sets hyperparameters can name it in ``roundpipe_looks_away``.
 
     Returns:
-        The first one found, to be put behind "because": ``"callback GradNorm has on_after_backward"``. None if nobody.
+        The first reason, to follow "because": ``"callback GradNorm has on_after_backward"``. None if there is none.
     """
     return next(_gradient_needs(trainer, module, optimizers), None)
 
@@ -143,7 +143,7 @@ def _gradient_needs(trainer: Trainer, module: LightningModule, optimizers: Colle
 
 
 def hooked_parameter(module: nn.Module) -> str | None:
-    """The first parameter with a hook on it or on its gradient, as ``wandb.watch`` and others register them."""
+    """Return the first parameter with a hook on itself or its gradient, as ``wandb.watch`` registers them."""
     return next((name for name, parameter in module.named_parameters() if _has_hook(parameter)), None)
 
 
@@ -154,10 +154,10 @@ def _has_hook(parameter: nn.Parameter) -> bool:
 def listening(
     trainer: Trainer, module: LightningModule, optimizers: Collection[Optimizer], parameters: Iterable[nn.Parameter]
 ) -> list[object]:
-    """What `needs_gradients` and `looks_at_weights` go by, as far as it may change while training runs.
+    """Return the state that `needs_gradients` and `looks_at_weights` depend on and that may change during training.
 
-    It costs microseconds, so that each batch may compare it with the one before. A class whose functions are replaced
-    is not seen.
+    It takes microseconds, so that each batch can compare it with the previous one's. It does not notice functions that
+    are replaced in a class.
     """
     listed = others(trainer)
     set_in_instances = [vars(listener).keys() & _NAMES for listener in (module, *listed)]
@@ -167,7 +167,7 @@ def listening(
 
 
 def _altered_optimizer(optimizer: Optimizer) -> Iterator[str]:
-    """Hooks around ``step``, and methods that were replaced in the instance, would run for each layer or not at all."""
+    """Yield changes to ``step``: its hooks, and methods replaced in the instance, would run per layer or not at all."""
     name = type(optimizer).__name__
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         yield f"{name} has a step hook"
@@ -175,7 +175,7 @@ def _altered_optimizer(optimizer: Optimizer) -> Iterator[str]:
         yield "a step hook is registered for all optimizers"
     for method in ("step", "zero_grad"):
         replaced: Any = vars(optimizer).get(method)
-        # A scheduler of torch's counts steps by a wrapper that does nothing else.
+        # torch's schedulers count steps with a wrapper that does nothing else.
         counts = hasattr(replaced, "_wrapped_by_lr_sched") and replaced.__wrapped__ is type(optimizer).step
         if replaced is not None and not counts:
             yield f"{method}() of {name} was replaced in the instance"
@@ -185,20 +185,19 @@ def _altered_optimizer(optimizer: Optimizer) -> Iterator[str]:
 
 
 def looks_at_weights(trainer: Trainer, module: LightningModule) -> dict[str, str]:
-    """The hooks between steps in which somebody may read or write weights or optimizer state, and who it is.
+    """Return the hooks between steps that may read or write weights or optimizer state, and the classes that have them.
 
-    Hooks within the step are not among them (``needs_gradients``). Those of ``Callback`` are waited for by
-    ``FlushOptimizer``,
-    just before the first callback's. Those that only a module or data module has are treated thus:
+    Hooks within the step are not among them (see ``needs_gradients``). For hooks of ``Callback``, ``FlushOptimizer``
+    waits just before the first callback's. Hooks that only a module or data module has are treated like this:
 
-    * ``on_before_batch_transfer``, ``transfer_batch_to_device`` and ``on_after_batch_transfer`` run in front of
-      ``on_train_batch_start``, and ``on_validation_model_zero_grad`` and ``on_validation_model_eval`` in front of
-      ``on_validation_start``: ``FlushOptimizer`` waits at the end of the batch before.
-    * ``lr_scheduler_step`` runs right behind the optimizer's step, with no callback's hook between: the strategy must
-      finish the update within its ``optimizer_step``. A scheduler that is not one of torch's counts here too.
+    * ``on_before_batch_transfer``, ``transfer_batch_to_device`` and ``on_after_batch_transfer`` run before
+      ``on_train_batch_start``, and ``on_validation_model_zero_grad`` and ``on_validation_model_eval`` before
+      ``on_validation_start``: ``FlushOptimizer`` waits at the end of the previous batch.
+    * ``lr_scheduler_step`` runs right after the optimizer's step, with no callback's hook between: the strategy must
+      finish the update within its ``optimizer_step``. Schedulers that are not torch's count here too.
 
     Returns:
-        Hook names with the names of who looks, such as ``{"on_train_batch_end": "callback WeightNorm, MyModule"}``.
+        Hook names with the classes that look, such as ``{"on_train_batch_end": "callback WeightNorm, MyModule"}``.
     """
     found: dict[str, list[str]] = {}
     for hook in sorted(_OF_CALLBACKS):
@@ -219,7 +218,7 @@ def looks_at_weights(trainer: Trainer, module: LightningModule) -> dict[str, str
 
 
 def slowed_by(looks: Mapping[str, str]) -> str | None:
-    """Of what ``looks_at_weights`` found, who is called with each batch, as part of a sentence; None if nobody."""
+    """Return the classes whose hooks make every batch wait, as part of a sentence; None if there are none."""
     return "; ".join(f"{who} ({hook})" for hook, who in looks.items() if hook in PER_BATCH) or None
 
 
@@ -234,7 +233,7 @@ def _schedulers(trainer: Trainer) -> Iterator[Any]:
 
 
 def _strange_scheduler(scheduler: Any) -> bool:
-    """Whether it may look: there are some that read the optimizer's state. Torch's own set hyperparameters."""
+    """Return whether a scheduler may read optimizer state. torch's own only set hyperparameters."""
     known = type(scheduler).__module__.startswith(("torch.optim.", "lightning.pytorch."))
     return not known and not any(_vouches(kind, _SCHEDULER) for kind in (scheduler, *type(scheduler).__mro__))
 
@@ -243,23 +242,23 @@ def _strange_scheduler(scheduler: Any) -> bool:
 
 
 def _looks(listener: Any, hook: str, base: type) -> bool:
-    """Whether ``listener`` has a ``hook`` of its own, beyond the one of ``base``, that is not known to look away."""
+    """Return whether ``listener`` overrides ``hook`` of ``base`` with a function that is not known to look away."""
     if _owner(listener, hook, base) is None or _says_so(listener, hook, base):
         return False
     return not (getattr(type(listener), hook, None) in _HARMLESS and hook not in vars(listener) and _as_read(listener))
 
 
 def _owner(listener: Any, hook: str, base: type) -> Any:
-    """The listener itself or the class whose ``hook`` would be called; None if it is the one of ``base``."""
+    """Return the listener or the class whose ``hook`` would be called; None if it is that of ``base``."""
     if not hasattr(base, hook) or not callable(getattr(listener, hook)):
-        return None  # nobody calls it
+        return None  # Lightning does not call it
     if hook not in vars(listener) and getattr(type(listener), hook, None) is getattr(base, hook):
         return None
     return next((holder for holder in _chain(listener) if hook in vars(holder)), listener)
 
 
 def _says_so(listener: Any, hook: str, base: type) -> bool:
-    """Whether the one whose ``hook`` is called, or one derived from it, vouches for it."""
+    """Return whether the class that defines ``hook``, or a class derived from it, declares that it looks away."""
     owner = _owner(listener, hook, base)
     for holder in _chain(listener):
         if _vouches(holder, hook):
@@ -275,7 +274,7 @@ def _vouches(holder: Any, hook: str) -> bool:
 
 
 def _as_read(callback: Callback) -> bool:
-    """Whether what one of Lightning's callbacks calls is what was read: no subclass has put in a method of its own."""
+    """Return whether one of Lightning's callbacks calls only methods that we have read: no subclass replaces one."""
     derived: list[Any] = []
     for holder in _chain(callback):
         if holder in _READ:
@@ -285,13 +284,13 @@ def _as_read(callback: Callback) -> bool:
 
 
 def _replaces(holder: Any, kind: type) -> bool:
-    """Whether ``holder`` has methods in place of those of ``kind``; hooks aside, which are judged one by one."""
+    """Return whether ``holder`` replaces methods of ``kind``, except hooks, which `_looks` judges one by one."""
     names = [name for name in vars(holder) if not name.startswith("__") and name not in vars(Callback)]
     return any(isinstance(inspect.getattr_static(kind, name, None), _METHODS) for name in names)
 
 
 def _chain(listener: Any) -> Iterable[Any]:
-    """Where Python looks for a hook: the instance, then its classes."""
+    """Return where Python looks for a hook: the instance, then its classes."""
     return (listener, *type(listener).__mro__)
 
 
@@ -299,18 +298,19 @@ def _chain(listener: Any) -> Iterable[Any]:
 
 
 class FlushOptimizer(Callback):
-    """Finishes pending updates in front of everybody else's hooks.
+    """Finishes pending updates before the hooks of other callbacks and of modules.
 
-    It stands first among the trainer's callbacks, and modules' hooks come after those of callbacks. Lightning replaces
-    the list of callbacks now and then: by the module's own at the start of each run, before ``Strategy.setup``, and by
-    others while the tuner tries learning rates or batch sizes, where it also expects its own to be the first once
-    training has ended. So ``install`` it in ``Strategy.setup`` and again in ``Strategy.on_train_start``, and ``remove``
-    it in ``on_train_end`` and ``teardown``, where nothing is pending any more.
+    It is the first of the trainer's callbacks, and modules' hooks run after those of callbacks. Lightning replaces the
+    list of callbacks at times: at the start of each run, before ``Strategy.setup``, it adds the module's own; the tuner
+    inserts others while it tries learning rates or batch sizes, and expects its own to be first once training has
+    ended. So ``install`` this callback in ``Strategy.setup`` and again in ``Strategy.on_train_start``, and ``remove``
+    it in ``on_train_end`` and ``teardown``, where no update is pending.
 
     Args:
-        settle: returns when no update is pending and each ``.grad`` is what plain training leaves behind a step. May
-            raise what went wrong in an update. It is called often, and within itself if a signal's handler saves.
-        hooks: of ``looks_at_weights``. Besides these it acts where evaluation, an epoch's end or a checkpoint begins.
+        settle: returns when no update is pending and each ``.grad`` is what plain training leaves after a step. It may
+            raise the error of an update. It is called often, and may be reentered by a signal handler that saves.
+        hooks: those of ``looks_at_weights``. The callback always acts where evaluation, an epoch's end or a checkpoint
+            begins.
     """
 
     def __init__(self, settle: Callable[[], None], hooks: Collection[str] = ()) -> None:
@@ -326,7 +326,7 @@ class FlushOptimizer(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The run ends with ``exception``; what else fails is added to it as a note and must not take its place."""
+        """Settle without hiding ``exception``, which ends the run: a further error is added to it as a note."""
         try:
             self._settle()
         except BaseException as error:
@@ -334,19 +334,19 @@ class FlushOptimizer(Callback):
                 exception.add_note(f"roundpipe: finishing the pending update failed too: {error!r}")
 
     def install(self, trainer: Trainer) -> None:
-        """Stand first among ``trainer``'s callbacks. Nothing changes if it does already."""
+        """Become the first of ``trainer``'s callbacks. Idempotent."""
         listed = _callbacks(trainer)
         if not listed or listed[0] is not self:
             _set_callbacks(trainer, [self, *others(trainer)])
 
     def remove(self, trainer: Trainer) -> None:
-        """Leave no trace among ``trainer``'s callbacks."""
+        """Remove this callback from ``trainer``'s callbacks."""
         if len(left := others(trainer)) < len(_callbacks(trainer)):
             _set_callbacks(trainer, left)
 
 
 def others(trainer: Trainer) -> list[Callback]:
-    """The callbacks of ``trainer`` that are not ours."""
+    """Return the callbacks of ``trainer`` without ``FlushOptimizer``."""
     return [callback for callback in _callbacks(trainer) if not isinstance(callback, FlushOptimizer)]
 
 
@@ -356,5 +356,5 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
 
 
 def _set_callbacks(trainer: Trainer, listed: list[Callback]) -> None:
-    """A new list, as Lightning makes one too: somebody may be walking through the old one."""
+    """Set a new list, as Lightning does: the old one may be being iterated."""
     vars(trainer)["callbacks"] = listed

@@ -1,6 +1,6 @@
-"""What the package says to its users, apart from errors: warnings of a category of its own, and words for numbers.
+"""Messages to users, apart from errors: a warning category, and words for numbers.
 
-Every warning begins with ``roundpipe:``, as every line of information does, so that a user sees where it comes from.
+Every warning and every line of information begins with ``roundpipe:``, so that users see where it comes from.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _NOT_THE_USER = ("lightning_roundpipe", "lightning", "lightning_utilities", "con
 
 
 class RoundPipeWarning(UserWarning):
-    """Something that is not wrong, but probably not what the user wants, and that a setting changes."""
+    """Something that works, but is probably not what the user wants, and that a setting changes."""
 
 
 def warn(text: str) -> None:
-    """Warn of ``text``, which begins with ``roundpipe:``."""
+    """Issue a `RoundPipeWarning`. ``text`` must begin with ``roundpipe:``."""
     assert text.startswith(PREFIX)
     warnings.warn(text, RoundPipeWarning, stacklevel=_frames_to_the_user())
 
 
 def _frames_to_the_user() -> int:
-    """How many calls of ours and of Lightning's, from `warn` on, are on the stack above the user's own code."""
+    """Return, as ``stacklevel``, the number of frames from `warn` to the user's code, past Lightning's and torch's."""
     frame: FrameType | None = sys._getframe(1)
     number = 1
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USER:
@@ -34,12 +34,12 @@ def _frames_to_the_user() -> int:
 
 
 def plural(number: int, noun: str) -> str:
-    """The number with its noun: ``"1 worker"``, ``"4 microbatches"``."""
+    """Return the number with its noun: ``"1 worker"``, ``"4 microbatches"``."""
     return f"{number:,} {noun if number == 1 else noun + ('es' if noun.endswith('ch') else 's')}"
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in the unit that suits their size, such as ``"1.1 GiB"``."""
+    """Return bytes in the unit that suits their size, such as ``"1.1 GiB"``."""
     for unit in ("bytes", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}"
@@ -48,7 +48,7 @@ def gib(nbytes: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration in words, such as ``"120 ms"``, ``"2.4 s"`` or ``"3.5 min"``."""
+    """Return a duration in words, such as ``"120 ms"``, ``"2.4 s"`` or ``"3.5 min"``."""
     if value < 0.995:
         return f"{1000 * value:.0f} ms"
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"

@@ -1,9 +1,9 @@
-"""What Lightning's monitors and profilers measure of one device and one thread, they are given of all workers.
+"""Lets Lightning's monitors and profilers see all workers instead of one device and one thread.
 
-``DeviceStatsMonitor`` and ``ThroughputMonitor`` take it that a process has one device, ``root_device``: the others'
-memory would never show, and the model FLOPs of all devices would be compared with what one of them can do. Lightning
-reads the number format that this is about off the class of its own precision plugins, which ours is not. torch's
-profiler records the thread that started it, where no layer runs.
+``DeviceStatsMonitor`` and ``ThroughputMonitor`` assume that a process has one device, ``root_device``. The memory of
+the others would never show, and the model FLOPs of all devices would be compared with the peak of one. Lightning
+derives the dtype of that peak from the class of its own precision plugins, which ours is not. torch's profiler records
+the thread that started it, where no layer runs.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _COMPUTED_IN = {
 
 
 def tell_of_all_workers(trainer: Trainer, precision: str, workers: Sequence[Device]) -> Callable[[], object]:
-    """Let Lightning's monitors see all ``workers``. Call it when callbacks have been set up.
+    """Let Lightning's monitors see all ``workers``. Call it after the callbacks' setup.
 
     Args:
-        trainer: whose callbacks and accelerator are meant.
-        precision: that layers compute in.
-        workers: of the strategy.
+        trainer: its callbacks and its accelerator are changed.
+        precision: Lightning's flag for the precision in which layers compute.
+        workers: the strategy's devices.
 
     Returns:
-        what ends it.
+        A function that undoes the change of the accelerator.
     """
     _rate(trainer, precision, workers)
     accelerator = trainer.accelerator
@@ -47,7 +47,7 @@ def tell_of_all_workers(trainer: Trainer, precision: str, workers: Sequence[Devi
 
 
 def _rate(trainer: Trainer, precision: str, workers: Sequence[Device]) -> None:
-    """``ThroughputMonitor`` rates the run by what all devices together can do; one that is listed twice counts once."""
+    """Let ``ThroughputMonitor`` compare with the peak of all devices together. A GPU listed twice counts once."""
     rated = [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, ThroughputMonitor)]
     if not rated:
         return
@@ -65,10 +65,10 @@ def _distinct(workers: Sequence[Device]) -> list[torch.device]:
 
 
 def _stats_of(workers: Sequence[Device], ask: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """What ``DeviceStatsMonitor`` logs.
+    """Return a replacement for ``get_device_stats``, which ``DeviceStatsMonitor`` logs.
 
-    What ``ask`` says of the device it is asked for keeps its names. Other GPUs' comes under ``cuda:1/...``, and what
-    the engine counts itself, on emulated devices too, under ``worker 0/resident_bytes`` and ``worker 0/peak_bytes``.
+    The statistics of the device that is asked for keep their names. Those of other GPUs come under ``cuda:1/...``. The
+    engine's own counts, on emulated devices too, come under ``worker 0/resident_bytes`` and ``worker 0/peak_bytes``.
     """
 
     def stats(device: Any) -> dict[str, Any]:
@@ -85,23 +85,23 @@ def _stats_of(workers: Sequence[Device], ask: Callable[[Any], dict[str, Any]]) -
 
 
 def profile_all_threads(module: LightningModule) -> None:
-    """Let the ``PyTorchProfiler`` of the module's trainer, if it has one, see the workers' threads.
+    """Let the ``PyTorchProfiler`` of the module's trainer, if there is one, record the workers' threads.
 
-    Call it before the run's first action is profiled. What the user has configured in this respect is left alone.
+    Call it before the run's first profiled action. It keeps an ``experimental_config`` that the user has set.
     """
     profiler = getattr(module._trainer, "profiler", None)
     if isinstance(profiler, PyTorchProfiler):
-        with contextlib.suppress(TypeError, AttributeError):  # a torch that cannot
+        with contextlib.suppress(TypeError, AttributeError):  # older versions of torch cannot
             everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
             profiler._profiler_kwargs.setdefault("experimental_config", everywhere)
 
 
 @contextlib.contextmanager
 def rehearsing(trainer: Trainer) -> Iterator[list[tuple[str, Any]]]:
-    """While ``training_step`` is rehearsed, the trainer's loggers are told nothing.
+    """Silence the trainer's loggers while ``training_step`` is rehearsed.
 
     Yields:
-        what else it may change there, by name: schedulers, and the settings of optimizers.
+        What else the rehearsal might change, by name: schedulers, and the settings of optimizers.
     """
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     others: list[tuple[str, Any]] = [(type(scheduler).__name__, scheduler) for scheduler in schedulers]

@@ -1,4 +1,4 @@
-"""What Lightning asks of a strategy for several processes, answered for the only one there is."""
+"""The parts of a strategy that concern several processes, for the only one there is."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing_extensions import override
 
 
 class OneProcess(ParallelStrategy):
-    """A strategy with several devices and one process: what would be exchanged stays what it is."""
+    """A strategy with several devices and one process. Collective operations return their input."""
 
     @property
     @override
     def world_size(self) -> int:
-        """As the environment says, so that several processes are refused; 1 where it does not."""
+        """The environment's world size, so that several processes are refused; 1 where it has none."""
         try:
             return int(super().world_size)
-        except KeyError:  # SLURMEnvironment was given, and this is no SLURM task
+        except KeyError:  # SLURMEnvironment outside a SLURM task
             return 1
 
     @property
@@ -38,7 +38,7 @@ class OneProcess(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """False: every sample belongs to this process."""
+        """False: all samples belong to this process."""
         return False
 
     @override

@@ -1,7 +1,7 @@
-"""The command line of ``roundpipe-train`` in words: what it can be, what was meant by it, and how a run goes on.
+"""Help and error messages for the command line of ``roundpipe-train``, and the command that resumes a run.
 
-Hydra answers a mistyped setting with its own internals, and ``--help`` with the whole configuration. The shipped
-choices are known here, so that either answer is a few lines. Only Hydra is imported: an answer comes at once.
+Hydra answers a mistyped setting with its own internals, and ``--help`` with the whole configuration. This module knows
+the shipped choices, so it answers in a few lines. It imports only Hydra, so it answers at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GROUPS = {
     "callbacks": "progress, checkpoints and pictures",
     "logger": "metrics",
 }
-"""The groups of ``conf/train.yaml`` and what they choose."""
+"""The groups of ``conf/train.yaml``, and what each selects."""
 
 _ALL = "All settings: roundpipe-train experiment=tiny --cfg job"
 
@@ -59,11 +59,11 @@ _OPTIONS = _WITH_VALUE | {
     *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r"),
     *("--multirun", "-m", "--shell-completion", "-sc", "--experimental-rerun", "--info", "-i"),
 }
-"""Hydra's options. Some take the next argument, if it is no setting."""
+"""Hydra's options. Some take the next argument as their value, unless it is a setting."""
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
-    """The same arguments in the order that Hydra's parser takes: it refuses options between settings."""
+    """Return the arguments with options first: Hydra's parser refuses options between settings."""
     options: list[str] = []
     settings: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
@@ -76,7 +76,7 @@ def options_first(arguments: Sequence[str]) -> list[str]:
 
 
 def help_text() -> str:
-    """What ``--help`` prints: examples, groups with their choices, and the options that matter."""
+    """Return what ``--help`` prints: examples, groups with their choices, and the most useful options."""
     lines = [USAGE.rpartition("\n\n")[0], "", "groups and their choices:"]
     for group, meaning in GROUPS.items():
         lines += [f"  {group + ':':12}{meaning}"]
@@ -93,7 +93,7 @@ def help_text() -> str:
 
 
 def choices(group: str) -> list[str]:
-    """The names in a folder of the configuration."""
+    """Return the names of the files in a group's folder of the configuration."""
     folder = files(CONFIG) / group
     return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
@@ -102,7 +102,7 @@ def choices(group: str) -> list[str]:
 
 
 def wrong_option(arguments: Sequence[str]) -> str | None:
-    """What to say of an argument with dashes that is no option; None: there is none."""
+    """Return a message about the first argument with dashes that is not an option; None if there is none."""
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         name, _, value = argument.partition("=")
         if argument.startswith("-") and name not in _OPTIONS:
@@ -114,7 +114,7 @@ def wrong_option(arguments: Sequence[str]) -> str | None:
 
 
 def explained(error: Exception, arguments: Sequence[str]) -> str:
-    """What is wrong with the settings, in one line: of Hydra's and OmegaConf's errors, what matters to a user."""
+    """Return what is wrong with the settings in one line, from an error of Hydra or OmegaConf."""
     text, cause = str(error), error.__cause__
     if found := re.match(r"Could not override '([^']+)'", text):
         return _unknown(found[1], getattr(getattr(cause, "parent_node", None), "_get_root", _example)(), arguments)
@@ -128,7 +128,7 @@ def explained(error: Exception, arguments: Sequence[str]) -> str:
         group, root = found[1], _example()
         known = {*_keys(root), *GROUPS}
         for key in (argument.partition("=")[0] for argument in arguments if re.match(r"\w+(\.\w+)*=", argument)):
-            if key not in known and key.partition(".")[0] not in ("hydra", "model", "data", "lora"):  # may be why
+            if key not in known and key.partition(".")[0] not in ("hydra", "model", "data", "lora"):  # a likely cause
                 return _unknown(key, root, arguments)
         return f"{group} must be chosen: {group}=CHOICE, one of {', '.join(choices(group))}. Or choose an experiment."
     if (found := re.match(r"Error parsing override '([^'=]+)'", text)) and "EQUAL" in text:
@@ -151,12 +151,12 @@ def _joined(what: str, meant: Sequence[str], remedy: str) -> str:
 
 
 def _close(key: str, root: DictConfig) -> list[str]:
-    """Settings and groups, two at the most, that ``key`` may have been meant to be."""
+    """Return up to two settings or groups that ``key`` may stand for."""
     keys = [*dict.fromkeys([*_keys(root), *GROUPS])]
     parent, _, leaf = key.rpartition(".")
     leaves = {name: name.rpartition(".")[2] for name in keys}
     beside = [name for name in keys if name.rpartition(".")[0] == parent]
-    same = [name for name in keys if leaves[name] == leaf]  # in another group, or in none
+    same = [name for name in keys if leaves[name] == leaf]  # in another group, or at the top
     same = same or [name for name in keys if leaves[name].endswith(f"_{leaf}")]
     if same and not (parent and get_close_matches(leaf, [leaves[name] for name in beside], 1, 0.6)):
         return same[:2]
@@ -168,7 +168,7 @@ def _close(key: str, root: DictConfig) -> list[str]:
 
 
 def _keys(node: Any, path: str = "") -> Iterator[str]:
-    """The dotted names of all settings, whatever their values are."""
+    """Yield the dotted names of all settings, without resolving their values."""
     for key in node if isinstance(node, DictConfig) else ():
         name = f"{path}{key!s}"
         if name != "hydra" and not str(key).startswith("_"):
@@ -177,7 +177,7 @@ def _keys(node: Any, path: str = "") -> Iterator[str]:
 
 
 def _example() -> DictConfig:
-    """The settings of some run, if it is not known of which."""
+    """Return the settings of an example run, for when those of the failed run are not known."""
     with initialize_config_module(CONFIG, version_base="1.3"):
         return compose("train", ["experiment=tiny"])
 
@@ -186,11 +186,11 @@ def _example() -> DictConfig:
 
 
 def command(overrides: Iterable[str], arguments: Sequence[str], checkpoint: str | Path) -> str:
-    """The command that goes on from ``checkpoint``, to be pasted into a shell in the same folder.
+    """Return the shell command that continues from ``checkpoint``, to be run in the same folder.
 
     Args:
-        overrides: of the run.
-        arguments: of the process, whose options tell where the configuration is.
+        overrides: the run's settings.
+        arguments: the process's arguments, whose options say where the configuration is.
         checkpoint: an absolute path.
     """
     kept = [text for text in overrides if text.lstrip("+").partition("=")[0] not in ("ckpt_path", "hydra.run.dir")]
@@ -202,7 +202,7 @@ def command(overrides: Iterable[str], arguments: Sequence[str], checkpoint: str 
 
 
 def _program() -> list[str]:
-    """How this process was started, as it can be started again."""
+    """Return the words that start this program again."""
     started = Path(sys.argv[0])
     if started.suffix == ".py":
         return [sys.executable, "-m", "lightning_roundpipe.train"]
@@ -212,7 +212,7 @@ def _program() -> list[str]:
 
 
 def quoted(value: str) -> str:
-    """A text as Hydra's grammar takes it for a value: in quotes if it has more in it than a usual path."""
+    """Return a text as a value in Hydra's grammar, in quotes if it has characters that paths rarely have."""
     if re.fullmatch(r"[\w./\-+@%]+", value):
         return value
     return '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + (f"\\{m[2]}" if m[2] else ""), value) + '"'

@@ -1,10 +1,10 @@
-"""What all pictures have in common: the unit of their times, words for what they show, and how large a file may become.
+"""What all pictures share: the unit of their times, names of settings, and the largest size of a file.
 
-A browser and a document scale a picture of more than a few thousand pixels down until nothing in it can be read. So
-`save` writes every picture, and lowers its resolution before a side exceeds `MOST_PIXELS`; what draws rows makes them
-lower first.
+Browsers and documents scale a picture of more than a few thousand pixels down until it is illegible. So `save` writes
+every picture, and lowers its resolution before a side exceeds `MOST_PIXELS`. Charts with many rows make the rows lower
+first.
 
-matplotlib is imported inside functions: a program that draws nothing does not load it.
+matplotlib is imported inside functions, so programs that draw nothing do not load it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 DPI = 160
 LEAST_DPI = 80
 MOST_PIXELS = 4000
-"""Of the longer side."""
+"""Most pixels of the longer side."""
 MOST_INCHES = MOST_PIXELS / LEAST_DPI
-"""Height beyond which a figure's text could not be read any more."""
+"""Height in inches beyond which a figure's text becomes illegible."""
 
 
 @dataclass(frozen=True)
 class TimeUnit:
-    """The unit of all times in a picture: in its titles, its facts and along its axes."""
+    """The unit of all times in a picture: in titles, facts and along axes."""
 
     name: str
     seconds: float
 
     @classmethod
     def of(cls, longest_s: float, seconds_from: float = 1.0) -> TimeUnit:
-        """The unit that suits a picture whose longest time is ``longest_s``: seconds from ``seconds_from`` on."""
+        """Return the unit for a picture whose longest time is ``longest_s``: seconds from ``seconds_from`` on."""
         if longest_s >= seconds_from:
             return cls("s", 1.0)
         return cls("ms", 1e-3) if longest_s >= 1e-3 or longest_s == 0 else cls("µs", 1e-6)
@@ -48,13 +48,13 @@ class TimeUnit:
         return {"s": "seconds", "ms": "milliseconds", "µs": "microseconds"}[self.name]
 
     def show(self, seconds: float) -> str:
-        """A time with its unit, to four significant digits and never less than whole units."""
+        """Return a time with its unit, to four significant digits, but at least to whole units."""
         value = seconds / self.seconds
         digits = next((digits for digits, limit in ((3, 10), (2, 100), (1, 1000)) if abs(value) < limit), 0)
         return f"{value:,.{digits}f} {self.name}"
 
     def ticks(self, seconds: Sequence[float]) -> list[str]:
-        """Places on an axis without the unit, all with as many decimals as the one that needs most."""
+        """Return labels for places on an axis, without the unit, with as many decimals as the one that needs most."""
         values = [value / self.seconds for value in seconds]
         spacing = max(map(abs, values), default=0.0) / 1e3
         digits = next((d for d in range(6) if all(abs(v - round(v, d)) <= spacing for v in values)), 6)
@@ -62,7 +62,7 @@ class TimeUnit:
 
 
 def set_time_axis(axes: Axes, unit: TimeUnit) -> None:
-    """Labels the horizontal axis, along which there are seconds, in ``bucket``."""
+    """Label the horizontal axis, whose values are seconds, in ``unit``."""
     from matplotlib.ticker import Formatter
 
     class Ticks(Formatter):
@@ -76,9 +76,9 @@ def set_time_axis(axes: Axes, unit: TimeUnit) -> None:
 
 
 def setting_names(keys: Sequence[str]) -> dict[str, str]:
-    """What settings are called in table and picture: as much of each one's end as tells it from the others.
+    """Return short names of settings for tables and pictures: the shortest end of each key that is unambiguous.
 
-    A letter alone says little, so it is ``lora r`` and not ``r``.
+    A single letter is too little: ``lora r``, not ``r``.
     """
 
     def endings(key: str) -> list[str]:
@@ -95,14 +95,16 @@ def setting_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def idle_note(idle: int, workers: int) -> str:
-    """What a title says of rows that are left out; empty if none are."""
+    """Return the part of a title that mentions rows left out; empty if there are none."""
     if not idle:
         return ""
     return f"; {idle:,} of {plural(workers, 'worker')} {'has' if idle == 1 else 'have'} nothing to do and no row"
 
 
 def save(figure: Figure, path: Path, dpi: int = DPI) -> None:
-    """Writes the figure as the ending of ``path`` says (png, pdf, svg; PNG without one), no side longer than
-    `MOST_PIXELS`. No backend of the user's program is involved."""
+    """Write the figure in the format of ``path``'s suffix (png, pdf, svg; PNG without one).
+
+    No side is longer than `MOST_PIXELS`. Uses no matplotlib backend of the user's program.
+    """
     fitting = min(dpi, MOST_PIXELS / max(figure.get_size_inches()))
     figure.savefig(path, format=None if path.suffix else "png", dpi=fitting)

@@ -1,15 +1,15 @@
-"""The precision plugin: which number formats the layers and the user code compute in.
+"""The precision plugin: the dtypes in which layers and user code compute.
 
 Masters stay in fp32 (fp64 in ``64-true``), and so does all that the optimizer and checkpoints see of them.
 
-* ``*-mixed`` is torch's autocast, entered around the step on the calling thread, captured with each layer call and
-  entered again wherever the layer runs.
+* ``*-mixed`` is torch's autocast. The plugin enters it around the step on the calling thread; the engine captures it
+  with each layer call and enters it again wherever the layer runs.
 * ``64-true`` converts the module, masters included, as Lightning's own plugin does.
 * ``bf16-true`` and ``16-true`` show layers and user code what Lightning's own plugin shows them: weights, buffers and
-  inputs in low precision, and torch's default format set to it while a step runs. Weights are working copies of the
+  inputs in low precision, and torch's default dtype set to it during a step. The weights are working copies of the
   masters (`dtypes`).
-* ``16-*`` multiplies losses by a factor, so that small gradients do not vanish, and skips steps whose gradients are not
-  finite: `scaler` holds the factor, and its state is saved where Lightning's own plugin finds it.
+* ``16-*`` scales losses, so that small gradients do not underflow, and skips steps whose gradients are not finite.
+  `scaler` holds the scale. Its state is saved where Lightning's own plugin finds it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from lightning_roundpipe.runtime.memory.dtypes import Formats, widen
 from lightning_roundpipe.runtime.memory.loss_scale import Scales
 
 _OF_THE_FLAG = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-"""What Lightning makes of ``Trainer(precision=...)`` alone; anything else is a plugin with hooks of its own."""
+"""The plugins that Lightning creates for ``Trainer(precision=...)``. Any other plugin has hooks of its own."""
 
 _KEY = MixedPrecision.__qualname__
-"""Where Lightning's own plugin keeps its scaler in a checkpoint."""
+"""The key of a checkpoint under which Lightning's own plugin saves its scaler."""
 
 _SUPPORTED = f"{', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}"
 
@@ -48,11 +48,11 @@ class RoundPipePrecision(Precision):
     """The Trainer's precision flag under ``RoundPipeStrategy``.
 
     Args:
-        precision: Lightning's flag; the Trainer's ``precision=`` becomes this plugin by itself.
-        scaler: whose factors scale losses in fp16. Default: torch's.
+        precision: Lightning's flag. The strategy creates this plugin for the Trainer's ``precision=`` by itself.
+        scaler: the loss scale of fp16 precisions starts with its state. Default: torch's ``GradScaler``.
 
     Raises:
-        ValueError: for a precision that is not supported, with those that are; a scaler for another one than fp16.
+        ValueError: the precision is not supported, or a scaler is given for another precision than fp16.
     """
 
     def __init__(self, precision: str = "32-true", scaler: GradScaler | None = None) -> None:
@@ -62,32 +62,32 @@ class RoundPipePrecision(Precision):
         self.precision: Any = precision
         self._half = HalfPrecision(precision) if precision in ("bf16-true", "16-true") else None  # type: ignore[arg-type]
         self._true: Precision | None = DoublePrecision() if precision == "64-true" else self._half
-        """Lightning's own plugin, where it converts what it meets."""
+        """Lightning's own plugin, where it converts data."""
         self.low = self._half._desired_input_dtype if self._half else None
-        """What weights, buffers and inputs are converted to; None: they stay what they are."""
+        """The dtype to which weights, buffers and inputs are converted; None: they are not."""
         self.scaler: GradScaler | None = None
-        """The factor of losses in fp16; None in other formats."""
+        """The loss scale in fp16; None in other precisions."""
         if precision.startswith("16-"):
-            self.scaler = GradScaler(device="cpu")  # where gradients are
-            self.scaler.scale(torch.zeros(()))  # or it has no factor yet
+            self.scaler = GradScaler(device="cpu")  # the device of the gradients
+            self.scaler.scale(torch.zeros(()))  # initialises its scale
             if scaler is not None and scaler.is_enabled():
                 self.scaler.load_state_dict(scaler.state_dict())
         elif scaler is not None:
             raise ValueError(f"precision={precision!r} does not scale losses: leave out scaler=, or set 16-mixed.")
         self._scales = Scales()
         self.skipped = False
-        """Whether the last optimizer step had no loss, of which scaling makes no step."""
+        """Whether the last optimizer step had no loss, so that there was no step to scale."""
         self.clipping: Callable[[Clip], None] | None = None
-        """Told how gradients are to be clipped, where they are not in ``.grad``; the strategy sets it."""
+        """Receives the clipping to apply where gradients are not in ``.grad``. The strategy sets it."""
         self.device = "cpu"
-        """The device type that layers run on; the strategy sets it."""
+        """The type of the devices that layers run on. The strategy sets it."""
 
     @classmethod
     def of(cls, plugin: Precision | None) -> RoundPipePrecision:
-        """The plugin that stands for whatever Lightning chose from the Trainer's flag.
+        """Return the plugin for the precision of the one that Lightning created from the Trainer's flag.
 
         Raises:
-            ValueError: for a plugin that the flag does not make, because its hooks would be lost.
+            ValueError: the flag does not create such a plugin, and its hooks would be lost.
         """
         if isinstance(plugin, cls):
             return plugin
@@ -101,7 +101,7 @@ class RoundPipePrecision(Precision):
         return cls(str(plugin.precision), getattr(plugin, "scaler", None))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a run waits by. Factors of losses are the scaler's."""
+        """Drop what belongs to a run: waiting scales and the clipping callback. The scaler keeps the loss scale."""
         return {name: value for name, value in vars(self).items() if name != "_scales"} | {"clipping": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,14 +111,14 @@ class RoundPipePrecision(Precision):
     # -- what is converted --------------------------------------------------------------------------------------------
 
     def formats(self) -> Formats:
-        """What the engine is to compute in. Ask outside a step."""
+        """Return the dtypes for the engine. Call it outside a step."""
         if self.scaler is not None:
             self._scales = Scales(LossScale(self.scaler), outer=self._half is None)
         return Formats(self.low, self.precision.endswith("-mixed"), self._true is not None, scales=self._scales)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert buffers as Lightning's own plugin does, and all else that ``module.to`` reaches but parameters."""
+        """Convert buffers as Lightning's own plugin does, and all that ``module.to`` reaches except parameters."""
         if self.low is None:
             return module if self._true is None else self._true.convert_module(module)
         modules = list(module.modules())
@@ -134,14 +134,14 @@ class RoundPipePrecision(Precision):
         return module
 
     def prepare(self, module: LightningModule, *, fitting: bool) -> LightningModule:
-        """Convert the module; what is trained gets a format to be trained in, whatever the user built it in."""
+        """Convert the module. If ``fitting``, widen trained parameters whose dtype is too narrow for masters."""
         self.convert_module(module)
         for parameter in Formats(self.low).too_narrow(module.parameters()) if fitting else ():
             widen(parameter)
         return module
 
     def make_room(self, module: LightningModule, state: Mapping[str, Any]) -> None:
-        """Before training goes on from ``state``: what was trained in fp32 is loaded without loss."""
+        """Widen parameters that were trained in fp32, before ``state`` is loaded into them without loss."""
         if self.low is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
         for name, parameter in module.named_parameters():
@@ -173,21 +173,21 @@ class RoundPipePrecision(Precision):
                 yield
                 return
             dtype = torch.float16 if self.scaler is not None else torch.bfloat16
-            # User code may compute on the host too; there it must see the same formats.
+            # User code may compute on the host too, and must see the same dtypes there.
             for device in sorted({"cpu", self.device}):
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
             yield
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        if self.scaler is not None and self._half is None:  # Lightning's own 16-true shows no factor
+        if self.scaler is not None and self._half is None:  # Lightning's own 16-true shows no scale
             scale = self._scales.last if module.automatic_optimization else self.scaler.get_scale()
             tensor = tensor * torch.tensor(scale, dtype=torch.float32, device=tensor.device)
         return super().pre_backward(tensor, module)
 
     @override
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """As in the base class; a loss in 16-true that ``manual_backward`` is given is scaled where it is computed."""
+        """Run backward as the base class does. In 16-true, the engine scales the loss given to ``manual_backward``."""
         if self.scaler is None or self._half is None or model.automatic_optimization:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
@@ -208,7 +208,7 @@ class RoundPipePrecision(Precision):
                 f"precision={self.precision!r} skips steps whose gradients overflow, and LBFGS computes gradients "
                 "within its step: use another optimizer, or a bf16 precision."
             )
-        apart = self.clipping is not None  # gradients are elsewhere than in .grad, and so is what steps
+        apart = self.clipping is not None  # gradients are not in .grad, and the engine steps
         result = closure()
         self.skipped = result is None and model.automatic_optimization
         if not (apart or self.skipped):

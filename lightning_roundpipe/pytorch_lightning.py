@@ -3,9 +3,9 @@
     from lightning_roundpipe.pytorch_lightning import RoundPipeStrategy
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are the same source under two names, and so two sets of classes: the
-Trainer of one takes no strategies, callbacks or plugins of the other. What of ours is made of Lightning's classes is
-therefore executed once more, with the names exchanged, as Lightning makes the second package of its first. The engine
-knows nothing of Lightning, and both share it.
+Trainer of one accepts no strategies, callbacks or plugins of the other. So this module executes the source of our
+modules that use Lightning's classes once more, with the names exchanged, as Lightning itself builds its second package
+from its first. The engine does not import Lightning, and both share it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PARTS = (
     "announcements",
     "strategy",
 )
-"""The modules that import Lightning, each after those that it imports."""
+"""The modules that import Lightning. Each comes after those that it imports."""
 
 _NAMES = {
     "lightning.pytorch": "pytorch_lightning",
@@ -39,7 +39,7 @@ _NAMES = {
 
 
 class _Exchange(ast.NodeVisitor):
-    """Puts the other flavour's names into imports, and into texts that begin with a module's name."""
+    """Exchanges the package's names in imports, and in strings that begin with a module's name."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         node.module = _exchanged(node.module or "")

@@ -1,8 +1,8 @@
-"""What the strategy cannot run: a launcher, a module, an optimizer, a checkpoint, each refused by name.
+"""Errors for what the strategy cannot run: launchers, modules, optimizers, checkpoints.
 
-A strategy that went on regardless would train something else than what was asked for: every process on the same data,
-parameters that never get a gradient, weights that were not in the file. Each function here raises before that happens,
-and its message names the setting and what to write instead.
+A strategy that continued would silently train something else: every process on the same data, parameters that never get
+a gradient, weights that were not in the file. Each function here raises before that, and its message names the setting
+and the remedy.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightning_roundpipe.model.meta import without_values
 from lightning_roundpipe.planning.schedule import Plan
 
 _NAMED = 3
-"""Tensors that a message names, of many."""
+"""Most tensors that a message names."""
 
 _NEEDED = ("state_dict", "pytorch-lightning_version")
-"""What every checkpoint holds that Lightning wrote."""
+"""Keys of every checkpoint that Lightning writes."""
 
 
 def refuse_several_processes(world_size: int, num_nodes: int) -> None:
-    """One process on one machine; ``WORLD_SIZE`` is set by launchers that Lightning does not know."""
+    """Raise unless there is one process on one machine. Launchers that Lightning does not know set ``WORLD_SIZE``."""
     launched = os.environ.get("WORLD_SIZE", "1")
     asked = max(world_size, num_nodes, int(launched) if launched.isdecimal() else 1)
     if asked > 1:
@@ -45,7 +45,7 @@ def refuse_several_processes(world_size: int, num_nodes: int) -> None:
 
 
 def refuse_accelerator(kind: str) -> Literal["cpu", "cuda"]:
-    """Devices of a kind that there is no façade for. ``kind`` as it is, otherwise."""
+    """Return ``kind``, or raise if there are no devices of that kind."""
     if kind in ("cpu", "cuda"):
         return cast(Literal["cpu", "cuda"], kind)
     raise MisconfigurationException(
@@ -55,7 +55,7 @@ def refuse_accelerator(kind: str) -> Literal["cpu", "cuda"]:
 
 
 def refuse_scripted(module: nn.Module, kind: str) -> None:
-    """TorchScript's modules run between the layers with their weights on the host, where ``kind`` has to be as well."""
+    """Raise for TorchScript modules on GPUs: they run in user code with their weights on the host, the data do not."""
     for name, inner in module.named_modules() if kind != "cpu" else ():
         if isinstance(inner, torch.jit.ScriptModule) and any(True for _ in inner.parameters()):
             raise MisconfigurationException(
@@ -66,7 +66,7 @@ def refuse_scripted(module: nn.Module, kind: str) -> None:
 
 
 def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -> None:
-    """What a module does that the engine cannot carry, as far as it shows before the first batch."""
+    """Raise for what the engine cannot run of a module, as far as it is known before the first batch."""
     if fitting and not module.automatic_optimization:
         _refuse_parts(options)
     lazy = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
@@ -89,7 +89,7 @@ def refuse_module(module: LightningModule, options: Options, *, fitting: bool) -
 
 
 def _refuse_parts(options: Options) -> None:
-    """Under manual optimization: a step that differentiates and steps by itself cannot be run in parts."""
+    """Raise for options that cut the batch: a manual-optimization step differentiates and steps by itself."""
     given = {"microbatch_size": options.microbatch_size, "plan": options.plan_text}
     asked = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if options.microbatch_scope == "model":
@@ -104,7 +104,7 @@ def _refuse_parts(options: Options) -> None:
 
 
 def _refuse_without_values(module: LightningModule) -> None:
-    """Built on the meta device, and nothing was loaded: to make up values would train another model."""
+    """Raise for tensors left on the meta device: inventing values for them would train another model."""
     if names := without_values(module):
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise MisconfigurationException(
@@ -116,7 +116,7 @@ def _refuse_without_values(module: LightningModule) -> None:
 
 
 def _refuse_shared_memory(module: LightningModule) -> None:
-    """Parameters that are views of one memory would be parted: each travels, and is stored, on its own."""
+    """Raise for parameters that are views of the same memory: each is copied and stored separately."""
     plain = [(n, p) for n, p in module.named_parameters() if type(p) is nn.Parameter and p.device.type == "cpu"]
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, n) for n, p in plain if p.is_contiguous() and p.numel())
     for (_, end, one), (start, _, other) in pairwise(spans):
@@ -128,7 +128,7 @@ def _refuse_shared_memory(module: LightningModule) -> None:
 
 
 def refuse_plan(text: str, round_microbatches: int | None, microbatch_scope: str = "step") -> None:
-    """What can be said of a plan before there is a trace."""
+    """Raise for a plan that is wrong for any model, before there is a trace."""
     plan = Plan.parse(text)
     plan.validate()
     if plan.recompute_ahead and microbatch_scope == "model":
@@ -145,7 +145,7 @@ def refuse_plan(text: str, round_microbatches: int | None, microbatch_scope: str
 
 
 def refuse_layer_sync(layer_sync: object) -> None:
-    """``sync_batchnorm`` would be without effect: there are no processes whose statistics could be joined."""
+    """Raise for ``sync_batchnorm``, which has no effect here: there are no processes to synchronize."""
     if layer_sync is not None:
         raise MisconfigurationException(
             "sync_batchnorm=True joins the statistics of several processes, and the roundpipe strategy has one: batch "
@@ -155,7 +155,7 @@ def refuse_layer_sync(layer_sync: object) -> None:
 
 
 def refuse_foreign_parameters(optimizers: Iterable[Optimizer], mine: Container[int]) -> None:
-    """An optimizer's parameters must be the module's own; ``mine`` are the ids of those."""
+    """Raise if an optimizer has parameters that are not the module's. ``mine`` holds the ids of those that are."""
     for optimizer in optimizers:
         if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
             raise MisconfigurationException(
@@ -169,7 +169,7 @@ def refuse_foreign_parameters(optimizers: Iterable[Optimizer], mine: Container[i
 
 
 def unreadable_checkpoint(path: Any, error: Exception) -> Exception:
-    """What to raise when reading ``path`` has failed with ``error``."""
+    """Return the exception to raise when reading ``path`` failed with ``error``."""
     file = Path(str(path))
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"ckpt_path={str(path)!r} is not there: name a file that ModelCheckpoint wrote.")
@@ -178,8 +178,8 @@ def unreadable_checkpoint(path: Any, error: Exception) -> Exception:
             f"ckpt_path={str(path)!r} is a folder, as strategies with sharded checkpoints write it; the roundpipe "
             "strategy reads single files. Convert it first (Lightning's consolidate_checkpoint)."
         )
-    foreign = "Unsupported operand" in str(error)  # no pickle at all, of which torch says that it is unsafe
-    if "Weights only load failed" in str(error) and not foreign:  # torch says well what to do about that
+    foreign = "Unsupported operand" in str(error)  # not a pickle; torch calls it unsafe
+    if "Weights only load failed" in str(error) and not foreign:  # torch's message names the remedy
         return error
     reason = "torch.save did not write it" if foreign else _first_line(error)
     size = f" ({file.stat().st_size:,} bytes)" if file.is_file() else ""
@@ -190,7 +190,7 @@ def unreadable_checkpoint(path: Any, error: Exception) -> Exception:
 
 
 def refuse_strange_checkpoint(path: Any, checkpoint: object) -> None:
-    """A file that torch can read and Lightning did not write."""
+    """Raise for a file that torch can read but Lightning did not write."""
     missing = [key for key in _NEEDED if not isinstance(checkpoint, Mapping) or key not in checkpoint]
     if missing:
         raise ValueError(
@@ -200,7 +200,7 @@ def refuse_strange_checkpoint(path: Any, checkpoint: object) -> None:
 
 
 def unfitting_weights(module: LightningModule, error: RuntimeError) -> RoundPipeError:
-    """What to raise when the checkpoint's ``state_dict`` does not fit."""
+    """Return the exception to raise when the checkpoint's ``state_dict`` does not fit the module."""
     return RoundPipeError(
         f"ckpt_path: the checkpoint is of another model than this {type(module).__name__}: "
         f"{' '.join(str(error).split())} Build the model that it was saved from, or set module.strict_loading=False "
@@ -209,7 +209,7 @@ def unfitting_weights(module: LightningModule, error: RuntimeError) -> RoundPipe
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """``optimizer.load_state_dict(state)``, refusing the state of another optimizer before its first step does."""
+    """Call ``optimizer.load_state_dict(state)``. Another optimizer's state raises now rather than at its first step."""
     try:
         optimizer.load_state_dict(dict(state))
         lacking = [key for group in optimizer.param_groups for key in optimizer.defaults if key not in group]
@@ -225,7 +225,7 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def refuse_missing_states(states: int, optimizers: int) -> None:
-    """A checkpoint with the states of fewer or more optimizers than there are."""
+    """Raise for a checkpoint with the states of fewer or more optimizers than there are."""
     if states != optimizers:
         raise ValueError(
             f"ckpt_path: the checkpoint has the state of {plural(states, 'optimizer')}, and configure_optimizers() "

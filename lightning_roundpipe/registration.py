@@ -1,8 +1,8 @@
-"""How ``Trainer(strategy="roundpipe")`` works in a program that never imports this package.
+"""Makes ``Trainer(strategy="roundpipe")`` work in a program that never imports this package.
 
-Lightning knows a strategy's name only if somebody put it into ``StrategyRegistry``, a global of
-``lightning.pytorch.strategies``, before the Trainer is built; it has no plug-in mechanism. torch has one: at the end of
-``import torch`` it calls every entry point of the group ``torch.backends``. Ours is `autoload`:
+Lightning knows a strategy's name only if it is in ``StrategyRegistry``, a global of ``lightning.pytorch.strategies``,
+before the Trainer is created. Lightning has no plug-in mechanism. torch has one: at the end of ``import torch`` it
+calls every entry point of the group ``torch.backends``. Ours is `autoload`:
 
     import torch ──► autoload() ──► finder on sys.meta_path ── [1]
                                         │
@@ -12,10 +12,10 @@ Lightning knows a strategy's name only if somebody put it into ``StrategyRegistr
                                         │
     Trainer(strategy="roundpipe") ──► factory ──► import lightning_roundpipe.strategy ── [4]
 
-Lightning is not imported at [1]: it imports torch, which is still being imported, and most programs that use torch
+[1] does not import Lightning: Lightning imports torch, which is still being imported, and most programs that use torch
 never need it. An error at [1] would make ``import torch`` fail for every program in the environment, so nothing here
-raises before [4]; a registration that fails is logged instead. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches torch's
-part off; ``import lightning_roundpipe`` then does the same.
+raises before [4]; a registration that fails is logged. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` disables torch's part;
+``import lightning_roundpipe`` then does the same.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from typing import Any
 
 NAME = "roundpipe"
 ASYNC = "roundpipe_async"
-"""The same with ``staleness=1``."""
+"""The strategy with ``staleness=1``."""
 
 _log = logging.getLogger(__name__)
 
 
 def _make_strategy(**kwargs: Any) -> Any:
-    """What ``lightning``'s registry calls for the name. Imports the strategy only now [4]."""
+    """Create the strategy for ``lightning``'s registry. Imports it only now [4]."""
     from lightning_roundpipe.strategy import RoundPipeStrategy
 
     return RoundPipeStrategy(**kwargs)
 
 
 def _make_strategy_of_the_other_flavour(**kwargs: Any) -> Any:
-    """What ``pytorch_lightning``'s registry calls: its Strategy is another class."""
+    """Create the strategy for ``pytorch_lightning``'s registry, whose Strategy is another class."""
     from lightning_roundpipe.pytorch_lightning import RoundPipeStrategy
 
     return RoundPipeStrategy(**kwargs)
@@ -53,11 +53,11 @@ FACTORIES: dict[str, Callable[..., Any]] = {
     "lightning.pytorch.strategies": _make_strategy,
     "pytorch_lightning.strategies": _make_strategy_of_the_other_flavour,
 }
-"""The module that holds a flavour's ``StrategyRegistry``, and what that flavour's name makes."""
+"""Per module with a ``StrategyRegistry``, the factory of that flavour's strategy."""
 
 
 def register(module: ModuleType) -> None:
-    """Puts the name into the registry of ``module``, one of `FACTORIES`, unless it is there. Never raises."""
+    """Register the names with ``module``, one of `FACTORIES`, unless they are there already. Never raises."""
     try:
         registry = module.StrategyRegistry
         what = "Round-robin offloaded pipeline stages on a pool of devices"
@@ -69,7 +69,7 @@ def register(module: ModuleType) -> None:
 
 
 class _RegisterAfterExecution(Loader):
-    """Stands in for a module's own loader while the module is loaded, then leaves no trace of itself."""
+    """Replaces a module's loader while the module is loaded, and then restores it."""
 
     def __init__(self, original: Loader) -> None:
         self._original = original
@@ -84,12 +84,12 @@ class _RegisterAfterExecution(Loader):
         module.__loader__ = self._original
         if module.__spec__ is not None:
             module.__spec__.loader = self._original
-        self._original.exec_module(module)  # [2] an error in here is the module's own and passes through
+        self._original.exec_module(module)  # [2] errors of the module itself propagate
         register(module)  # [3]
 
 
 class _Finder(MetaPathFinder):
-    """Finds only the modules of `FACTORIES`, by asking the finders behind it."""
+    """Finds only the modules of `FACTORIES`, by asking the other finders."""
 
     is_roundpipe_finder = True  # not isinstance: a second copy of this module must know the first one's finder
 
@@ -111,9 +111,9 @@ class _Finder(MetaPathFinder):
 
 
 def autoload() -> None:
-    """Registers with every flavour of Lightning that is loaded, and with the others as soon as they are. Never raises.
+    """Register with every flavour of Lightning that is loaded, and with the others when they are. Never raises.
 
-    The entry point of the group ``torch.backends`` [1]. May be called any number of times.
+    This is the entry point of the group ``torch.backends`` [1]. Idempotent.
     """
     for name in FACTORIES:
         module = sys.modules.get(name)

@@ -1,20 +1,20 @@
-"""A step that emulated devices ran, replayed as if each of them computed alone.
+"""Replays a step that emulated devices ran as if each of them computed on its own.
 
-Emulated devices share the cores of one machine: while one computes, the others wait for its cores. So the picture of a
-step that really ran on them is mostly white and its bubble says how many devices share the cores, whatever the plan is
-worth. The plan shows its worth where devices compute at the same time, which the simulator of the planner knows how to
-say: the replay walks the plan that the step followed with the seconds that were measured.
+Emulated devices share the cores of one machine: while one computes, others wait for its cores. So a picture of the step
+as it ran is mostly white, and its bubble shows how many devices share the cores, not how good the plan is. What a plan
+is worth shows where devices compute at the same time. The planner's simulator models that: the replay runs it on the
+step's plan with the measured times.
 
-What a replay assumes:
+A replay assumes:
 
-* **Computing.** A call takes the same on any device: the shortest time that it was measured at, in the first batch
-  (whose times the plan was made from) and in the step itself. Each of these is taken while the call has the cores that
-  it computes on, so waiting for them is not in it; what else the machine does can only make it longer. Each device is
-  as fast as those cores.
-* **Copies** take what ``emulation.bandwidth`` and ``emulation.latency`` say, on a link for each device and direction;
-  no time without them.
-* **The step** stands alone: all devices are idle when it begins, and it ends with the last backward. The optimizer
-  works between steps, so none of its time counts; nor does code between layers, or the engine's own.
+* **Computing.** A call takes the same time on any device: the shortest that was measured, in the first batch (whose
+  times the plan was made from) or in the step itself. Each time is taken while the call has the cores that it computes
+  on, so it excludes waiting for them. Other load on the machine can only make it longer. Each device is as fast as
+  those cores.
+* **Copies** take what ``emulation.bandwidth`` and ``emulation.latency`` say, on a link per device and direction;
+  without these settings, no time.
+* **The step** stands alone: all devices are idle when it begins, and it ends with the last backward. The times of the
+  optimizer, of code between layers, and of the engine do not count.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _KINDS = {
     "download_boundary": "download_activations",
     "download_gradients": "download_gradients",
 }
-"""What a report calls the simulator's events. Of fused turns there are two events, and host time is no event."""
+"""The report's names of the simulator's events. A fused turn becomes two events; host time becomes none."""
 
 
 def replay_of(strategy: Strategy) -> dict[str, Any] | None:
-    """The last step replayed, as `replay` returns it; None unless several emulated devices ran it under a plan."""
+    """Return the replay of the last step; None unless several emulated devices ran it under a plan."""
     if not hasattr(strategy, "report") or strategy.root_device.type != "cpu":
         return None
     ours: Any = strategy
@@ -57,27 +57,27 @@ def replay_of(strategy: Strategy) -> dict[str, Any] | None:
 
 
 def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dict[str, Any] | None:
-    """The step of ``report`` on devices of their own, in the form of a report.
+    """Return the step of ``report`` on devices that do not share cores, in the form of a report.
 
     Args:
         report: what ``RoundPipeStrategy.report()`` returns.
-        emulation: how fast copies are.
+        emulation: the speed of copies.
 
     Returns:
-        ``plan``, ``workers``, ``microbatches``, ``slots``, ``events``, ``step_time_s`` and ``bubble_pct``, as far as
-        ``timeline.draw_timeline`` needs them; None if the step did not follow the plan's stages in their order, or had
-        one worker, which computes alone anyway.
+        ``plan``, ``workers``, ``microbatches``, ``slots``, ``events``, ``step_time_s`` and ``bubble_pct``, which
+        ``timeline.draw_timeline`` needs. None if the step did not follow the plan's stages in order, or had one worker,
+        which shares no cores anyway.
     """
     if not report or report["workers"] == 1 or report["profiled"] or not report["costs"]:
         return None
     plan, costs = Plan.parse(report["plan"]), _fastest(Costs.from_dict(report["costs"]), report["events"])
     if [slot["phase"] for slot in report["slots"] if not slot["round"]] != [stage.phase for stage in plan.stages()]:
-        return None  # the model alone is cut, and its calls have slots of their own
+        return None  # microbatch_scope="model": each call of the model has its own slots
     emulation = emulation or Emulation()
     rate = emulation.bandwidth
     rules = Rules(
         links=None if rate is None else Links(float(rate), float(rate)),
-        host=HostTime(hop_s=2 * emulation.latency),  # down to the host, and up again
+        host=HostTime(hop_s=2 * emulation.latency),  # from the device to the host, and to the next device
     )
     run = run_steps(plan, costs, report["workers"], report["microbatches"], rules)
     first = min(report["slots"], key=lambda slot: int(slot["slot"]))
@@ -109,7 +109,7 @@ def replay(report: Mapping[str, Any], emulation: Emulation | None = None) -> dic
 
 
 def _fastest(costs: Costs, events: Sequence[Mapping[str, Any]]) -> Costs:
-    """The costs, with the times of calls that took less in a step."""
+    """Return the costs with each call's time replaced by that in the step, if it is shorter."""
     took: dict[tuple[str, int], float] = defaultdict(lambda: math.inf)
     for event in events:
         kind = "forward" if event["kind"] == "recompute" else event["kind"]
@@ -127,7 +127,7 @@ def _fastest(costs: Costs, events: Sequence[Mapping[str, Any]]) -> Costs:
 
 
 def _parts(event: SimulatedEvent, run: SimulatedRun, costs: Costs) -> Iterator[tuple[str, float, float]]:
-    """The event under the names of a report; a fused turn's forward and its backward apart."""
+    """Yield the event under its names in a report. A fused turn yields its forward and its backward."""
     if event.kind != "fused":
         yield _KINDS[event.kind], event.start_s, event.end_s
         return

@@ -1,8 +1,8 @@
-"""Whether a run that is resumed within an epoch goes on with the batches that are left.
+"""Warns if a run that is resumed within an epoch cannot continue with the remaining batches.
 
-Weights, optimizer and dropout continue to the bit, but the data are the loader's. Lightning saves a loader's
-``state_dict()`` in its checkpoints if it has one. Without it the resumed epoch begins at the loader's first batch
-again, shuffled anew perhaps, and ends after as many batches as were left: samples come twice or not at all.
+Weights, optimizer and dropout continue bit for bit, but the data are the loader's. Lightning saves a loader's
+``state_dict()`` in its checkpoints if it has one. Otherwise the resumed epoch starts at the loader's first batch,
+perhaps shuffled anew, and ends after as many batches as remained: some samples come twice, others not at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_roundpipe.messages import PREFIX, warn
 
 
 def holds_place(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint knows which batches are left of its epoch."""
+    """Return whether the checkpoint has the position of the data loader in its epoch."""
     node: Any = checkpoint
     for key in ("loops", "fit_loop", "state_dict", "combined_loader"):
         node = node.get(key) or {}
@@ -25,11 +25,11 @@ def holds_place(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def warn_of_lost_place(trainer: Trainer, held: bool) -> None:
-    """Before the first batch: warns if the run goes on within an epoch, and with other batches than those left.
+    """Warn, before the first batch, if the run resumes within an epoch with other batches than the remaining ones.
 
     Args:
-        trainer: its loops and loaders are set up.
-        held: what ``holds_place`` says of the checkpoint that was loaded.
+        trainer: its loops and loaders must be set up.
+        held: the result of ``holds_place`` for the loaded checkpoint.
     """
     loop = trainer.fit_loop.epoch_loop
     progress: Any = loop.batch_progress.current

@@ -1,11 +1,11 @@
-"""How the user's optimizer is stepped under Lightning: apart, on a thread of its own, or as in plain training.
+"""How the user's optimizer is stepped under Lightning: on its own thread, or blocking, as in plain training.
 
-    first batch ── who needs gradients? ── [1]         somebody: the step blocks, and says so
+    first batch ── are gradients needed within the step? ── [1]         if so, the step blocks, and a message says why
     optimizer_step: closure, hooks, optimizer.step() with no .grad anywhere ── [2]
                     ── submitted to the thread ── [3]
-    a hook, a checkpoint, an evaluation that looks ── settled first ── [4]
+    a hook, a checkpoint or an evaluation that looks at weights ── updates are finished first ── [4]
 
-With [2] everything that counts or profiles steps sees one; what really steps is [3].
+[2] lets everything that counts or profiles steps see one. [3] performs the update.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lightning_roundpipe.runtime.engine import Engine
 
 
 class Stepping:
-    """Of one fit.
+    """The stepping of one fit.
 
     Args:
-        trainer: whose callbacks are watched.
-        module: its module.
-        optimizers: those that were configured.
-        engine: that trains.
-        inform: called with what the user should know once.
+        trainer: its callbacks are audited.
+        module: the module in training.
+        optimizers: what ``configure_optimizers`` returned.
+        engine: the engine that trains.
+        inform: prints a message to the user.
     """
 
     def __init__(
@@ -53,30 +53,30 @@ class Stepping:
         self._inform = inform
         self._parameters = list(module.parameters())
         self._listening: list[object] | None = None
-        """What the way of stepping was chosen for, see `listening`."""
+        """The state of `listening` for which the way of stepping was chosen."""
         self._settle = FlushOptimizer(self._finish)
         self._hooks = contextlib.ExitStack()
         self._watch()
 
     def _watch(self) -> None:
-        """Whoever looks at weights or the optimizer's state finds them as they are after the last step [4]."""
+        """Finish updates before anything looks at weights or optimizer state [4]."""
         self._settle.install(self._trainer)
         settle = self._engine.settle
-        # Functions, and not bound methods: who copies the module must not copy the engine.
+        # Functions, not bound methods: a copy of the module must not copy the engine.
         hooks: list[Any] = [self._module.register_state_dict_pre_hook(lambda *_: settle())]  # type: ignore[no-untyped-call]
         hooks += [optimizer.register_state_dict_pre_hook(lambda *_: settle()) for optimizer in self._optimizers]
         for hook in hooks:
             self._hooks.callback(hook.remove)
 
     def _finish(self) -> None:
-        """Nothing is pending, and gradients are where plain training leaves them."""
+        """Finish pending updates, and put gradients where plain training leaves them."""
         self._engine.settle()
         if self._engine.updates is not None:
-            # Lightning drops those of the last step before it validates, and keeps those of an open window.
+            # Lightning drops the last step's gradients before it validates, and keeps those of an open window.
             self._engine.updates.show(after_step=not self._trainer.validating)
 
     def keep_gradients(self) -> dict[str, Tensor]:
-        """Nothing is pending; what `begin` is to be given if another one goes on in an open accumulation window."""
+        """Finish pending updates; return the gradients of an open accumulation window, for another ``begin``."""
         self._engine.settle()
         kept: dict[str, Any] = {"optimizer_states": (), ACCUMULATED: {}}
         save(kept, self._module, self._engine.updates, self._engine.formats.scales.last)
@@ -88,31 +88,33 @@ class Stepping:
 
     @property
     def apart(self) -> bool:
-        """Whether the optimizer is stepped on a thread of its own."""
+        """Whether the optimizer steps on its own thread."""
         return self._engine.updates is not None
 
     def started(self) -> None:
-        """All callbacks are known, those that came meanwhile too: they stand behind the one that settles."""
+        """Start training: move ``FlushOptimizer`` before callbacks that were added since, and audit them."""
         self._settle_for(looks_at_weights(self._trainer, self._module))
 
     def ended(self) -> None:
-        """Training is over: nothing is pending from here on."""
+        """Finish pending updates at the end of training."""
         self._engine.settle()
         self._settle.remove(self._trainer)
 
     def close(self) -> None:
-        """Leave no trace on the trainer, the module and its optimizers."""
+        """Remove all hooks from the trainer, the module and its optimizers."""
         self._settle.remove(self._trainer)
         self._hooks.close()
 
     def choose(self) -> None:
-        """At the first batch, when everybody who wants to see gradients has said so [1].
+        """Choose how to step [1]. Called before every batch and within the optimizer step.
 
-        And again when that has changed: hooks may come with any batch, and the tuner tries batch sizes and learning
-        rates without the user's callbacks.
+        The first batch chooses, after all hooks on gradients are registered. A later batch chooses again if that has
+        changed: hooks may come with any batch, and the tuner tries batch sizes and learning rates without the user's
+        callbacks.
 
         Raises:
-            MisconfigurationException: if ``staleness=1`` was asked for, which is not possible without a thread.
+            MisconfigurationException: ``staleness=1`` is set, which needs the thread, and the step has to block; or the
+                module switched to manual optimization during training.
         """
         if self.apart and not self._module.automatic_optimization:
             raise MisconfigurationException(
@@ -126,7 +128,7 @@ class Stepping:
         reason = self._reason(looks)
         if before is not None:
             if reason is None and not (self.apart or self.starts_accumulation()):
-                return  # what was accumulated in .grad stays there until it is used
+                return  # the gradients accumulated in .grad stay there until the step that uses them
             self._settle_for(looks)
         self._listening = now
         if reason is None:
@@ -145,7 +147,7 @@ class Stepping:
         return listening(self._trainer, self._module, self._optimizers, self._parameters)
 
     def _reason(self, looks: Mapping[str, str]) -> str | None:
-        """Why the optimizer cannot be stepped apart; None if it can."""
+        """Return why the optimizer cannot step on its own thread; None if it can."""
         reason = needs_gradients(self._trainer, self._module, self._optimizers)
         for optimizer in self._optimizers:
             reason = reason or stepped_by_parameter(optimizer)
@@ -164,10 +166,10 @@ class Stepping:
         self._settle.install(self._trainer)
 
     def refuse_late_hooks(self) -> None:
-        """Within a batch, whose gradients the optimizer's thread has begun to take.
+        """Check that nothing has come to need the gradients of the running batch, which the optimizer's thread takes.
 
         Raises:
-            RoundPipeError: if somebody has come in since the batch began who needs them.
+            RoundPipeError: code that needs them was added since the batch began.
         """
         if not self.apart or self._now() == self._listening:
             return
@@ -179,7 +181,7 @@ class Stepping:
             )
 
     def step(self, optimizer: Optimizer, plugin: RoundPipePrecision, run: Callable[[], Any]) -> Any:
-        """One optimizer step; ``run`` is Lightning's part of it [2]."""
+        """Run one optimizer step. ``run`` is Lightning's part of it [2]."""
         self.choose()
         clips: list[Clip] = []
         plugin.clipping = clips.append if self.apart else None
@@ -194,13 +196,13 @@ class Stepping:
         return result
 
     def begin(self, accumulated: dict[str, Tensor]) -> bool:
-        """Before a batch.
+        """Prepare a batch.
 
         Args:
-            accumulated: gradients that a checkpoint holds, by parameter name; is emptied.
+            accumulated: gradients from a checkpoint, by parameter name. Is emptied.
 
         Returns:
-            whether gradients of the batches before it are dropped.
+            Whether gradients of earlier batches are dropped.
         """
         self.choose()
         zero_grad = self.starts_accumulation()
@@ -210,11 +212,11 @@ class Stepping:
         return zero_grad
 
     def starts_accumulation(self) -> bool:
-        """Before a batch: whether Lightning drops the gradients that were accumulated."""
+        """Return, before a batch, whether Lightning drops the accumulated gradients."""
         batches = self._trainer.accumulate_grad_batches
         self._engine.formats.scales.batches = batches
         return self._trainer.fit_loop.epoch_loop.batch_idx % batches == 0
 
     def batch_number(self) -> int:
-        """The number of the batch since training began, the same after resuming."""
+        """Return the number of batches since training began, which continues after resuming."""
         return int(self._trainer.fit_loop.epoch_loop.total_batch_idx)

@@ -1,9 +1,8 @@
-"""``Trainer(strategy="roundpipe")``: what Lightning sees of the engine.
+"""``Trainer(strategy="roundpipe")``: the engine as Lightning sees it.
 
-Lightning keeps believing that it trains a module on the CPU, in one process: the module, the batch and the optimizer
-stay in host memory, and only ``training_step`` and its evaluation cousins are handed to the engine, which runs the
-module's layers on the workers. Everything else here is either that hand-over or the undoing of a default that would
-move something to a GPU.
+To Lightning, this strategy trains a module on the CPU in one process: the module, the batch and the optimizer stay in
+host memory. Only ``training_step`` and the evaluation steps go to the engine, which runs the module's layers on the
+workers. The rest of this module overrides defaults that would move something to a GPU.
 """
 
 from __future__ import annotations
@@ -63,47 +62,50 @@ _CPU = torch.device("cpu")
 
 
 def _nothing() -> None:
-    """In a strategy that has started nothing, which can be pickled."""
+    """Do nothing: the `_quieten` of a strategy that has started nothing. A function, because those can be pickled."""
 
 
+# The class has many collaborators because they all meet in Lightning's Strategy interface: precision, checkpoints,
+# hooks, devices and steps. It connects them; each decision is in a module of its own.
 class RoundPipeStrategy(OneProcess):
     """Trains models that do not fit a GPU by sending their stages to the machine's GPUs in turn.
 
     Args:
-        num_microbatches: how many parts a batch is cut into. Default: 2 per device, at most one per sample.
-        microbatch_size: samples per part, instead of their number.
-        round_microbatches: parts that go through all stages one after another before the next ones. Default: all, or as
+        num_microbatches: number of parts that a batch is cut into. Default: 2 per device, at most one per sample.
+        microbatch_size: samples per part, instead of the number of parts.
+        round_microbatches: parts that pass all stages one after another before the next ones start. Default: all, or as
             many as fit into device memory.
-        layers: module classes, class names or qualified names that are moved as one. Default: the strategy finds them.
-        plan: ``"measured"``: made from the times of the first batch. ``"static"``: made from the shapes in it, so that
-            every run of the same model has the same plan. Or the stages by hand, as ``report()["plan"]`` prints them,
-            such as ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. One microbatch has a plan only by
-            hand.
+        layers: module classes, class names or qualified names. Each such module is a layer, which moves as a whole.
+            Default: the strategy finds them.
+        plan: ``"measured"`` makes the plan from the times of the first batch. ``"static"`` makes it from the shapes in
+            that batch, so that every run of the same model has the same plan. Or the stages by hand, as
+            ``report()["plan"]`` prints them, such as ``"forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4"``. A
+            single microbatch has a plan only by hand.
         loss_weight: function of a microbatch that returns its weight in the batch's mean loss; or ``"sum"``, if the
             losses of microbatches add up to that of the batch. Default: a method ``loss_weight`` of the
-            LightningModule; else what the loss shows: the targets that it counted, or that it is a sum; else samples.
-        staleness: 0, exact training. 1: each step computes with the weights from before the last update, which is
-            applied meanwhile.
+            LightningModule; else what the loss shows: the number of targets, or that it is a sum; else samples.
+        staleness: 0: exact training. 1: each step computes with the weights from before the last update, which runs
+            meanwhile.
         memory_budget: device memory that a worker may use: bytes, ``"20GiB"``, or a fraction such as 0.9.
         pin_memory: ``"auto"``, ``"on"`` or ``"off"``: pinned host memory for fast copies.
-        prefetch: stages that are uploaded ahead, 0 or 1.
+        prefetch: number of stages that are uploaded ahead, 0 or 1.
         watchdog_timeout: seconds without any progress after which a step fails with the stacks of all threads.
         microbatch_scope: ``"step"``: every part runs the whole ``training_step``. ``"model"``: it runs once, on the
             whole batch, and each call of the model in it is cut: for losses that need all samples at once. ``"auto"``:
-            ``"step"`` if that gives what the whole batch gives, as far as a few samples of the first batch show, else
+            ``"step"`` if a few samples of the first batch show that it gives the result of the whole batch, else
             ``"model"`` if that does.
         stage_seconds: the longest that a stage may take for one microbatch, by the times of the first batch. Default:
             what makes the step fastest.
-        compile_layers: whether layers are compiled, by ``torch.compile``; or its arguments, such as
+        compile_layers: whether to compile layers with ``torch.compile``; or its arguments, such as
             ``{"dynamic": False}``.
-        reduce_dtype: format in which gradients travel from a device to the host, which sums them in fp32:
-            ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: gradients travel in
-            the format of their sums, which is that of the trained weights (fp32).
+        reduce_dtype: dtype in which gradients are copied from a device to the host, which sums them in fp32:
+            ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: the dtype of their
+            sums, which is that of the trained weights (fp32).
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
     Raises:
-        ValueError: for an option that cannot be, naming it and the remedy.
+        ValueError: an option is invalid. The message names it and the remedy.
     """
 
     strategy_name = "roundpipe"
@@ -162,7 +164,7 @@ class RoundPipeStrategy(OneProcess):
         self._quieten: Callable[[], object] = _nothing
         self._accumulated: dict[str, Tensor] = {}
         self._former: dict[int, weakref.ref[Tensor]] = {}
-        """Parameters that the module had when the engine before this one was set up, by id."""
+        """Parameters of the models of earlier engines, by id. Optimizers may still hold them; they get no gradients."""
         self._holds_place = False
 
     # -- devices and processes ----------------------------------------------------------------------------------------
@@ -196,13 +198,13 @@ class RoundPipeStrategy(OneProcess):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        self._precision_plugin = self._precision_plugin or RoundPipePrecision()  # the same one each time
+        self._precision_plugin = self._precision_plugin or RoundPipePrecision()  # keep it: later calls return the same
         return self._precision_plugin
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Lightning picks the plugin by the strategy's type, from a fixed list; whatever it picked becomes ours.
+        # Lightning chooses the plugin by the strategy's type from a fixed list. Replace its choice by our plugin.
         self._precision_plugin = None if precision_plugin is None else RoundPipePrecision.of(precision_plugin)
 
     @property
@@ -232,7 +234,7 @@ class RoundPipeStrategy(OneProcess):
         self._set_up(trainer)
 
     def _set_up(self, trainer: Trainer, *, again: bool = False) -> None:
-        """``again``: in the course of a run, with the optimizers that there are."""
+        """Set up the engine. ``again``: during a run, keeping the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         refuse_several_processes(self.world_size, trainer.num_nodes)
@@ -249,7 +251,7 @@ class RoundPipeStrategy(OneProcess):
         self._quieten = tell_of_all_workers(
             trainer, str(self.precision_plugin.precision), self._engine.worker_pool.devices
         )
-        # The base class would move the optimizer's state to the first device here; it belongs to the masters.
+        # The base class would move the optimizer's state to the first device; it belongs with the masters on the host.
         if fitting:
             if not again:
                 self.setup_optimizers(trainer)
@@ -272,9 +274,9 @@ class RoundPipeStrategy(OneProcess):
             warn_of_lost_place(self._running()[0].trainer, self._holds_place)
 
     def _attach(self) -> None:
-        """Before a step: where user code has given the model other modules or parameters, set up again.
+        """Set up again, before a step, if user code has replaced modules or parameters of the model.
 
-        What is pending is applied before, and gradients of an open accumulation window are kept.
+        Pending updates are applied first, and the gradients of an open accumulation window are kept.
         """
         module, engine = self._running()
         if not engine.structure.has_changed():
@@ -290,7 +292,7 @@ class RoundPipeStrategy(OneProcess):
         self._set_up(module.trainer, again=True)
         for parameter, memory in strays:
             if parameter.dtype is memory.dtype:
-                parameter.data = memory  # which user code may hold, too
+                parameter.data = memory  # user code may hold this memory, too
             del memory
         del strays
         self._accumulated, self._seed = gradients | self._accumulated, seed
@@ -326,7 +328,7 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: the module stays in host memory."""
+        """Do nothing: the module stays in host memory."""
 
     @override
     def teardown(self) -> None:
@@ -347,7 +349,7 @@ class RoundPipeStrategy(OneProcess):
         if engine is not None:
             self._quieten()
             try:
-                with contextlib.suppress(torch.AcceleratorError):  # of a GPU that has failed, which closing it says
+                with contextlib.suppress(torch.AcceleratorError):  # a GPU that has failed; closing it raises the error
                     self._last_report = engine.report() or self._last_report
             finally:
                 engine.close()
@@ -356,7 +358,7 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Keep the batch on the host: each microbatch goes to the worker that it meets first."""
+        """Keep the batch on the host. Each microbatch goes to the first worker that it meets."""
         return super().batch_to_device(batch, device=device or _CPU, dataloader_idx=dataloader_idx)
 
     @override
@@ -403,25 +405,25 @@ class RoundPipeStrategy(OneProcess):
         return self.lightning_module, self._engine
 
     def report(self) -> Report:
-        """What the last finished training step really did; empty before there was one. Survives ``teardown``.
+        """Return what the last finished training step did; empty before there is one. Survives ``teardown``.
 
         Returns:
-            a dict, of which ``print`` shows a summary:
+            A dict, of which ``print`` shows a summary:
             ``plan`` (text), ``plan_policy`` (``"measured"``, ``"static"`` or ``"text"``), ``workers``,
             ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
             ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes``, ``alloc_retries`` (each per worker),
-            ``planned_device_bytes`` (of each worker, at the most; None without a plan), ``peak_host_bytes``,
+            ``planned_device_bytes`` (of each worker, at most; None without a plan), ``peak_host_bytes``,
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
-            ``step_time_s`` (from its start, or the end of the step before if they overlap),
-            ``weights_bytes_uploaded_total`` since setup, ``profiled`` (a step without a plan, each
-            call a slot of its own), ``costs`` (of each call, as the plan was made from them; or None), and
-            ``events`` and ``stalls``: every call, copy and wait with its worker, slot and times in seconds from the
-            same moment (what was uploaded ahead of the step has negative ones).
+            ``step_time_s`` (from its start, or from the end of the previous step if they overlap),
+            ``weights_bytes_uploaded_total`` since setup, ``profiled`` (whether the step had no plan, and each call a
+            slot of its own), ``costs`` (of each call, as the plan was made from them; or None), and ``events`` and
+            ``stalls``: every call, copy and wait with its worker, slot and times, in seconds from the start of the
+            step (times of uploads ahead of the step are negative).
         """
         return (self._engine.report() if self._engine is not None else None) or self._last_report
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a run has started: threads, devices, and what steps on them."""
+        """Drop what a run has started: threads, devices, and the objects that use them."""
         return vars(self) | {
             "_engine": None,
             "_stepping": None,
@@ -431,12 +433,12 @@ class RoundPipeStrategy(OneProcess):
         }
 
     def __repr__(self) -> str:
-        """The settings that are not the defaults, as they would be written in a script."""
+        """Return the settings that are not defaults, as written in a script."""
         named = ", ".join(f"{name}={value}" for name, value in changed_settings(self.options).items())
         return f"{type(self).__name__}({named})"
 
     def __str__(self) -> str:
-        """Settings, devices, state and plan, a line each."""
+        """Return settings, devices, state and plan, one line each."""
         engine = self._engine
         if engine is None:
             lines = ["not training" if self._last_report else "not set up yet, which Trainer.fit() does"]
@@ -448,17 +450,17 @@ class RoundPipeStrategy(OneProcess):
 
     @property
     def whole(self) -> bool | None:
-        """Whether weights and optimizer state are those of a whole step, after an error too; None: it is not known."""
+        """Whether weights and optimizer state are those of a whole step, also after an error; None if not known."""
         updates = self._engine.updates if self._engine is not None else None
         return None if updates is None else updates.whole
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As in the base class; callbacks may have replaced the optimizer or added groups to it."""
+        """Step as the base class does. Callbacks may have replaced the optimizer or added groups to it before."""
         if self._engine is not None:
             if self._running()[0].automatic_optimization:
-                self._attach()  # training_step comes within the optimizer's step
-            former = {key for key, known in self._former.items() if known() is not None}  # no gradients come to them
+                self._attach()  # training_step runs within the optimizer's step
+            former = {key for key, known in self._former.items() if known() is not None}  # these get no gradients
             refuse_foreign_parameters([optimizer], self._engine.model.bucket_of.keys() | former)
         run = functools.partial(super().optimizer_step, optimizer, *args, **kwargs)
         if self._stepping is None:
@@ -469,7 +471,7 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in the base class; what cannot be read, or is no checkpoint, is said with ``ckpt_path`` and a remedy."""
+        """Load as the base class does. For files that cannot be read, the error names ``ckpt_path`` and a remedy."""
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         except Exception as error:
@@ -503,7 +505,7 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """As in the base class, but the state stays beside the masters, on the CPU."""
+        """Load as the base class does, but keep the state on the CPU, beside the masters."""
         states = checkpoint["optimizer_states"]
         refuse_missing_states(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -512,6 +514,6 @@ class RoundPipeStrategy(OneProcess):
     @override
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Tensors made in ``configure_model`` are the masters: on the CPU."""
+        """Create the tensors of ``configure_model``, which are the masters, on the CPU."""
         with _EmptyInit(enabled=bool(empty_init)), _CPU, self.precision_plugin.tensor_init_context():
             yield

@@ -1,7 +1,7 @@
-"""A sweep's runs side by side: one table, printed at the end and left as ``sweep.csv``, and a picture, ``sweep.png``.
+"""Compares the runs of a sweep: a table, printed at the end and left as ``sweep.csv``, and a picture, ``sweep.png``.
 
-The table is made from what the runs left in their folders, so it does not matter which launcher ran them, or where,
-and a run that failed has its row too. ``python -m lightning_roundpipe.sweep FOLDER`` makes it again.
+The table is made from the files that the runs left in their folders, so it does not depend on the launcher, and failed
+runs have their rows too. ``python -m lightning_roundpipe.sweep FOLDER`` makes it again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("train_loss", "train loss", "{:.4f}".format),
     ("val_loss_after", "val loss", "{:.4f}".format),
 )
-"""Keys of ``summary.json``, their headings (of short words, which fit into 80 columns), and how they are shown."""
+"""Keys of ``summary.json``, their headings (short words, to fit into 80 columns), and how they are shown."""
 
 _SHOWN = tuple(key for key, _, _ in COLUMNS)
 
@@ -49,11 +49,11 @@ _current: list[Path] = []
 
 
 class SweepTable(Callback):
-    """Refuses a sweep of which a run cannot be, and tells where its runs are; ``conf/train.yaml`` has Hydra call it.
+    """Refuses a sweep with an impossible run, and records the folder of its runs. ``conf/train.yaml`` registers it.
 
     Args:
-        check: dotted name of the function that takes the configuration of each run before the first one begins, and
-            whose errors refuse the whole sweep. A name, as what it imports takes seconds.
+        check: dotted name of a function that receives the configuration of each run before the first one begins. Its
+            errors refuse the whole sweep. A name, because the function's imports take seconds.
     """
 
     def __init__(self, check: str | None = None) -> None:
@@ -62,7 +62,7 @@ class SweepTable(Callback):
     def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **kwargs: Any) -> None:
         if self._check is not None:
             refuse_impossible(combinations_of(config), config_name, self._check)
-        # Resolved here, before the first run: its time stamp is then the same for all of them.
+        # Resolved here, before the first run, so that its time stamp is the same for all runs.
         _current.append(Path(config.hydra.sweep.dir).absolute())
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -73,7 +73,7 @@ class SweepTable(Callback):
 
 
 def combinations_of(config: DictConfig) -> list[list[str]]:
-    """The overrides of each run of a sweep; empty where a sweeper finds them as it goes, or Hydra refuses them."""
+    """Return the overrides of each run; empty if the sweeper chooses them as it goes, or Hydra refuses them."""
     if not str(config.hydra.sweeper.get("_target_")).endswith("BasicSweeper"):
         return []
     parameters = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
@@ -86,30 +86,30 @@ def combinations_of(config: DictConfig) -> list[list[str]]:
 
 
 def refuse_impossible(combinations: Sequence[Sequence[str]], config_name: str | None, check: str) -> None:
-    """Ends the process with status 2, and a message that names the run, where ``check`` refuses a combination."""
+    """Exit with status 2 and a message that names the run, if ``check`` refuses a combination."""
     refuse = get_method(check)
     for number, overrides in enumerate(combinations):
         try:
             config = compose(config_name, list(overrides))
         except (HydraException, OmegaConfBaseException):
-            return  # Hydra composes all runs before the first one begins, and says itself what is wrong
-        config.run_folder = "."  # of the run; there is none yet
+            return  # Hydra composes all runs before the first one begins, and reports such errors itself
+        config.run_folder = "."  # the run has no folder yet
         try:
             with silence():
                 refuse(config)
         except Exception as error:
             mistake = isinstance(error, (ValueError, TypeError, OSError, ImportError))
             if not mistake and type(error).__name__ != "MisconfigurationException":
-                continue  # the run shows it with its traceback
+                continue  # the run itself shows this error with its traceback
             reason = " ".join(str(error).split())
             run = f"run {number} of {len(combinations)} ({' '.join(overrides)})"
             print(f"roundpipe-train: {run} cannot be, so the sweep has not begun: {reason}", file=sys.stderr)
-            raise SystemExit(2) from None  # Hydra would make a warning of any Exception in a callback
+            raise SystemExit(2) from None  # Hydra would turn an Exception in a callback into a warning
 
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Nothing is logged or warned of: each run says again what there is to say."""
+    """Suppress logging and warnings: each run will repeat them."""
     disabled = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -121,14 +121,14 @@ def silence() -> Iterator[None]:
 
 
 def forget_sweep() -> None:
-    """Before a command: no sweep has run in this process."""
+    """Clear the record of earlier sweeps of this process, before a command."""
     _current.clear()
 
 
 def make_plans_static(config: DictConfig) -> None:
-    """Before a run of a sweep: its plan follows from shapes, so that runs differ by their settings alone.
+    """Set the static plan for a run of a sweep, so that runs differ by their settings alone.
 
-    A user's own ``partition.plan`` stays, and so does a partition by measured seconds.
+    A plan that the user has set stays, and so does a partition by measured seconds.
     """
     partition: Any = config.get("partition") or {}
     if "plan" in partition and partition.plan is None and partition.get("stage_seconds") is None:
@@ -136,7 +136,7 @@ def make_plans_static(config: DictConfig) -> None:
 
 
 def finished_sweep() -> Path | None:
-    """After a command: if it was a sweep whose runs began, prints its table and returns its folder."""
+    """If the command was a sweep whose runs began, print its table and return its folder; else return None."""
     if not _current or not (rows := read_runs(_current[-1])):
         return None
     present(rows, _current[-1])
@@ -144,7 +144,7 @@ def finished_sweep() -> Path | None:
 
 
 def present(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Leaves the rows as a table and as a picture in ``folder``, and shows the table."""
+    """Write the rows as a table and a picture to ``folder``, and print the table."""
     write_table(rows, folder / "sweep.csv")
     console = Console()
     console.print(draw_table(rows, console.width))
@@ -158,7 +158,7 @@ def present(rows: list[dict[str, Any]], folder: Path) -> None:
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
-    """The runs in the folders 0, 1, ... of ``folder``: their overrides, and what their summaries say."""
+    """Return the overrides and the summary of each run in the folders 0, 1, ... of ``folder``."""
     rows: list[dict[str, Any]] = []
     for run in sorted((p for p in folder.iterdir() if p.name.isdecimal()), key=lambda p: int(p.name)):
         overrides_file, summary_file = run / ".hydra" / "overrides.yaml", run / "summary.json"
@@ -174,14 +174,14 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def varied_settings(rows: list[dict[str, Any]]) -> list[str]:
-    """The overrides in which runs differ."""
+    """Return the overrides in which the runs differ."""
     known = {"run", "error", "microbatches", *_SHOWN}
     keys = dict.fromkeys(key for row in rows for key in row if key not in known)
     return [key for key in keys if len({row.get(key) for row in rows}) > 1 or len(rows) == 1]
 
 
 def write_table(rows: list[dict[str, Any]], path: Path) -> None:
-    """The rows as CSV, with every key that any of them has."""
+    """Write the rows as CSV, with every key that any of them has."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")
         writer.writeheader()
@@ -189,9 +189,9 @@ def write_table(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_table(rows: list[dict[str, Any]], width: int) -> RenderableType:
-    """The rows for a screen of ``width`` columns: overrides only where runs differ, and errors instead of numbers.
+    """Return the rows for a screen of ``width`` columns, with overrides only where runs differ, and with errors.
 
-    Settings have a column each, or, where those are too wide, one line each.
+    Settings have a column each, or one line each where the columns are too wide.
     """
     varied = varied_settings(rows)
     names = setting_names(varied)
@@ -208,10 +208,10 @@ def _settings_apart(rows: list[dict[str, Any]], varied: list[str]) -> list[list[
 
 
 def _table(rows: list[dict[str, Any]], headings: list[str], settings: list[list[str]]) -> Table:
-    """The runs with their ``settings``, a text for each of the ``headings``."""
+    """Return the table of the runs. ``settings`` has a text per run for each of the ``headings``."""
     together = headings == ["settings"]
     table = Table(title=f"Sweep: {len(rows)} runs", title_justify="left", box=SIMPLE_HEAD, collapse_padding=True)
-    if together:  # every column counts
+    if together:  # save columns
         table.pad_edge, table.padding = False, (0, 1, 0, 0)
     table.add_column("run", justify="right", no_wrap=True)
     for heading in headings:
@@ -227,7 +227,7 @@ def _table(rows: list[dict[str, Any]], headings: list[str], settings: list[list[
 
 
 def memory(gib: float) -> str:
-    """A size in the unit that suits it."""
+    """Return a size in the unit that suits it."""
     mib = gib * 1024
     return f"{gib:,.2f} GiB" if gib >= 1 else f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:,.1f} MiB"
 

@@ -1,9 +1,9 @@
-"""A sweep as a picture: step time and memory against the number of microbatches, a line for each way to set the rest.
+"""A sweep as a picture: step time and memory over the number of microbatches, one line per combination of the rest.
 
-Numbers of microbatches are those that the runs really had, so that sweeps over their size and over their number look
-alike. In a sweep that leaves them alone, the first setting that it varies takes their place. Numbers and sizes stand in
-their order along the axis, whatever their units, and texts in that of the numbers in them. Runs that failed are named
-below: that a point is missing does not say why.
+The numbers of microbatches are those that the runs had, so sweeps over their size and over their number look alike. In
+a sweep that does not vary them, the first varied setting takes their place. Numbers and sizes are sorted along the axis
+by value, whatever their units, and texts by the numbers in them. Failed runs are listed below with their errors, which
+a missing point would not explain.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _PANELS = (
 )
 _MICROBATCHES = "microbatches"
 _CUTS = {"strategy.num_microbatches", "strategy.microbatch_size"}
-"""Settings that are the number of microbatches in other words."""
+"""Settings that determine the number of microbatches."""
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
 _STYLES = [
@@ -42,13 +42,13 @@ _STYLES = [
     for shift in range(len(_MARKERS))
     for number, colour in enumerate(_COLOURS)
 ]
-"""Of lines: as many as there are pairs, no two of which look alike."""
+"""Styles of lines: all pairs of colour and marker, in an order that changes both."""
 _WIDTH, _PANEL, _NOTE, _LABEL = 7.0, 2.2, 0.14, 0.22
 _DPI = 130
 _LEGEND = 84
-"""Characters of the legend's font that fit beside each other."""
+"""Most characters in a row of the legend."""
 _TICKS = 78
-"""Likewise below the axis, with a little space between labels."""
+"""Most characters below the axis, with a little space between labels."""
 _NOTE_WIDTH, _NOTE_LINES, _MOST_NOTES = 112, 2, 6
 
 _DEFAULT = "default"
@@ -60,7 +60,7 @@ _Order = tuple[int, float, tuple[tuple[str, int], ...], str]
 
 
 def draw_sweep(rows: Sequence[Row], varied: Sequence[str], path: Path) -> bool:
-    """Writes the picture to ``path``, whose suffix says of which kind; False if no run has finished."""
+    """Write the picture to ``path``, whose suffix selects the format. Return False if no run has finished."""
     if (figure := figure_of(rows, varied)) is None:
         return False
     save(figure, path, _DPI)
@@ -68,11 +68,11 @@ def draw_sweep(rows: Sequence[Row], varied: Sequence[str], path: Path) -> bool:
 
 
 def figure_of(rows: Sequence[Row], varied: Sequence[str]) -> Figure | None:
-    """The picture of a sweep. None if no run has finished.
+    """Return the picture of a sweep; None if no run has finished.
 
     Args:
-        rows: the runs, as ``sweep.read_runs`` makes them.
-        varied: settings in which they differ.
+        rows: the runs, as ``sweep.read_runs`` returns them.
+        varied: the settings in which they differ.
     """
     from matplotlib.figure import Figure
 
@@ -109,25 +109,25 @@ def figure_of(rows: Sequence[Row], varied: Sequence[str]) -> Figure | None:
     if notes:
         figure.supxlabel("\n".join(notes), fontsize=7.5, color="#B22222", x=0.02, ha="left")
     if slanted:
-        figure.draw_without_rendering()  # how far labels reach depends on the layout, and the layout on that
+        figure.draw_without_rendering()  # the length of slanted labels depends on the layout, and the layout on it
     return figure
 
 
 def _columns(labels: Iterable[str]) -> int:
-    """Of the legend: as many as fit beside each other."""
-    each = max(map(len, labels)) + 6  # line and marker take the place of so many characters
+    """Return how many columns of the legend fit beside each other."""
+    each = max(map(len, labels)) + 6  # line and marker are as wide as this many characters
     return min(len(list(labels)), max(_LEGEND // each, 1), 3)
 
 
 def _along(finished: Sequence[Row], varied: Sequence[str]) -> str:
-    """What the horizontal axis shows."""
+    """Return what the horizontal axis shows."""
     counts = {row[_MICROBATCHES] for row in finished}
     others = [key for key in varied if key not in _CUTS]
     return others[0] if others and (len(counts) == 1 or None in counts) else _MICROBATCHES
 
 
 def _lines(finished: Sequence[Row], keys: Sequence[str], names: Mapping[str, str]) -> dict[str, list[Row]]:
-    """The runs by what is said of them in the legend, in the order of the settings' values."""
+    """Return the runs by their label in the legend, in the order of the settings' values."""
     lines: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(finished, key=lambda row: [_order(row.get(key, _DEFAULT)) for key in keys]):
         lines[", ".join(f"{names[key]} {row.get(key, _DEFAULT)}" for key in keys)].append(row)
@@ -144,7 +144,7 @@ def _panel(
     else:
         factor, unit = (1, "GiB") if largest >= 1 else (1024, "MiB")
     ordered = all(kind == _NUMBER for kind, *_ in places)
-    apart = 0.0 if ordered else min(0.12, 0.7 / len(lines))  # between two models there is room for points, and no line
+    apart = 0.0 if ordered else min(0.12, 0.7 / len(lines))  # texts have no order: shift points, draw no lines
     for number, ((label, rows), (colour, marker)) in enumerate(zip(lines.items(), itertools.cycle(_STYLES))):
         shift = apart * (number - (len(lines) - 1) / 2)
         points = [
@@ -177,13 +177,13 @@ def _notes(failed: Sequence[Row], varied: Sequence[str], names: Mapping[str, str
 
 
 def _places(values: Iterable[Any]) -> dict[_Order, str]:
-    """What stands along the axis, in order, each with its label; 1 and 1.0 are one place, as are 1GiB and 1024MiB."""
+    """Return the places along the axis in order, with their labels. 1 and 1.0 are one place, and 1GiB and 1024MiB."""
     labels = {_order(value): str(value) for value in reversed(list(values))}
     return {key: labels[key] for key in sorted(labels)}
 
 
 def _order(value: Any) -> _Order:
-    """What values of a setting are sorted by: the default, null, false and true, numbers and sizes, then texts."""
+    """Return the sort key of a setting's value: default, null, false and true, then numbers and sizes, then texts."""
     text = str(value)
     if text in _FIRST:
         return _FIRST.index(text), 0.0, (), ""
@@ -193,5 +193,5 @@ def _order(value: Any) -> _Order:
                 return _NUMBER, float(found), (), ""
         except ValueError:
             continue
-    parts = re.findall(r"(\D*)(\d*)", text)  # texts and numbers by turns
+    parts = re.findall(r"(\D*)(\d*)", text)  # texts and numbers alternate
     return _TEXT, 0.0, tuple((part, int(digits or 0)) for part, digits in parts), text

@@ -1,10 +1,10 @@
 """Pictures of one step: what every worker computed and copied, and when.
 
-A schedule is easiest to judge by eye: a bubble is white, a worker that waits for a copy shows the copy under the gap.
-The input is the report of a finished step, so what is drawn is what ran, not what was planned.
+A schedule is easiest to judge by eye: a bubble is white, and below a gap in computing is the copy that the worker waits
+for. The input is the report of a finished step, so the picture shows what ran, not what was planned.
 
 Each worker has a row of three lanes: compute, and beneath it the copies to the device (up) and back to the host (down).
-A block of the compute lane is one microbatch in one slot and carries the microbatch's number; above stands the stage. A
+A block of the compute lane is one microbatch in one slot, with the microbatch's number. The stage's name is above it. A
 report comes from ``RoundPipeStrategy.report()``; its times are seconds from the start of the step.
 """
 
@@ -42,25 +42,25 @@ _LANES = {
     "download_activations": _DOWN,
     "download_gradients": _DOWN,
 }
-"""The lane of each kind of event. Kinds that stand later are drawn over earlier ones of their lane."""
+"""The lane of each kind of event. Later kinds are drawn over earlier ones of their lane."""
 
 _TRACKS = (_COMPUTE, *(kind for kind, lane in _LANES.items() if lane != _COMPUTE))
-"""The tracks of a worker in a trace."""
+"""A worker's tracks in a trace."""
 
-# Inches; the vertical axis counts in them, where there is room for rows of the usual height.
+# In inches, as is the vertical axis where there is room for rows of the usual height.
 _WIDTH, _FRAME = 13.0, 1.5
 _NAMES = 0.2
-"""Above each row, for the stages' names."""
+"""Space above each row for the stages' names."""
 _PLACE = {_COMPUTE: (0.0, 0.41), _UP: (0.435, 0.095), _DOWN: (0.545, 0.095)}
 """Top and height of each lane within a worker's row."""
 _LOWEST = 0.45
-"""Height of a row with its names in which the numbers can still be read."""
+"""Least height of a row, with its names, at which numbers are legible."""
 _LEAST_COPY = 0.5
-"""Points, in which a copy can be seen that takes no time to speak of."""
+"""Points. Width of a copy's edge, which keeps very short copies visible."""
 _LEAST_TEXT = 5.0
-"""Points; what would have to be smaller is left out."""
+"""Points. Smaller text is left out."""
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers and in greyscale print.
+# Okabe and Ito's colours, which colour-blind readers and greyscale prints can tell apart.
 _FORWARD, _FUSED, _RECOMPUTE, _BACKWARD = "#56B4E9", "#0072B2", "#F0D442", "#009E73"
 _WEIGHTS, _GRADIENTS, _ACTIVATIONS = "#8C6BB1", "#D55E00", "#8A8A8A"
 _LEGEND = {
@@ -79,7 +79,7 @@ _EVENT_KEYS = ("worker", "kind", "phase", "slot", "layer", "microbatch", "start_
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """Something that one worker did; times in seconds from the start of the step."""
+    """An event on one worker. Times are seconds from the start of the step."""
 
     worker: int
     kind: str
@@ -96,7 +96,7 @@ class TimelineEvent:
 
     @property
     def label(self) -> str:
-        """What the legend calls it."""
+        """The event's label in the legend."""
         if self.kind == "forward":
             return "fused forward" if self.phase == "fused" else "forward"
         if self.lane == _COMPUTE:
@@ -107,21 +107,21 @@ class TimelineEvent:
 
 
 def draw_timeline(report: Mapping[str, Any], path: Path, title: str | None = None) -> None:
-    """Draws the step into a PNG at ``path``; the bubble and the step's time stand in the title.
+    """Draw the step to a PNG at ``path``. The title shows the bubble and the step time.
 
     Args:
         report: what ``RoundPipeStrategy.report()`` returns.
         path: the file to write; its folder must exist.
-        title: a first line above the one that the picture writes itself.
+        title: a line above the title.
 
     Raises:
-        ValueError: the report lacks something, has no events, or has one that cannot be placed; the message names it.
+        ValueError: the report lacks a key, has no events, or has an invalid one. The message names it.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     events = read_events(report)
-    # What was uploaded ahead of the step is cut off; what it computed beside the end of the step before is shown.
+    # Cut off what was uploaded ahead of the step, but show what it computed before the end of the previous step.
     start_s = min([0.0, *(event.start_s for event in events if event.lane == _COMPUTE)])
     end_s = max(float(_value(report, "step_time_s")), *(event.end_s for event in events))
     unit = TimeUnit.of(end_s - start_s)
@@ -142,7 +142,7 @@ def draw_timeline(report: Mapping[str, Any], path: Path, title: str | None = Non
         handlelength=1.2,
         columnspacing=1.4,
     )
-    figure.draw_without_rendering()  # the layout decides how wide a second is, and so which texts have room
+    figure.draw_without_rendering()  # the layout decides how wide a second is, and so which texts fit
     points_per_s = 72 * figure.get_figwidth() * axes.get_position().width / (axes.get_xlim()[1] - axes.get_xlim()[0])
     _write_numbers(axes, events, points_per_s, rows)
     _write_stages(axes, events, stage_names(report), points_per_s, rows)
@@ -150,9 +150,9 @@ def draw_timeline(report: Mapping[str, Any], path: Path, title: str | None = Non
 
 
 def write_trace(report: Mapping[str, Any], path: Path) -> None:
-    """Writes the step as a Chrome trace, which https://ui.perfetto.dev opens, each worker as a process.
+    """Write the step as a Chrome trace for https://ui.perfetto.dev, with each worker as a process.
 
-    Copies of different kinds overlap in time, which one track cannot show; so every kind has its own.
+    Copies of different kinds overlap in time, which one track cannot show, so every kind has its own.
     """
     events, stages, records = read_events(report), stage_names(report), []
     earliest_s = min(event.start_s for event in events)  # a trace has no negative times
@@ -172,7 +172,7 @@ def _metadata(what: str, worker: int, track: int, **details: str | int) -> dict[
 
 
 def _trace_record(event: TimelineEvent, stage: str, origin_s: float) -> dict[str, Any]:
-    """A complete event ("X"), in microseconds from the origin, as the Trace Event Format wants it."""
+    """Return a complete event ("X") of the Trace Event Format, in microseconds from the origin."""
     return {
         "name": f"{event.kind} {event.layer}".strip(),
         "cat": event.label,
@@ -189,7 +189,7 @@ def _trace_record(event: TimelineEvent, stage: str, origin_s: float) -> dict[str
 
 
 def read_events(report: Mapping[str, Any]) -> list[TimelineEvent]:
-    """The report's events, checked; ``ValueError`` names the first one that is wrong."""
+    """Return the report's events, checked. ``ValueError`` names the first invalid one."""
     workers = int(_value(report, "workers"))
     given = _value(report, "events")
     if not given:
@@ -219,7 +219,7 @@ def _value(report: Mapping[str, Any], key: str) -> Any:
 
 
 def stage_names(report: Mapping[str, Any]) -> dict[int, str]:
-    """Per slot, its stage as the plan counts it: ``F1``, ``F2``, …, ``fused``, ``B1``, …; empty without slots."""
+    """Return the name of each slot's stage: ``F1``, ``F2``, …, ``fused``, ``B1``, …; empty without slots."""
     letters = {"forward": "F", "backward": "B"}
     counts: dict[tuple[int, str], int] = defaultdict(int)
     names = {}
@@ -238,10 +238,10 @@ def stage_names(report: Mapping[str, Any]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class _TimelineRows:
-    """Where the workers' rows lie: ``pitch`` from one to the next, drawn ``scale`` times as high as usual."""
+    """The places of the workers' rows, ``pitch`` apart, drawn ``scale`` times as high as usual."""
 
     of: Mapping[int, int]
-    """Per worker, the number of its row."""
+    """The row number of each worker."""
     lanes: tuple[str, ...]
     pitch: float
     scale: float
@@ -254,20 +254,20 @@ class _TimelineRows:
         return self.top(worker) + top + height / 2
 
     def corners(self, event: TimelineEvent | _TimelineBlock, lane: str) -> list[tuple[float, float]]:
-        """The box from the event's start to its end."""
+        """Return the box from the event's start to its end."""
         top, height = self.top(event.worker) + _PLACE[lane][0], _PLACE[lane][1]
         start, end = event.start_s, event.end_s
         return [(start, top), (end, top), (end, top + height), (start, top + height)]
 
     def points(self, inches: float) -> float:
-        """How high that is drawn."""
+        """Return the height as drawn, in points."""
         return 72 * self.scale * inches
 
 
 def _rows(events: Sequence[TimelineEvent]) -> _TimelineRows:
-    """Rows of the usual height while the picture fits at full resolution; then lower, and in the end too low for text.
+    """Return rows of the usual height if the picture fits at full resolution; else lower ones, even without text.
 
-    Workers that do nothing have no row, and a picture without copies has no lanes for them.
+    Idle workers have no row, and a picture without copies has no lanes for them.
     """
     lanes, working = {event.lane for event in events}, sorted({event.worker for event in events})
     shown = tuple(lane for lane in _PLACE if lane == _COMPUTE or {_UP, _DOWN} & lanes)
@@ -309,7 +309,7 @@ def _title(report: Mapping[str, Any], title: str | None, unit: TimeUnit, rows: i
 
 @dataclass(frozen=True)
 class _TimelineBlock:
-    """One microbatch in one direction of one slot, which gets one number and one outline."""
+    """One microbatch in one direction of one slot, with one number and one outline."""
 
     worker: int
     microbatch: int
@@ -317,7 +317,7 @@ class _TimelineBlock:
     start_s: float
     end_s: float
     number_s: float
-    """Where its number stands: halfway through its computing, never in a pause or in what was recomputed ahead."""
+    """Where its number is: halfway through its computing, never in a pause or in what was recomputed ahead."""
 
 
 def _blocks(events: Sequence[TimelineEvent]) -> list[_TimelineBlock]:
@@ -351,7 +351,7 @@ def _extent(events: Sequence[TimelineEvent]) -> tuple[float, float]:
 
 
 def _draw_boxes(axes: Axes, events: Sequence[TimelineEvent], rows: _TimelineRows) -> None:
-    """One collection a kind: a step has thousands of events, too many for a patch each."""
+    """Draw one collection per kind: a step has thousands of events, too many for a patch each."""
     from matplotlib.collections import PolyCollection
 
     groups: dict[tuple[str, str], list[TimelineEvent]] = defaultdict(list)
@@ -368,10 +368,10 @@ def _draw_boxes(axes: Axes, events: Sequence[TimelineEvent], rows: _TimelineRows
 
 
 def _write_numbers(axes: Axes, events: Sequence[TimelineEvent], points_per_s: float, rows: _TimelineRows) -> None:
-    """The microbatch's number into each block that is wide enough for it, smaller where room is scarce."""
+    """Write the microbatch's number into each block that is wide enough, smaller where there is less room."""
     from matplotlib.patheffects import withStroke
 
-    digits = len(str(max(event.microbatch for event in events)))  # of the widest: half a row with numbers looks broken
+    digits = len(str(max(event.microbatch for event in events)))  # of the widest: a half-numbered row looks broken
     highest = min(8.5, 0.8 * rows.points(_PLACE[_COMPUTE][1]))
     for block in _blocks(events):
         size = min(highest, (points_per_s * (block.end_s - block.start_s) - 2.0) / (0.65 * digits))
@@ -386,7 +386,7 @@ def _write_numbers(axes: Axes, events: Sequence[TimelineEvent], points_per_s: fl
             va="center_baseline",
             fontsize=size,
             color="white" if dark else "black",
-            # The stroke keeps the number readable where recomputation stripes a backward block.
+            # The stroke keeps the number legible where recomputation stripes a backward block.
             path_effects=[withStroke(linewidth=1.8, foreground=block.fill)],
             zorder=5,
         )
@@ -395,13 +395,13 @@ def _write_numbers(axes: Axes, events: Sequence[TimelineEvent], points_per_s: fl
 def _write_stages(
     axes: Axes, events: Sequence[TimelineEvent], names: Mapping[int, str], points_per_s: float, rows: _TimelineRows
 ) -> None:
-    """A line above each slot from its first to its last block, and the stage's name where there is room."""
+    """Draw a line above each slot from its first to its last block, with the stage's name where there is room."""
     slots: dict[tuple[int, int], list[TimelineEvent]] = defaultdict(list)
     for event in events:
         if event.lane == _COMPUTE and event.slot in names:
             slots[event.worker, event.slot].append(event)
     size = min(7.5, 0.52 * rows.points(_NAMES))
-    inset = 1.0 / points_per_s  # a point at each end, so that lines of neighbouring slots do not touch
+    inset = 1.0 / points_per_s  # a point at each end, so that the lines of neighbouring slots do not touch
     for (worker, slot), members in slots.items():
         start, end = _extent(members)
         top = rows.top(worker)

@@ -1,17 +1,17 @@
-"""``roundpipe-train``: a training run as a configuration says it, on the command line.
+"""``roundpipe-train``: runs the training that a configuration describes, from the command line.
 
-The configuration lies in ``conf/``, which is installed as ``lightning_roundpipe.conf``::
+The configuration is in ``conf/``, which is installed as ``lightning_roundpipe.conf``::
 
     roundpipe-train experiment=smollm2_lora                 the main job
     roundpipe-train experiment=smollm2_lora strategy=auto   the same job, plain Lightning on one device
     roundpipe-train -m experiment=tiny strategy.microbatch_size=2,4,8      a sweep, and a table of its runs
     roundpipe-train --help                                  all groups and choices
 
-The last line on standard output is the absolute path of the folder that the run wrote, alone, so that scripts can take
-it: ``folder="$(roundpipe-train ... | tail -n 1)"``. A run that is ended by Ctrl-C, SIGTERM or an error says on standard
-error which command goes on with it.
+The last line on standard output is only the absolute path of the folder that the run wrote, for scripts:
+``folder="$(roundpipe-train ... | tail -n 1)"``. If Ctrl-C, SIGTERM or an error ends a run, standard error shows the
+command that continues it.
 
-Only Hydra is imported here, so that a mistyped setting is answered at once.
+This module imports little beyond Hydra, so that it reports a mistyped setting at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NOISE = (
     r"`Trainer\.fit` stopped: `max_steps=",
     r"Seed set to ",
 )
-"""What Lightning says in every run that is no news to anybody."""
+"""Messages that Lightning logs in every run."""
 
 _IRRELEVANT_WARNINGS = (
     r".*does not have many workers which may be a bottleneck.*",  # the data are in memory
@@ -71,12 +71,12 @@ _IRRELEVANT_WARNINGS = (
 _finished: list[Path] = []
 
 _left: list[str] = []
-"""What to say at the very end of runs that have not come to theirs."""
+"""Lines to print at the very end about runs that did not finish."""
 
 
 @console_command
 def main() -> None:
-    """The console command. Exits with 2, and one line that says what to change, for settings that cannot be."""
+    """Run the console command. Exit with 2 and one line that says what to change, if settings are invalid."""
     arguments = sys.argv[1:]
     if not arguments:
         print(USAGE, end="", file=sys.stderr)
@@ -105,11 +105,11 @@ def main() -> None:
 
 
 class _Mistake(SystemExit):
-    """A failure of the job whose message alone says what to change. No ``Exception``: Hydra would report those too."""
+    """A failure of the job whose message says what to change. Not an ``Exception``, which Hydra would report too."""
 
 
 def _run_application() -> None:
-    """Runs the application without Hydra's reports, which take several lines of its internals for one mistake.
+    """Run the application without Hydra's own error reports, which are several lines of its internals.
 
     Raises:
         SystemExit: 2 for a mistake in the settings, 1 after the traceback of any other failure.
@@ -117,7 +117,7 @@ def _run_application() -> None:
     if (wrong := wrong_option(sys.argv[1:])) is not None:
         _exit(wrong)
     full = os.environ.get(_FULL_ERROR)
-    os.environ[_FULL_ERROR] = "1"  # with which Hydra raises
+    os.environ[_FULL_ERROR] = "1"  # makes Hydra raise
     try:
         _application()
     except _Mistake as mistake:
@@ -125,7 +125,7 @@ def _run_application() -> None:
             raise mistake.__cause__ from None
         _exit(str(mistake))
     except BrokenPipeError:
-        raise  # nobody reads on: `console_command` ends
+        raise  # the reader of our output has gone: `console_command` ends the process
     except Exception as error:
         if full == "1":
             raise
@@ -140,7 +140,7 @@ def _run_application() -> None:
 
 
 def _of_the_job(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` from where the job begins; None if the failure was before that."""
+    """Return ``trace`` from where the job begins; None if the failure was earlier."""
     while trace is not None and trace.tb_frame.f_code is not _application.__wrapped__.__code__:
         trace = trace.tb_next
     return trace
@@ -152,7 +152,7 @@ def _exit(text: str) -> NoReturn:
 
 
 def run_folder(name: str) -> str:
-    """A new folder's absolute path for a run of that name, in ``runs/`` here."""
+    """Return the absolute path of a new folder for a run of that name, in ``runs/`` of the current folder."""
     here = Path.cwd() / "runs"
     stem = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = here / stem
@@ -164,12 +164,12 @@ def run_folder(name: str) -> str:
 
 
 def by_adapters(with_adapters: float, without: float, *, _root_: DictConfig) -> float:
-    """The value for a run with adapters (the group ``lora``), or for one that trains all weights."""
+    """Return the value for a run with adapters (the group ``lora``), or the one for a run that trains all weights."""
     return with_adapters if _root_.lora else without
 
 
 def tenth_of(steps: Any) -> int:
-    """A tenth of ``steps``, rounded down. What is no number is refused where it is set."""
+    """Return a tenth of ``steps``, rounded down; 0 if it is not a whole number, which another check refuses."""
     return max(0, steps // 10) if isinstance(steps, int) else 0
 
 
@@ -196,7 +196,7 @@ def _application(cfg: DictConfig) -> None:
         except BaseException as ended:
             _say_how_to_go_on(job, ended)
             raise
-    except SystemExit as ended:  # by an interrupt
+    except SystemExit as ended:  # an interrupt
         _leave_error(folder, ended)
         raise
     except Exception as error:
@@ -208,10 +208,10 @@ def _application(cfg: DictConfig) -> None:
 
 
 def _is_mistake(error: Exception, started: bool) -> bool:
-    """Whether the error's message alone tells the user what to change, so that its traceback would only hide it.
+    """Return whether the error's message alone says what to change, so that its traceback would only hide it.
 
-    While the configuration becomes objects, that holds for all ordinary errors; later for those only that this package
-    raises itself.
+    That holds for all ordinary errors while objects are built from the configuration, and later for errors that this
+    package raises itself.
     """
     if type(error).__name__ == "MisconfigurationException":
         return True
@@ -223,10 +223,10 @@ def _is_mistake(error: Exception, started: bool) -> bool:
 
 
 def _say_how_to_go_on(job: Job, error: BaseException) -> None:
-    """Leaves for the end of the output what a run that has not come to its end has saved, and which command takes it.
+    """Prepare the last lines of the output of a run that did not finish: its newest checkpoint, and how to continue.
 
     Raises:
-        SystemExit: the run was interrupted; with the exit status that goes with the signal.
+        SystemExit: the run was interrupted; with the signal's exit status.
     """
     from lightning_roundpipe.callbacks import Checkpoints
 
@@ -235,7 +235,7 @@ def _say_how_to_go_on(job: Job, error: BaseException) -> None:
     number = next((callback.interrupted_by for callback in found if callback.interrupted_by is not None), None)
     interrupted = isinstance(error, (SystemExit, KeyboardInterrupt))
     if not interrupted and newest is None and not job.trainer.global_step:
-        return  # nothing was trained: the error says it all
+        return  # nothing was trained: the error is enough
     if interrupted:
         _left.append(
             f"roundpipe-train: interrupted after {job.trainer.global_step} of {plural(job.trainer.max_steps, 'step')}."
@@ -252,7 +252,7 @@ def _say_how_to_go_on(job: Job, error: BaseException) -> None:
 
 
 def _leave_error(folder: Path, error: BaseException) -> None:
-    """The failure, for the table of a sweep."""
+    """Write the failure to the run's summary, for the table of a sweep."""
     lines = str(error).splitlines() or [""]
     text = "interrupted" if isinstance(error, SystemExit) else f"{type(error).__name__}: {lines[0]}"
     (folder / "summary.json").write_text(json.dumps({"error": text}, indent=2))
@@ -264,7 +264,7 @@ class _WithoutNoise(logging.Filter):
 
 
 class _CurrentStderr(io.TextIOBase):
-    """Standard error as it is now: a progress bar that is being drawn replaces it, to print above itself."""
+    """The present standard error: a progress bar replaces it while it draws, to print above itself."""
 
     def write(self, text: str, /) -> int:
         return sys.stderr.write(text)
@@ -274,19 +274,19 @@ class _CurrentStderr(io.TextIOBase):
 
 
 def _quiet() -> None:
-    """Silences what is said in every run and concerns no user; everything else is still heard."""
+    """Silence messages of every run that concern no user. All others stay."""
     for message in _IRRELEVANT_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of loading; Lightning's own take no notice of it
+    os.environ.setdefault("TQDM_DISABLE", "1")  # hides loading bars; Lightning's own bars ignore it
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logger = logging.getLogger(name)
         if not any(isinstance(known, _WithoutNoise) for known in logger.filters):
             logger.addFilter(_WithoutNoise())
-    import_module("lightning.pytorch")  # its loggers get their handlers when it is imported
+    import_module("lightning.pytorch")  # the import gives its loggers their handlers
     for name in ("lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
-            if type(handler) is logging.StreamHandler:  # others write to a file, or to whoever collects
+            if type(handler) is logging.StreamHandler:  # others write to files or collectors
                 handler.setStream(_CurrentStderr())
 
 

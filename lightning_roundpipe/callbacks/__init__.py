@@ -1,4 +1,4 @@
-"""Callbacks of ``roundpipe-train``. They read what a Trainer and its strategy tell, and work with any strategy."""
+"""Callbacks of ``roundpipe-train``. They use what a Trainer and its strategy report, and work with any strategy."""
 
 from __future__ import annotations
 

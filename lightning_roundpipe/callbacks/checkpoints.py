@@ -1,10 +1,11 @@
-"""Checkpoints at an interval, at the end, on Ctrl-C and SIGTERM, and when training fails: nothing of it is lost.
+"""Writes checkpoints at an interval, at the end, on Ctrl-C and SIGTERM, and when training fails.
 
-A checkpoint that training can go on from bit for bit is one of the moment between two batches. So the first signal only
-sets a mark: the batch that is running is finished, the checkpoint is written where all others are, and then the run
-ends. An error cannot wait. What the loops and the data loader had been at the end of the last batch is kept for it, and
-goes into the checkpoint in place of what they are in the middle of the next one. That is right only if the weights are
-those of that moment too: no checkpoint is written when the strategy cannot tell so (see ``RoundPipeStrategy.whole``).
+Training continues bit for bit only from a checkpoint of the moment between two batches. So the first signal only sets a
+mark: the running batch finishes, the checkpoint is written where all others are, and then the run ends. An error cannot
+wait. The callback keeps the state of the loops and the data loader at the end of each batch, and a checkpoint after an
+error has that state instead of the one within the next batch. That is correct only if the weights are those of the same
+moment. If the strategy says that they are not, or cannot say so while a batch is running, no checkpoint is written (see
+``RoundPipeStrategy.whole``).
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ _NOTICE = b"\nStopping after this step, with a checkpoint. Once more to stop at 
 
 
 class Interrupted(SystemExit):
-    """Training was interrupted, and what it had reached is saved. Exits as a process does that the signal ended."""
+    """Training was interrupted and is saved. The exit status is that of a process that the signal has ended."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
 
 
 class Checkpoints(ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint`` that also knows time, signals and failures.
+    """Lightning's ``ModelCheckpoint`` that also saves at time intervals beside steps, on signals and after failures.
 
     Args:
-        dirpath, filename, monitor, mode, save_last, save_weights_only, verbose: as there.
-        every_n_minutes: a checkpoint is written at the end of the batch in which so many minutes have passed since the
-            last one. ``None``: time does not matter.
-        every_n_train_steps: also every so many optimizer steps. ``None``: after each validation.
-        save_top_k: how many are kept: the newest, or the best by ``monitor``; -1: all; 0: none is written.
-        save_on_exception: whether one is written when training fails or is interrupted.
+        dirpath, filename, monitor, mode, save_last, save_weights_only, verbose: as in ``ModelCheckpoint``.
+        every_n_minutes: write a checkpoint at the end of the first batch that ends this many minutes after the last
+            checkpoint. ``None``: not by time.
+        every_n_train_steps: also write one every so many optimizer steps. ``None``: after each validation.
+        save_top_k: how many to keep: the newest, or the best by ``monitor``; -1: all; 0: write none.
+        save_on_exception: whether to write one when training fails or is interrupted.
 
     Attributes:
-        newest: what was written last.
-        interrupted_by: the signal that came.
+        newest: path of the last checkpoint written.
+        interrupted_by: number of the signal that came.
     """
 
     roundpipe_looks_away = True
@@ -75,7 +76,7 @@ class Checkpoints(ModelCheckpoint):
             raise ValueError(f"every_n_minutes={every_n_minutes!r} must be more than 0, or null: not by time.")
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise ValueError(f"every_n_train_steps={every_n_train_steps!r} must be at least 1, or null.")
-        # Without a metric Lightning keeps one or all; several of the newest are kept here.
+        # Without a metric, Lightning keeps one checkpoint or all. This class keeps several of the newest.
         self._kept: list[str] | None = [] if monitor is None and save_top_k > 1 else None
         super().__init__(
             dirpath=dirpath,
@@ -94,18 +95,18 @@ class Checkpoints(ModelCheckpoint):
         self.every_n_minutes = every_n_minutes
         self.every_n_train_steps = every_n_train_steps
         self.keep = save_top_k
-        if every_n_minutes is not None:  # beside the steps; the constructor takes only one of them
+        if every_n_minutes is not None:  # in addition to steps: the constructor accepts only one of them
             self._train_time_interval = timedelta(minutes=every_n_minutes)
         self.newest: Path | None = None
         self.interrupted_by: int | None = None
         self._handlers: dict[int, Any] = {}
         self._loops: dict[str, Any] | None = None
-        """Lightning's loops, and the place in the data, at the end of the last batch."""
+        """The state of Lightning's loops, with the position in the data, at the end of the last batch."""
         self._batch = self._step = self._saved_batch = 0
         self._as_they_were = False
 
     def describe(self) -> str:
-        """When checkpoints are written, in a few words."""
+        """Return when checkpoints are written, in a few words."""
         if self.keep == 0:
             return "none (callbacks.checkpoint.save_top_k=0)"
         steps = self.every_n_train_steps
@@ -176,12 +177,12 @@ class Checkpoints(ModelCheckpoint):
         return self.keep != 0 and self._loops is not None and self._saved_batch != self._batch
 
     def _is_whole(self, trainer: Trainer) -> bool:
-        """After an error: whether weights are those that the last finished batch left, and not saved yet."""
+        """Return, after an error, whether the weights are those after the last finished batch, and not saved yet."""
         if not self.save_on_exception or trainer.state.fn != TrainerFn.FITTING or self._loops is None:
             return False
         whole: bool | None = getattr(trainer.strategy, "whole", None)
         total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-        if whole is not False and _batches(trainer) == self._batch + 1:  # it was another callback that failed behind it
+        if whole is not False and _batches(trainer) == self._batch + 1:  # a callback failed after the batch
             self._snapshot_loops(trainer)
         elif _batches(trainer) != self._batch or trainer.global_step != self._step:
             return False
@@ -192,7 +193,7 @@ class Checkpoints(ModelCheckpoint):
 
     @contextlib.contextmanager
     def _rewound(self) -> Iterator[None]:
-        """Checkpoints that are written here have the loops as they were at the end of the last batch."""
+        """Give checkpoints that are written inside the loops' state of the end of the last batch."""
         self._as_they_were = True
         try:
             yield
@@ -203,7 +204,7 @@ class Checkpoints(ModelCheckpoint):
         metrics: dict[str, Tensor] = self._monitor_candidates(trainer)
         if self.monitor is None:
             self._save_topk_checkpoint(trainer, metrics)
-        else:  # as it is, whether it is one of the best or not
+        else:  # save it whether it is one of the best or not
             self._save_checkpoint(trainer, self.format_checkpoint_name(metrics))
         self._save_last_checkpoint(trainer, metrics)
 
@@ -225,7 +226,7 @@ class Checkpoints(ModelCheckpoint):
     # -- signals ------------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """From here on the first signal is a request. Handlers belong to the main thread; what is ignored stays so."""
+        """Make the first signal a request. Only the main thread can set handlers; ignored signals stay ignored."""
         if threading.current_thread() is not threading.main_thread():
             return
         self.interrupted_by = None
@@ -246,7 +247,7 @@ class Checkpoints(ModelCheckpoint):
             raise KeyboardInterrupt
         self.interrupted_by = number
         with contextlib.suppress(OSError):
-            os.write(2, _NOTICE)  # a signal's handler must not print: it may have interrupted just that
+            os.write(2, _NOTICE)  # a signal handler must not print: it may have interrupted a print
 
 
 def _batches(trainer: Trainer) -> int:

@@ -1,4 +1,4 @@
-"""Times, tokens, losses and memory of a run, measured the same way whatever the strategy is."""
+"""Measures times, tokens, losses and memory of a run in the same way under any strategy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_byt
 
 
 class Measurements(Callback):
-    """Measures optimizer steps end to end, from the end of one to the end of the next, without validation between them.
+    """Measures optimizer steps end to end, from the end of one to the end of the next, without validation in between.
 
-    Logs ``tokens_per_s`` of each step, also for the progress bar. Put it before callbacks that show or save what is
-    logged.
+    Logs ``tokens_per_s`` of each step, also for the progress bar. Put it before callbacks that show or save logged
+    values.
     """
 
     roundpipe_looks_away = True
@@ -39,12 +39,12 @@ class Measurements(Callback):
 
     @property
     def step_time_s(self) -> float | None:
-        """The median step. The first is left out if there are more: strategies find things out in it."""
+        """The median step time. Without the first step if there are more: strategies measure in it."""
         return statistics.median(self.step_seconds[1:] or self.step_seconds) if self.step_seconds else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens trained on per second, the first step left out if there are more."""
+        """Tokens trained on per second, without the first step if there are more."""
         seconds = sum(self.step_seconds[1:] or self.step_seconds)
         return sum(self.step_tokens[1:] or self.step_tokens) / seconds if seconds else None
 
@@ -66,7 +66,7 @@ class Measurements(Callback):
         self._mark = now
         self._tokens += count_tokens(batch)
         if trainer.global_step == self._steps:
-            return  # gradients are accumulated: the step goes on
+            return  # gradients accumulate: the step continues
         self._steps = trainer.global_step
         self.step_seconds.append(self._seconds)
         self.step_tokens.append(self._tokens)
@@ -88,7 +88,7 @@ class Measurements(Callback):
 
 
 def count_tokens(batch: Any) -> int:
-    """Tokens of a batch that holds ``input_ids``; 0 for another."""
+    """Return the number of tokens of a batch with ``input_ids``; 0 for other batches."""
     tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return tokens.numel() if isinstance(tokens, Tensor) else 0
 
@@ -99,7 +99,7 @@ def _loss(outputs: Any) -> float | None:
 
 
 def peak_device_bytes(report: Mapping[str, Any]) -> list[int]:
-    """Peak memory of each device: as the strategy reports it, else as CUDA counts it; empty if nobody does."""
+    """Return the peak memory of each device: the strategy's report, else CUDA's count; empty without both."""
     if reported := report.get("peak_device_bytes"):
         return [int(peak) for peak in reported]
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""The most memory that this process has held since a given moment.
+"""The peak memory of this process since a given moment.
 
-The operating system's own peak is of the whole life of the process, so a second run in one process (a sweep) would show
-the first one's. Linux can forget it; elsewhere the peak stays that of the process.
+The operating system's peak covers the whole life of the process, so a second run in one process (a sweep) would show
+the first one's. Linux can reset it; elsewhere the peak stays that of the process.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 
 
 def forget_peak() -> None:
-    """Starts the measurement again, where the system can."""
-    with contextlib.suppress(OSError):  # not Linux, or not allowed: the peak stays that of the process
+    """Reset the peak, where the system can."""
+    with contextlib.suppress(OSError):  # not Linux, or not permitted
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
-    """The most bytes that this process has had in memory since ``forget_peak``, or since it began."""
+    """Return the peak memory of this process in bytes since ``forget_peak``, or since the process began."""
     try:
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:

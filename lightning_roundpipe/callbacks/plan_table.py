@@ -1,4 +1,4 @@
-"""The plan that a strategy follows, printed as a table once it is known and again when it has changed."""
+"""Prints the strategy's plan as a table, once it is known and again if it has changed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_roundpipe.messages import plural
 
 
 class PlanTable(Callback):
-    """Prints the stages, their layers and weights, and the worker that took each in the last step.
+    """Prints the stages, their layers and weights, and the worker of each in the last step.
 
-    Does nothing under a strategy that has no ``report()``.
+    Does nothing under a strategy without ``report()``.
     """
 
     roundpipe_looks_away = True
-    roundpipe_announces = True  # what else there is to say stands in the header of `roundpipe-train`
+    roundpipe_announces = True  # the header of `roundpipe-train` shows the rest
 
     def __init__(self) -> None:
         self._printed: str | None = None
@@ -30,7 +30,7 @@ class PlanTable(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._printed is None:  # not each time: a report costs as much as the step had events
+        if self._printed is None:  # not for each batch: the cost of a report grows with the step's events
             self._print(strategy_report(trainer), pl_module, final=False)
 
     @override
@@ -38,23 +38,22 @@ class PlanTable(Callback):
         self._print(strategy_report(trainer), pl_module, final=True)
 
     def _print(self, report: Mapping[str, Any], module: Module, final: bool) -> None:
-        # The first step runs without a plan, each call by itself; that is no news unless nothing follows.
+        # The first step has no plan, and each call is a stage. Print that only if no other step follows.
         if report and report["plan"] != self._printed and (final or not report.get("profiled")):
             get_console().print(plan_table(report, module))
             self._printed = report["plan"]
 
 
 def strategy_report(trainer: Trainer) -> dict[str, Any]:
-    """What the strategy tells of its last step; empty if it tells nothing."""
+    """Return the strategy's report on its last step; empty if it has none."""
     report = getattr(trainer.strategy, "report", None)
     return dict(report() or {}) if callable(report) else {}
 
 
 def plan_table(report: Mapping[str, Any], module: Module) -> Table:
-    """The slots of one round as a table. ``module`` holds the layers under the names that the report calls them by.
+    """Return the slots of one round as a table. ``module`` has the layers under the names in the report.
 
-    A backward stage of calls that nothing differentiates through, such as frozen embeddings, has nothing to do and no
-    row.
+    A backward stage of calls that nothing differentiates through, such as frozen embeddings, has no layers and no row.
     """
     of_round = [slot for slot in report["slots"] if slot["round"] == report["slots"][0]["round"]]
     slots = {position: slot for position, slot in enumerate(of_round) if slot["layers"]}
@@ -77,12 +76,12 @@ def plan_table(report: Mapping[str, Any], module: Module) -> Table:
 
 
 def span(names: Sequence[str]) -> str:
-    """First and last of several names, and how many they are."""
+    """Return the first and last of several names, with their number."""
     return " … ".join(dict.fromkeys([names[0], names[-1]])) + (f" ({len(names)})" if len(names) > 2 else "")
 
 
 def short_names(names: Collection[str]) -> dict[str, str]:
-    """Each dotted name's shortest ending that no other name has, and that does not begin with a number."""
+    """Return the shortest unique ending of each dotted name that does not begin with a number."""
     return {name: next(e for e in _endings(name) if sum(e in _endings(n) for n in names) == 1) for name in names}
 
 
@@ -92,7 +91,7 @@ def _endings(name: str) -> list[str]:
 
 
 def weight_bytes(module: Module, layers: Sequence[str]) -> int:
-    """Bytes of the layers' parameters, each counted once."""
+    """Return the bytes of the layers' parameters, each counted once."""
     modules = dict(module.named_modules())
     found = {id(p): p for layer in layers if layer in modules for p in modules[layer].parameters()}
     return sum(p.numel() * p.element_size() for p in found.values())

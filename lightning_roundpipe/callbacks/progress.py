@@ -1,7 +1,6 @@
-"""A progress bar that shows the loss and tokens per second, on terminals and where the output is no terminal.
+"""Progress bars that show the loss and tokens per second, on terminals and elsewhere.
 
-A bar that redraws itself is right on a terminal and noise in a file or a log of CI, so there a line is printed per step
-instead.
+A bar that redraws itself suits a terminal, but not a file or a CI log. There, a line per step is printed instead.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from rich.progress import TextColumn
 from typing_extensions import override
 
 _LINES = 50
-"""A stage prints at most about this many lines."""
+"""Rough limit on the lines per stage."""
 
 
 def progress_bar() -> ProgressBar:
-    """The bar that fits standard output: ``ProgressRich`` on a terminal, else ``ProgressLines``."""
+    """Return the bar for standard output: ``ProgressRich`` on a terminal, else ``ProgressLines``."""
     return ProgressRich() if sys.stdout.isatty() else ProgressLines()
 
 
 def shown_metrics(trainer: Trainer) -> dict[str, str]:
-    """Loss and speed under short names, so that a bar with them fits into 80 columns."""
+    """Return loss and speed under short names, so that a bar with them fits into 80 columns."""
     logged = trainer.progress_bar_metrics
     shown = {}
     if "train_loss" in logged:
@@ -72,7 +71,7 @@ class ProgressRich(RichProgressBar):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.train_progress_bar_id is None:  # else its clock would start again in each epoch
+        if self.train_progress_bar_id is None:  # otherwise each epoch would reset its clock
             super().on_train_epoch_start(trainer, pl_module)
 
     @override
@@ -88,7 +87,7 @@ class ProgressRich(RichProgressBar):
 
 
 class ProgressLines(ProgressBar):
-    """One line per step, for output that is kept: ``Training [##......]  4/14  0:00:21  loss 2.743  tokens/s 412``."""
+    """One line per step, for output to files: ``Training [##......]  4/14  0:00:21  loss 2.743  tokens/s 412``."""
 
     roundpipe_looks_away = True
 
@@ -126,7 +125,7 @@ class ProgressLines(ProgressBar):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.has_dataloader_changed(dataloader_idx)  # which total_val_batches_current_dataloader goes by
+        self.has_dataloader_changed(dataloader_idx)  # needed by total_val_batches_current_dataloader
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""What a run leaves behind beside metrics and checkpoints: its plan, a picture of one step, and its adapters."""
+"""Writes what a run leaves beside metrics and checkpoints: its plan, a picture of one step, and its adapters."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lightning_roundpipe.timeline import draw_timeline
 
 
 class RunFolder(Callback):
-    """Writes into ``folder`` when training has ended.
+    """Writes to ``folder`` at the end of training:
 
-    * ``plan.txt``: the plan as text, which ``partition.plan`` takes again;
-    * ``costs.json``: what each layer takes, which ``roundpipe-plan costs=`` reads;
+    * ``plan.txt``: the plan as text, which ``partition.plan`` accepts;
+    * ``costs.json``: what each layer costs, which ``roundpipe-plan costs=`` reads;
     * ``timeline.png``: the last step as it ran; ``step.json``: the same as numbers;
-    * ``replay.png``: the step of several emulated devices as if each of them computed alone (`replay`);
-    * ``adapters/``: PEFT adapters, which plain PEFT loads; with every checkpoint, too.
+    * ``replay.png``: the step of several emulated devices as if each computed on its own (`replay`);
+    * ``adapters/``: PEFT adapters, which plain PEFT loads; also written with every checkpoint.
 
-    What there is not (a strategy without a report, a model without adapters) is left out; so are the pictures where
-    matplotlib is not installed.
+    Whatever does not exist (a strategy without a report, a model without adapters) is left out, as are the pictures
+    where matplotlib is not installed.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -50,7 +50,7 @@ class RunFolder(Callback):
             self._write_adapters(pl_module)
 
     def _write_adapters(self, pl_module: LightningModule) -> None:
-        """Beside those that are there, and then in their place: a run that is killed leaves one or the other whole."""
+        """Write the adapters beside the present ones, then replace those: a killed run leaves one complete set."""
         for module in pl_module.modules():
             if isinstance(module, PeftModel):
                 final, unfinished = self.folder / "adapters", self.folder / "adapters.unfinished"

@@ -1,4 +1,4 @@
-"""Ordinary LightningDataModules that come with the package, from sources that need no download."""
+"""Ordinary LightningDataModules, from sources that need no download."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Records as tokens, each with the answer to whether it is to be learnt.
+"""Encodes records as tokens, and marks the tokens to learn.
 
-What is learnt of a record is found in its text and carried over to its tokens by the characters they stand for. The
-obvious way, to tokenise prompt and completion apart and join them, gives other tokens than the text has wherever a
-tokenizer merges across the seam or puts a space in front of every text.
+The parts of a record to learn are found in its text and mapped to tokens by the tokens' character offsets. Tokenising
+prompt and completion separately and joining them would give other tokens than the whole text, wherever a tokenizer
+merges across the border or puts a space in front of every text.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ PLAIN = (
     "{% else %}{{ message['content'] }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
-"""A chat template for tokenizers that have none: a heading with the role, and beneath it what is said."""
+"""A chat template for tokenizers that have none: each message under a heading with its role."""
 
 Tokens = npt.NDArray[np.int32]
-"""A token that is to be learnt is itself; one that is only read is ~itself, which is negative."""
+"""Token ids. A token to learn is the id itself; a token that is only read is ``~id``, which is negative."""
 
 
 class CannotEncode(Exception):
-    """A record that the tokenizer or its chat template does not take; says why."""
+    """The tokenizer or its chat template refuses a record; the message says why."""
 
 
 class NoTemplate(CannotEncode):
-    """The tokenizer has no chat template, so that no conversation can be written out."""
+    """A record is a conversation, and the tokenizer has no chat template."""
 
 
 class Encoder:
-    """Encodes with ``tokenizer``. A model's end-of-text token follows texts and completions.
+    """Encodes with ``tokenizer``. The model's end-of-text token follows texts and completions.
 
     Args:
-        tokenizer: a fast one, as it says which characters a token stands for.
-        loss_on: "completions" (of a chat: what the assistant says), or "everything".
-        chat_template: writes conversations out instead of the tokenizer's own.
+        tokenizer: a fast one, because only those return character offsets.
+        loss_on: ``"completions"`` (in a chat: the assistant's messages) or ``"everything"``.
+        chat_template: formats conversations instead of the tokenizer's own template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str, chat_template: str | None = None) -> None:
@@ -56,14 +56,14 @@ class Encoder:
 
     @property
     def settings(self) -> list[Any]:
-        """All that decides which tokens a record has, and which of them are learnt."""
+        """All settings that decide a record's tokens, and which of them are to be learnt."""
         made_by = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        made_by |= {"truncation": None, "padding": None}  # of the last call, whatever that was
+        made_by |= {"truncation": None, "padding": None}  # the last call's, which do not matter here
         named = [self._tokenizer.bos_token, self._tokenizer.eos_token]
         return [made_by, named, self._template, self.completions_only]
 
     def encode(self, content: Content) -> Tokens:
-        """The record's tokens. Raises ``CannotEncode``."""
+        """Return the record's tokens. Raises ``CannotEncode``."""
         if isinstance(content, Text):
             tokens = self._of(content.text, [(0, len(content.text))], specials=content.first)
             tokens = self._ended(tokens) if content.last else self._open(tokens)
@@ -80,7 +80,7 @@ class Encoder:
         return tokens
 
     def _of(self, text: str, spans: list[tuple[int, int]], specials: bool) -> Tokens:
-        """The text's tokens; those are learnt that stand for a character of the spans."""
+        """Return the text's tokens. Those with a character in one of the spans are to be learnt."""
         found = self._tokenizer(text, add_special_tokens=specials, return_offsets_mapping=True, verbose=False)
         tokens = np.array(found["input_ids"], dtype=np.int32)
         offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
@@ -90,12 +90,12 @@ class Encoder:
         return np.where(learn, tokens, ~tokens)
 
     def _ended(self, tokens: Tokens) -> Tokens:
-        """With one end-of-text token, to be learnt."""
+        """Return the tokens with exactly one end-of-text token, which is to be learnt."""
         end = self._tokenizer.eos_token_id
         return tokens if end is None else np.append(self._open(tokens), np.int32(end))
 
     def _open(self, tokens: Tokens) -> Tokens:
-        """Without the end-of-text token that some tokenizers put behind every text."""
+        """Return the tokens without the end-of-text token that some tokenizers append to every text."""
         end = self._tokenizer.eos_token_id
         return tokens[:-1] if end is not None and len(tokens) and tokens[-1] in (end, ~end) else tokens
 
@@ -111,13 +111,13 @@ class Encoder:
         return self._of(text, spans, specials=False)
 
     def _marked(self, chat: Chat) -> Tokens:
-        """By a template that marks what the assistant says."""
+        """Return the tokens by a template that marks the assistant's messages."""
         found = self._render(chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         tokens = np.array(found["input_ids"], dtype=np.int32)
         return np.where(np.array(found["assistant_masks"], dtype=bool), tokens, ~tokens)
 
     def _answers(self, chat: Chat, text: str) -> list[tuple[int, int]]:
-        """Where ``text`` has the assistant's messages, each with what ends it."""
+        """Return the spans of the assistant's messages in ``text``, each with the characters that end it."""
         spans = []
         for number, message in enumerate(chat.messages):
             if message["role"] != "assistant":
@@ -139,11 +139,11 @@ class Encoder:
             return self._tokenizer.apply_chat_template(
                 messages, chat_template=self._template, tokenize=tokenize, **options
             )
-        except Exception as error:  # a template is a program, and refuses by raising what it likes
+        except Exception as error:  # a template is a program and may raise anything
             lines = str(error).splitlines() or [type(error).__name__]
             raise CannotEncode(f"the chat template refuses it: {lines[0]}") from error
 
 
 def learnt(tokens: Tokens) -> int:
-    """How many tokens are targets. The first is none, as nothing stands before it."""
+    """Return how many tokens are targets. The first token is not one, because nothing precedes it."""
     return int((tokens[1:] >= 0).sum())

@@ -1,4 +1,4 @@
-"""Named texts as sequences of one length: tokenised by the model's own tokenizer, joined, and cut without padding."""
+"""Named texts as sequences of one length: tokenised with the model's own tokenizer, joined, and cut without padding."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_roundpipe.data.split import split_texts
 
 
 class PackedText(LightningDataModule):
-    """Causal language modelling on named texts, divided into training and validation text by text.
+    """Causal language modelling on named texts. Whole texts go either to training or to validation.
 
     Args:
         texts: the texts by name.
-        tokenizer: the model's. Between texts stands its end-of-text token.
-        sequence_length: tokens of each sequence; what is left at the end is dropped.
+        tokenizer: the model's. Its end-of-text token separates texts.
+        sequence_length: tokens of each sequence. Remaining tokens at the end are dropped.
         batch_size: sequences of a batch.
-        validation_fraction: how much of the characters is held out; see ``split_texts``.
-        max_validation_sequences: validate on this many only, spread evenly over the held-out text. ``None``: on all.
-        seed: of the split and of the order in which training sequences come.
-        num_workers: processes that load data. The sequences are in memory: 0 is best.
+        validation_fraction: the held-out fraction of all characters; see ``split_texts``.
+        max_validation_sequences: validate on at most this many, spread evenly over the held-out text. ``None``: on all.
+        seed: seed of the split and of the order of training sequences.
+        num_workers: processes that load data. The sequences are in memory, so 0 is best.
     """
 
     def __init__(
@@ -76,6 +76,6 @@ class PackedText(LightningDataModule):
 
 
 def pack(texts: Sequence[Sequence[int]], length: int) -> Tensor:
-    """The texts' tokens one after another, cut into rows: shape (rows, ``length``)."""
+    """Return the texts' tokens one after another, cut into rows: shape (rows, ``length``)."""
     joined = torch.tensor([token for text in texts for token in text], dtype=torch.long)
     return joined[: len(joined) // length * length].view(-1, length)

@@ -1,4 +1,4 @@
-"""Sequences of random tokens: no text, no tokenizer, ready at once. For trying a configuration, and for tests."""
+"""Sequences of random tokens: no text, no tokenizer, ready at once. For trying configurations, and for tests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_roundpipe.data.sequences import Sequences, ShuffledLoader, check_
 
 
 class RandomTokens(LightningDataModule):
-    """The same few random sequences again and again, so that a model's loss on them falls as it learns them by heart.
+    """A few random sequences, repeated, so that a model's loss falls as it learns them by heart.
 
     Args:
         vocab_size: tokens are drawn from 0 to this, excluded.
         sequence_length: tokens of each sequence.
         batch_size: sequences of a batch.
-        sequences: how many there are. ``None``: four batches. Validation takes the first ``batch_size`` of them: to be
-            learnt, not held out.
-        seed: of the tokens and of their order.
-        num_workers: processes that load data. The sequences are in memory: 0 is best.
+        sequences: number of sequences. ``None``: four batches. Validation uses the first ``batch_size`` of them, which
+            are not held out.
+        seed: seed of the tokens and of their order.
+        num_workers: processes that load data. The sequences are in memory, so 0 is best.
     """
 
     def __init__(

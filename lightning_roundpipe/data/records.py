@@ -1,7 +1,7 @@
-"""What a record is: five formats, the fields of each, and what is wrong with values that are none of them.
+"""Records: five formats, the fields of each, and errors for values that fit none of them.
 
-Data sets agree on a few formats and on hardly any name. ``Fields`` says which format is read and what its fields are
-called in the data at hand, and turns the values of a record into its content.
+Data sets agree on a few formats but hardly on names. ``Fields`` knows which format to read and what its fields are
+called in the data, and converts the values of a record to its content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "conversations": ("conversations",),
 }
-"""The fields that a record of each format must have."""
+"""The required fields of each format."""
 
 _OPTIONAL = {"instruction": ("input",)}
 _OF_MESSAGES = ("role", "content", "from", "value")
@@ -33,14 +33,14 @@ _ROLES = {
     "system": "system",
     "tool": "tool",
 }
-"""Who speaks in ShareGPT's conversations, as the role of chat templates."""
+"""The roles of chat templates for the speakers in ShareGPT's conversations."""
 
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Text:
-    """Text to be learnt as a whole: a ``"text"``, or a piece of a text file, the first or the last one perhaps."""
+    """Text to learn as a whole: a ``"text"`` field, or a piece of a text file, perhaps its first or last one."""
 
     text: str
     first: bool = True
@@ -49,7 +49,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and what is to follow it."""
+    """A prompt and the completion that follows it."""
 
     prompt: str
     completion: str
@@ -57,7 +57,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, as chat templates take it."""
+    """A conversation, in the form that chat templates take."""
 
     messages: list[dict[str, Any]]
 
@@ -67,7 +67,7 @@ Content: TypeAlias = Text | Completion | Chat
 
 @dataclass(frozen=True)
 class Record:
-    """One record, its number in the file (see ``sources.bucket_of``), and the fields in it that are not read."""
+    """A record, its number in the file (see ``sources.unit_of``), and the names of its fields that are not read."""
 
     number: int
     content: Content
@@ -76,7 +76,7 @@ class Record:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A place in a file that holds no record, and why."""
+    """A place in a file without a valid record, and the reason."""
 
     number: int
     reason: str
@@ -87,10 +87,10 @@ class Wrong(Exception):
 
 
 class Fields:
-    """Which format records have, and what its fields are called in them.
+    """The format of records, and the names of its fields in them.
 
     Args:
-        format: one of ``FORMATS``, or "auto": each record is of the only format whose fields it has.
+        format: one of ``FORMATS``, or ``"auto"``: each record has the only format whose fields it has.
         names: other names of fields, such as ``{"prompt": "question"}``.
 
     Raises:
@@ -120,11 +120,11 @@ class Fields:
 
     @property
     def settings(self) -> list[Any]:
-        """All that decides how a record is read."""
+        """All settings that decide how a record is read."""
         return [self.format, self._names]
 
     def read(self, values: Any) -> tuple[Content, frozenset[str]]:
-        """The content of a record, and the fields in it that are not read. Raises ``Wrong``."""
+        """Return the content of a record, and the names of fields that are not read. Raises ``Wrong``."""
         if not isinstance(values, dict):
             raise Wrong(f"the record is {kind_of(values)}, not a JSON object")
         kind = self._kind(values)
@@ -132,7 +132,7 @@ class Fields:
         return self._content(kind, values), frozenset(values.keys() - used)
 
     def _kind(self, values: Mapping[str, Any]) -> str:
-        """The format of a record."""
+        """Return the format of a record."""
         if self.format != "auto":
             return self.format
         has = {key for key, value in values.items() if value is not None}
@@ -205,10 +205,10 @@ class Fields:
         return messages
 
     def _message(self, message: Any) -> dict[str, Any]:
-        """A message with "role" and "content", whichever pair of fields it has."""
+        """Return a message with "role" and "content", from either pair of fields."""
         if not isinstance(message, dict):
             raise Wrong(f"it is {kind_of(message)}, not a JSON object")
-        # Columns that other messages have come as null; templates ask whether such fields are there.
+        # In tables, fields that only other messages have are null here. Templates test whether such fields exist.
         present = {key: value for key, value in message.items() if value is not None}
         theirs = self._names["from"] in present and self._names["role"] not in present
         by, what = ("from", "value") if theirs else ("role", "content")
@@ -224,13 +224,13 @@ class Fields:
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """`` (did you mean …?)`` for a name that is nearly a known one, or nothing."""
+    """Return `` (did you mean …?)`` for a name that is close to a known one, else an empty string."""
     close = get_close_matches(given, list(known), 1, 0.7)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in the words of JSON, with its article."""
+    """Return the type of a value in the words of JSON, with its article."""
     if value is None:
         return "null"
     kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}

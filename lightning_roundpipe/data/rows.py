@@ -1,7 +1,7 @@
-"""Records laid out in rows of one length, as the batches of a causal language model.
+"""Lays out records in rows of one length, as the batches of a causal language model.
 
-Three ways, each of which suits some data: texts of any length are joined and cut, so that every token counts; records
-that must not see each other are packed whole, or padded, one in a row.
+There are three ways, for different data. Texts of any length are joined and cut, so that no token is padding. Records
+that must not attend to each other are packed whole, or padded, one per row.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_roundpipe.data.sequences import Batch
 from lightning_roundpipe.data.token_store import TokenStore, Whole
 
 NO_TARGET = -100
-"""The label that Hugging Face's and torch's losses leave out."""
+"""The label that the losses of Hugging Face and torch ignore."""
 
 
 class JoinedRows(Dataset[Batch]):
-    """The records one after another, cut into rows; what is left at the end makes none."""
+    """The records one after another, cut into rows. The remainder at the end is dropped."""
 
     def __init__(self, store: TokenStore, records: Whole, length: int) -> None:
         self._store = store
@@ -36,7 +36,7 @@ class JoinedRows(Dataset[Batch]):
 
     @property
     def filled(self) -> float:
-        """The share of the rows' tokens that is no padding."""
+        """The share of the rows' tokens that is not padding."""
         return 1.0
 
     @override
@@ -56,8 +56,11 @@ class JoinedRows(Dataset[Batch]):
 
 
 class PackedRows(Dataset[Batch]):
-    """Whole records, several in a row. They do not see each other: positions begin again with each of them, from which
-    Hugging Face's models make a mask. The loss of a row is that of its records by themselves."""
+    """Whole records, several per row, which do not attend to each other.
+
+    Position ids restart with each record, and Hugging Face's models derive the attention mask from them. A row's loss
+    is that of its separate records.
+    """
 
     def __init__(self, store: TokenStore, records: Whole, length: int, pad: int) -> None:
         self._store = store
@@ -75,7 +78,7 @@ class PackedRows(Dataset[Batch]):
 
     @property
     def filled(self) -> float:
-        """The share of the rows' tokens that is no padding."""
+        """The share of the rows' tokens that is not padding."""
         return self._tokens / max(1, len(self) * self._length)
 
     @override
@@ -88,14 +91,14 @@ class PackedRows(Dataset[Batch]):
             found = _tokens_of(self._store, int(record), self._length)
             part = slice(used, used + len(found))
             tokens[part], learn[part], positions[part] = found, found >= 0, np.arange(len(found))
-            learn[used] = False  # or it would be learnt from the record before
+            learn[used] = False  # it would be predicted from the previous record
             used += len(found)
         positions[used:] = np.arange(self._length - used)
         return _batch(tokens, learn) | {"position_ids": torch.from_numpy(positions)}
 
 
 class PaddedRows(Dataset[Batch]):
-    """A record in each row, and padding behind it."""
+    """One record per row, followed by padding."""
 
     def __init__(self, store: TokenStore, records: Whole, length: int, pad: int) -> None:
         self._store = store
@@ -109,7 +112,7 @@ class PaddedRows(Dataset[Batch]):
 
     @property
     def filled(self) -> float:
-        """The share of the rows' tokens that is no padding."""
+        """The share of the rows' tokens that is not padding."""
         return self._tokens / max(1, len(self) * self._length)
 
     @override
@@ -124,7 +127,7 @@ class PaddedRows(Dataset[Batch]):
 
 
 def packed(lengths: Whole, room: int) -> Whole:
-    """The row of each record, none fuller than ``room``: the longest first, each where it leaves the least."""
+    """Return the row of each record, with at most ``room`` tokens a row: best fit, longest records first."""
     rows = np.empty(len(lengths), dtype=np.int64)
     with_space: dict[int, list[int]] = {}
     spaces: list[int] = []

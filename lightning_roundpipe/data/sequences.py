@@ -1,4 +1,4 @@
-"""Rows of tokens as the batches of a causal language model, in an order that a resumed run goes on with."""
+"""Rows of tokens as the batches of a causal language model, in an order that a resumed run continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Batch = dict[str, Tensor]
 
 
 def check_sizes(sequence_length: int, batch_size: int) -> None:
-    """``ValueError`` for batches without a target."""
+    """Raise ``ValueError`` for batches without a target."""
     if sequence_length < 2:
         raise ValueError(
             f"data.sequence_length={sequence_length} is too short: the first token of a sequence is not a target."
@@ -24,7 +24,7 @@ def check_sizes(sequence_length: int, batch_size: int) -> None:
 
 
 class Sequences(Dataset[Batch]):
-    """Each row of ``tokens``, shape (rows, length), as ``input_ids`` and ``labels`` (the model shifts the labels)."""
+    """The rows of ``tokens``, shape (rows, length), as ``input_ids`` and ``labels`` (the model shifts the labels)."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
@@ -38,10 +38,10 @@ class Sequences(Dataset[Batch]):
 
 
 class ShuffledLoader(DataLoader[Batch]):
-    """Batches in an order that depends on ``seed`` and the number of the epoch only; a smaller last one is left out.
+    """Batches in an order that depends only on ``seed`` and the number of the epoch. A smaller last batch is dropped.
 
-    Lightning saves ``state_dict`` in its checkpoints, so a run that is resumed within an epoch takes the batches that
-    are left. An ordinary shuffled loader would start the epoch again, in another order.
+    Lightning saves ``state_dict`` in its checkpoints, so a run resumed within an epoch takes the remaining batches. An
+    ordinary shuffled loader would start the epoch again, in another order.
     """
 
     def __init__(self, rows: Dataset[Batch], batch_size: int, seed: int, num_workers: int = 0) -> None:
@@ -70,7 +70,7 @@ class ShuffledLoader(DataLoader[Batch]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order.epoch, self._batches = state["epoch"], state["batches"]
-        self._resumed = self._batches < len(self)  # else that epoch was over
+        self._resumed = self._batches < len(self)  # otherwise the epoch was complete
 
 
 class _Order(Sampler[int]):
@@ -85,9 +85,9 @@ class _Order(Sampler[int]):
 
     @override
     def __iter__(self) -> Iterator[int]:
-        # Its own generator: the order is the same whatever else draws random numbers.
+        # A generator of its own: the order does not depend on other random draws.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        # Numbers in pieces: a list of them takes four times their memory.
+        # Convert in pieces: a list of all numbers takes four times their memory.
         order = torch.randperm(self.rows, generator=generator).numpy()
         for start in range(self.skip, self.rows, 65536):
             yield from order[start : start + 65536].tolist()

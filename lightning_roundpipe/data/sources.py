@@ -1,8 +1,8 @@
-"""Where records are read from: text files, JSON, Parquet and folders of the library ``datasets``, a record at a time.
+"""Reads records from text files, JSON, Parquet and folders of the library ``datasets``, one at a time.
 
 Text and JSON lines are read line by line, a JSON list and Parquet in pieces, a folder of ``datasets`` from its mapped
-files: however large they are, little of them is in memory at a time. Nothing is skipped but empty lines. What cannot be
-used comes as a ``BadRecord``, so that the caller can name several at once.
+files: however large they are, only a small part is in memory. Only empty lines are skipped. A record that cannot be
+used is yielded as a ``BadRecord``, so that the caller can report several at once.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from lightning_roundpipe.extras import need
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 KINDS = ".jsonl, .json, .parquet or .txt"
-"""The same for people."""
+"""``SUFFIXES`` in words."""
 
 LONGEST = 64 * 2**20
-"""Bytes of a line of JSONL, characters of a record in a JSON list. What is longer is no record."""
+"""Most bytes of a line of JSONL, and most characters of a record in a JSON list."""
 
 PIECE = 2**20
-"""Characters from which a text is cut, at the end of a line: tokenizers take time and memory for long texts."""
+"""Length in characters from which a text is cut, at the end of a line: long texts cost tokenizers time and memory."""
 
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _CUT = 16
-"""Characters from the end of what has been read within which an error may be due to what has not."""
+"""An error this many characters before the end of the text in memory may be due to text that is not yet read."""
 
 
 def find_sources(path: Path, setting: str) -> tuple[list[Path], list[Path]]:
-    """What to read, sorted: files, and folders that ``datasets`` saved; and the files of another kind beside them.
+    """Return what to read, sorted (files, and folders that ``datasets`` saved), and the files of other kinds.
 
     Args:
-        path: one of these by itself, or a folder, searched with all folders in it.
-        setting: the name of that setting, for messages.
+        path: a file, a saved folder, or a folder that is searched recursively.
+        setting: name of the setting, for messages.
 
     Raises:
-        ValueError: a folder holds several data sets of one name.
+        ValueError: a folder holds a ``DatasetDict``, which has several data sets.
     """
     if path.is_file():
         return ([path], []) if path.suffix in SUFFIXES else ([], [path])
@@ -60,17 +60,17 @@ def find_sources(path: Path, setting: str) -> tuple[list[Path], list[Path]]:
 
 
 def files_of(source: Path) -> list[Path]:
-    """The files that a source consists of."""
+    """Return the files of a source."""
     return sorted(file for file in source.rglob("*") if file.is_file()) if source.is_dir() else [source]
 
 
 def unit_of(source: Path) -> str:
-    """What numbers of records count: lines or records."""
+    """Return what a source's record numbers count: ``"line"`` or ``"record"``."""
     return "record" if source.is_dir() or source.suffix == ".parquet" or _is_list(source) else "line"
 
 
 def read_records(source: Path, fields: Fields) -> Iterator[Record | BadRecord]:
-    """What is in ``source``: its records, or the pieces of one text."""
+    """Yield the records of ``source``, or the pieces of its text."""
     if source.is_dir():
         return _checked(_saved(source), fields)
     if source.suffix == ".parquet":
@@ -84,7 +84,7 @@ def read_records(source: Path, fields: Fields) -> Iterator[Record | BadRecord]:
 
 
 def _checked(found: Iterator[tuple[int, Any]], fields: Fields) -> Iterator[Record | BadRecord]:
-    """The values that were found, or the ``Wrong`` in their place, as records."""
+    """Yield records for values, and ``BadRecord`` for each ``Wrong``."""
     number = 0
     for number, values in found:
         if isinstance(values, Wrong):
@@ -102,7 +102,7 @@ def _checked(found: Iterator[tuple[int, Any]], fields: Fields) -> Iterator[Recor
 
 
 def _is_list(file: Path) -> bool:
-    """Whether a ``.json`` file is one list; some have a record on each line."""
+    """Return whether a ``.json`` file is one list. Some have a record on each line."""
     if file.suffix != ".json":
         return False
     with file.open("rb") as begin:
@@ -121,7 +121,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
                 text = _decoded(line, "utf-8-sig" if number == 1 else "utf-8")
                 if not text.strip():
                     continue
-                if empty and text.lstrip().startswith("["):  # nothing that follows would be a record
+                if empty and text.lstrip().startswith("["):  # a list: none of its lines would be a record
                     yield number, Wrong("the file is a JSON list: rename it to .json")
                     return
                 value = _value(text.rstrip())
@@ -144,7 +144,7 @@ def _value(text: str) -> Any:
 
 
 def _list(path: Path) -> Iterator[tuple[int, Any]]:
-    """The items of a JSON list, read in pieces."""
+    """Yield the items of a JSON list, read in pieces."""
     text = _JsonText(path)
     number = 0
     try:
@@ -157,12 +157,12 @@ def _list(path: Path) -> Iterator[tuple[int, Any]]:
         text.skip("]")
         if text.next_is_not(""):
             raise Wrong(f"there is more after the end of the list{text.place()}")
-    except Wrong as wrong:  # where the next record begins is not known
+    except Wrong as wrong:  # the position of the next record is unknown
         yield max(number, 1), wrong
 
 
 class _JsonText:
-    """JSON text of a file, of which as much is in memory as one value needs."""
+    """The JSON text of a file, with only as much in memory as one value needs."""
 
     def __init__(self, path: Path) -> None:
         self._pieces = _text_of(path)
@@ -171,7 +171,7 @@ class _JsonText:
         self._line = 1
 
     def next_is_not(self, wanted: str) -> bool:
-        """Whether another character comes next, after white space; "" is the file's end."""
+        """Return whether the next character after white space is not ``wanted``. ``""`` stands for the file's end."""
         while True:
             rest = self._text[self._at :].lstrip(" \t\r\n")
             self._at = len(self._text) - len(rest)
@@ -185,7 +185,7 @@ class _JsonText:
         self._at += 1
 
     def value(self) -> Any:
-        """The next value."""
+        """Return the next value."""
         self.next_is_not("")
         while True:
             try:
@@ -201,11 +201,11 @@ class _JsonText:
                 raise Wrong(f"its JSON is nested too deeply{self.place()}") from None
 
     def place(self, position: int | None = None) -> str:
-        """The line of a character of what is in memory, for people; by default of the next one."""
+        """Return, for messages, the line of a position in the text in memory; by default of the next character."""
         return f" (line {self._line + self._text.count(chr(10), 0, self._at if position is None else position)})"
 
     def _read(self) -> bool:
-        """Lets go of what has been used and adds a piece; False at the file's end."""
+        """Drop the text that is used and add a piece. Return False at the file's end."""
         piece = next(self._pieces, "")
         self._line += self._text.count("\n", 0, self._at)
         self._text = self._text[self._at :] + piece
@@ -230,7 +230,7 @@ def _text_of(path: Path) -> Iterator[str]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, none of whose values another one replaces."""
+    """Return a JSON object. Raise ``Wrong`` for duplicate keys."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
@@ -246,13 +246,13 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _pieces(path: Path) -> Iterator[Record | BadRecord]:
-    """The text in pieces that end where a line does. Each is held back until it is known whether it is the last."""
+    """Yield the text in pieces that end at line ends. Each is held back until it is known whether it is the last."""
     held: Record | None = None
     begin, number, size, lines = 1, 1, 0, []
     with path.open("rb") as file:
         encoding = "utf-8-sig"
         while line := file.readline(PIECE):
-            for _ in range(3):  # a line that is longer than a piece is cut, but not within a character
+            for _ in range(3):  # a line longer than a piece is cut, but not within a character
                 if (file.peek(1)[:1] or b"\0")[0] & 0xC0 == 0x80:
                     line += file.read(1)
             try:
@@ -300,12 +300,12 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
                 for values in batch.to_pylist():
                     number += 1
                     yield number, values
-    except (OSError, ValueError) as error:  # pyarrow's own errors are these
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
         yield number + 1, Wrong(f"the file cannot be read as Parquet ({_first_line(error)}): copy it again")
 
 
 def _is_saved(folder: Path, setting: str) -> bool:
-    """Whether ``Dataset.save_to_disk`` wrote the folder."""
+    """Return whether ``Dataset.save_to_disk`` wrote the folder."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         raise ValueError(
@@ -322,7 +322,7 @@ def _saved(folder: Path) -> Iterator[tuple[int, Any]]:
         for values in datasets.load_from_disk(str(folder)):
             number += 1
             yield number, values
-    except Exception as error:  # whatever the library makes of a broken folder
+    except Exception as error:  # the library raises various errors for a broken folder
         yield number + 1, Wrong(f"the folder cannot be read ({_first_line(error)}): save it again")
 
 

@@ -1,8 +1,8 @@
-"""Divide named texts into training and validation, so that nothing is in both.
+"""Divides named texts into training and validation, without overlap.
 
-Texts are divided whole, never within: the end of a text that was trained on is no held-out text. That alone is not
-enough where texts quote each other, as Python's help topics do (whole sections of one stand in another), so texts that
-share a paragraph stay together.
+Texts are divided whole: the end of a text whose beginning was trained on is not held out. That is not enough where
+texts quote each other, as Python's help topics do (whole sections of one are in another), so texts that share a
+paragraph stay together.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 SHARED_PARAGRAPH = 120
-"""Characters from which a paragraph that stands in two texts ties them; shorter ones are headings and phrases."""
+"""Least characters of a paragraph that ties the texts it occurs in. Shorter ones are headings and phrases."""
 
 
 def split_texts(texts: Mapping[str, str], fraction: float, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Names for training and for validation. Depends on the texts and ``seed`` only, not on any random state.
+    """Return the names for training and for validation. They depend only on the texts and ``seed``, no random state.
 
     Args:
         texts: the texts by name.
-        fraction: how much of all characters may go to validation; groups are taken while they fit.
-        seed: another seed is another split.
+        fraction: the largest share of all characters for validation. Groups of texts are added as long as they fit.
+        seed: another seed gives another split.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"data.validation_fraction={fraction!r} must lie between 0 and 1.")
@@ -45,7 +45,7 @@ def split_texts(texts: Mapping[str, str], fraction: float, seed: int = 0) -> tup
 
 
 def related(texts: Mapping[str, str]) -> list[list[str]]:
-    """The names in groups: texts that share a paragraph, directly or through others, are in one. Names are sorted."""
+    """Return the names in groups of texts that share paragraphs, directly or through others. Names are sorted."""
     leader = {name: name for name in texts}
 
     def find(name: str) -> str:

@@ -1,7 +1,7 @@
-"""Causal language modelling on files of one's own: texts, prompts with completions, instructions, conversations.
+"""Causal language modelling on the user's files: texts, prompts with completions, instructions, conversations.
 
-Everything that a run would stumble over is found before it begins: records that are none, records that do not fit, a
-tokenizer of another model. Nothing is left out without saying so.
+All problems with the data show before training begins: invalid records, records that do not fit, a tokenizer of another
+model. Nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -42,41 +42,42 @@ class _Split:
 
 
 class TextFiles(LightningDataModule):
-    """Records in files: a ``.txt`` file is one text, and ``.jsonl``, ``.json``, ``.parquet`` and folders that
-    ``datasets`` saved hold records of
+    """Data from files of records.
+
+    A ``.txt`` file is one text. ``.jsonl``, ``.json``, ``.parquet`` and folders that ``datasets`` saved hold records of
 
     - ``{"text": "..."}``,
     - ``{"prompt": "...", "completion": "..."}``,
-    - ``{"instruction": "...", "input": "...", "output": "..."}`` (Alpaca's; ``input`` may be missing),
+    - ``{"instruction": "...", "input": "...", "output": "..."}`` (Alpaca's; ``input`` is optional),
     - ``{"messages": [{"role": "user", "content": "..."}, ...]}``,
     - ``{"conversations": [{"from": "human", "value": "..."}, ...]}`` (ShareGPT's).
 
-    The last three are conversations, which the chat template writes out.
+    The last three are conversations, which the chat template formats.
 
     Args:
-        path: such a file or folder, or a folder of them, searched with all folders in it.
-        tokenizer: the model's, or the folder it is in.
-        vocab_size: tokens that the model knows.
+        path: such a file or folder, or a folder that is searched for them recursively.
+        tokenizer: the model's tokenizer, or its folder.
+        vocab_size: size of the model's vocabulary.
         sequence_length: tokens of a row.
         batch_size: rows of a batch.
-        rows: "joined": records one after another, cut without padding. "packed": whole records, as many as there is
-            room for, which do not see each other. "padded": a record in each row.
-        loss_on: "completions": of prompts with completions and of conversations only what the model is to say is
-            learnt. "everything": all of it.
-        format: "text", "completion", "instruction", "messages" or "conversations". "auto": each record is of the only
-            one whose fields it has.
-        fields: other names of fields, such as ``{"prompt": "question"}``. What is in other fields is not read.
-        chat_template: writes conversations out: a file with a Jinja template, or "plain", a heading with the role above
-            each message. ``None``: the tokenizer's.
-        too_long: what to do with records of more than ``sequence_length`` tokens unless they are joined: "error", or
-            "truncate" them, or "drop" them, and say how many.
-        validation_path: held-out records, a file or folder too. ``None``: some of the records.
-        validation_fraction: how many of them. Records with the same text are on the same side.
-        max_validation_sequences: validate on so many rows only, evenly spread. ``None``: on all.
-        seed: of the split and of the order in which rows come.
+        rows: "joined": records one after another, cut without padding. "packed": whole records, as many per row as fit,
+            which do not attend to each other. "padded": one record per row.
+        loss_on: "completions": learn completions of prompts, and the assistant's messages of conversations.
+            "everything": learn all tokens.
+        too_long: what to do with records of more than ``sequence_length`` tokens unless they are joined: raise an
+            "error"; "truncate" or "drop" them, and report how many.
+        validation_path: file or folder of held-out records. ``None``: hold out some of the records.
+        validation_fraction: the held-out fraction. Records with the same text are on the same side.
+        max_validation_sequences: validate on at most this many rows, evenly spread. ``None``: on all.
+        seed: seed of the split and of the order of rows.
         num_workers: processes that load data.
-        cache_folder: tokens are kept here, to be made once. ``None``: ``lightning_roundpipe`` in the user's cache
+        cache_folder: folder that keeps the tokens for later runs. ``None``: ``lightning_roundpipe`` in the user's cache
             folder.
+        format: "text", "completion", "instruction", "messages" or "conversations". "auto": each record has the only
+            format whose fields it has.
+        fields: other names of fields, such as ``{"prompt": "question"}``. Other fields are not read.
+        chat_template: a file with a Jinja template for conversations, or "plain": each message under a heading with its
+            role. ``None``: the tokenizer's template.
     """
 
     def __init__(
@@ -127,12 +128,12 @@ class TextFiles(LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Tokenises what has not been tokenised before."""
+        """Tokenise the files unless an earlier run has."""
         self._sources()
 
     @override
     def setup(self, stage: str) -> None:
-        """Lays the records out in rows, and says what there is and what was done to it."""
+        """Lay the records out in rows, and report their numbers."""
         if self._split is None:
             source, held_out = self._sources()
             if held_out is None:
@@ -159,7 +160,7 @@ class TextFiles(LightningDataModule):
         return self._split
 
     def _sources(self) -> tuple[TokenStore, TokenStore | None]:
-        """The tokens of ``path`` and of ``validation_path``."""
+        """Return the tokens of ``path`` and of ``validation_path``."""
         if self._stores is None:
             held_out = self.validation_path
             self._stores = (
@@ -190,9 +191,9 @@ class TextFiles(LightningDataModule):
         return store
 
     def _divided(self, store: TokenStore) -> tuple[Whole, Whole]:
-        """Records for training and for validation, by what they say: the same text is on one side only."""
+        """Return the records for training and for validation. Records with the same text are on the same side."""
         seeds = np.random.SeedSequence(self.seed).generate_state(1, np.uint64)
-        # Multiplying by an odd number and keeping the upper bits mixes well enough; digests are random already.
+        # Digests are random already, so multiplying by an odd number mixes well enough: upper bits decide the order.
         mixed = (np.asarray(store.digests).view(np.uint64) ^ seeds) * np.uint64(0x9E3779B97F4A7C15)
         last = max(1, round(len(mixed) * self.validation_fraction)) - 1
         held_out = mixed <= np.partition(mixed, last)[last]
@@ -225,7 +226,7 @@ class TextFiles(LightningDataModule):
         return rows
 
     def _fitting(self, store: TokenStore, records: Whole) -> tuple[Whole, str]:
-        """The records that rows have room for, perhaps once they are truncated, and what that changed."""
+        """Return the records that fit into rows, perhaps after truncation, and a description of what that changed."""
         long = records[store.lengths[records] > self.sequence_length]
         if not len(long):
             return records, ""
@@ -248,7 +249,7 @@ class TextFiles(LightningDataModule):
         return records, f"truncated: {which}"
 
     def _padding(self) -> int:
-        """Any token, as it is never looked at; other programs look for this one."""
+        """Return the padding token. Any would do, as nothing reads it; other programs look for this one."""
         return next(
             (token for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if token is not None), 0
         )
@@ -281,7 +282,7 @@ def _loaded(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTraine
 
 
 def _template(chosen: str | Path | None) -> str | None:
-    """The text of the chat template, ``None`` for the tokenizer's own."""
+    """Return the text of the chat template; ``None`` selects the tokenizer's own."""
     if chosen is None or str(chosen) == "plain":
         return None if chosen is None else PLAIN
     file = Path(chosen).expanduser()

@@ -1,10 +1,10 @@
-"""Tokens of files, made once and kept on disk, from where they are read by number whenever they are wanted.
+"""Tokens of files, made once and kept on disk, and read by record number.
 
-Rows can only be laid out, shuffled, counted and resumed if the lengths of all records are known, and those are known
-when all are tokenised. So this is done beforehand, file after file, which also shows every bad record before anything
-is trained. The tokens are mapped into memory, never read as a whole. A store is found again by what it was made from:
-files with their sizes and times, the tokenizer, how records are read and what is learnt of them; nothing has to be
-deleted when one of these changes.
+Rows can be laid out, shuffled, counted and resumed only if the lengths of all records are known, which requires
+tokenising them all. So this happens first, file after file, which also finds every bad record before training. The
+tokens are mapped into memory, never read as a whole. The key of a store hashes what it was made from: files with sizes
+and times, the tokenizer, how records are read, and what is learnt of them. When one of these changes, nothing has to be
+deleted.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lightning_roundpipe.messages import plural
 
 _FORMAT = 2
 _NAMED = 10
-"""Reasons that an error names, each with its first record; beyond these it counts."""
+"""Most reasons that an error names, each with its first record. Further ones are counted."""
 
 Whole = npt.NDArray[np.int64]
 
 
 class TokenStore:
-    """The records in a folder that ``open_store`` made. Goes to other processes as its path alone."""
+    """The records in a folder that ``open_store`` wrote. Other processes receive only its path and facts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,17 +52,17 @@ class TokenStore:
 
     @cached_property
     def tokens(self) -> Tokens:
-        """All records' tokens, one after another; see ``encoding.Tokens``."""
+        """The tokens of all records, one after another; see ``encoding.Tokens``."""
         return np.memmap(self.folder / "tokens", dtype=np.int32, mode="r")
 
     @cached_property
     def starts(self) -> Whole:
-        """Where each record begins in ``tokens``; one more number, its length, at the end."""
+        """Where each record begins in ``tokens``, and the length of ``tokens`` as the last entry."""
         return self._numbers("starts")
 
     @cached_property
     def digests(self) -> Whole:
-        """Of each record's tokens: records with the same text have the same."""
+        """A digest of each record's tokens, equal for records with the same text."""
         return self._numbers("digests")
 
     @property
@@ -70,7 +70,7 @@ class TokenStore:
         return np.diff(self.starts)
 
     def place(self, record: int) -> str:
-        """File and line or number of a record, for people."""
+        """Return file and line (or number) of a record, for messages."""
         file = int(self._numbers("files")[record])
         return f"{self.facts['files'][file]} {self.facts['units'][file]} {int(self._numbers('numbers')[record])}"
 
@@ -79,18 +79,19 @@ class TokenStore:
 
 
 def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folder: Path) -> TokenStore:
-    """The tokens of the file or folder ``path``, made now if they have not been before.
+    """Return the tokens of the file or folder ``path``, from an earlier run if there was one.
 
     Args:
         path: what to read.
-        setting: the name of that setting, for messages.
-        fields: of the records.
+        setting: name of the setting, for messages.
+        fields: how records are read.
         encoder: makes the tokens.
-        folder: stores are kept here.
+        folder: the folder of all stores.
 
     Raises:
-        FileNotFoundError, ValueError: there is nothing to read, or some of it is no record; the bad ones are named.
-        ImportError: the files are of a kind that needs another package.
+        FileNotFoundError: there is nothing to read.
+        ValueError: some records are invalid; the message names them.
+        ImportError: the files need a package that is not installed.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -120,7 +121,7 @@ def open_store(path: Path, setting: str, fields: Fields, encoder: Encoder, folde
 
 @dataclass(frozen=True)
 class _SourceFile:
-    """A file or a folder of ``datasets``, its name for people, and what its records are counted in."""
+    """A file or a folder of ``datasets``, its name for messages, and what its record numbers count."""
 
     path: Path
     name: str
@@ -131,7 +132,7 @@ class _SourceFile:
 
 
 def _key(sources: Sequence[_SourceFile], names: Sequence[str], fields: Fields, encoder: Encoder) -> str:
-    """Another one for everything that a store depends on."""
+    """Return a hash of everything that a store depends on."""
     files = [file.absolute() for source in sources for file in files_of(source.path)]
     stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     everything = [_FORMAT, stats, names, fields.settings, encoder.settings]
@@ -147,7 +148,7 @@ def _put(draft: Path, store: Path) -> None:
 
 
 class _Complaints:
-    """What is wrong with records, to be said at once."""
+    """Collects the errors of records, to report them together."""
 
     def __init__(self, setting: str) -> None:
         self._setting = setting
@@ -161,7 +162,7 @@ class _Complaints:
         self._count[reason] += 1
 
     def end(self, records: int) -> None:
-        """Raises ``ValueError`` if there was something."""
+        """Raise ``ValueError`` if there were errors."""
         if not self._count:
             return
         named = []
@@ -176,7 +177,7 @@ class _Complaints:
 
 
 def _check(setting: str, sources: Sequence[_SourceFile], fields: Fields) -> None:
-    """Reads everything, which is fast beside tokenising it, so that what is no record is known soon and all at once."""
+    """Read all records and raise for the invalid ones together. Reading is fast compared with tokenising."""
     complaints, count = _Complaints(setting), 0
     for source in sources:
         for record in read_records(source.path, fields):
@@ -189,7 +190,7 @@ def _check(setting: str, sources: Sequence[_SourceFile], fields: Fields) -> None
 def _write(
     folder: Path, setting: str, sources: Sequence[_SourceFile], fields: Fields, encoder: Encoder
 ) -> dict[str, Any]:
-    """Writes the tokens and what is known of each record; returns the facts of all together."""
+    """Write the tokens and the numbers of each record. Return the facts about all of them."""
     complaints, count = _Complaints(setting), 0
     with (folder / "tokens").open("wb") as out:
         draft = _Draft(out)
@@ -199,7 +200,7 @@ def _write(
                 assert isinstance(record, Record), "checked before"
                 try:
                     draft.add(number, record, encoder.encode(record.content))
-                except NoTemplate as error:  # which is so of all others too
+                except NoTemplate as error:  # all other records would fail too
                     raise ValueError(
                         f"{setting}: {source.name} {source.unit} {record.number}: {error}. Set data.chat_template to "
                         "plain or to a file with a template, or data.tokenizer to a tokenizer that has one."
@@ -225,7 +226,7 @@ def _write(
 
 
 class _Draft:
-    """A store that is being written: tokens to a file, eight bytes and less of everything else in memory."""
+    """A store that is being written: tokens go to a file; 32 bytes per record stay in memory."""
 
     def __init__(self, out: BinaryIO) -> None:
         self.starts, self.digests, self.files, self.numbers = array("q", [0]), array("q"), array("q"), array("q")
@@ -239,7 +240,7 @@ class _Draft:
         self._length, self._number, self._digest = 0, 0, hashlib.blake2b(digest_size=8)
 
     def add(self, file: int, record: Record, tokens: Tokens) -> None:
-        """The tokens of a record, or of a piece of a text that goes on or ends with the next ones."""
+        """Add the tokens of a record, or of a piece of a text that continues with the next call."""
         content = record.content
         self._number = self._number or record.number
         self._length += len(tokens)

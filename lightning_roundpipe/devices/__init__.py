@@ -1,6 +1,6 @@
-"""Devices: streams, events, memory and generators of the workers, real or emulated, behind one façade.
+"""Devices: the streams, events, memory and generators of the workers, behind one façade for GPUs and emulated devices.
 
-The runtime imports from here, and never asks which kind it has got.
+The runtime imports from here and never asks which of the two kinds it runs on.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ def make_devices(
     emulation: Emulation,
     pin_memory: str = "auto",
 ) -> list[Device]:
-    """The workers' devices, numbered in the order given.
+    """Create one device per worker, numbered in the order of ``torch_devices``.
 
     Args:
-        kind: ``"cpu"``: emulated devices; ``"cuda"``: GPUs.
-        torch_devices: one for each worker; the same one may come several times.
-        emulation: how emulated devices behave; GPUs must be given the default.
-        pin_memory: whether GPUs' host buffers are pinned, ``"auto"``, ``"on"`` or ``"off"``; the emulation ignores it.
+        kind: ``"cpu"`` for emulated devices, ``"cuda"`` for GPUs.
+        torch_devices: one entry per worker; entries may repeat.
+        emulation: how emulated devices behave. GPUs accept the default only.
+        pin_memory: whether host buffers of GPUs are pinned: ``"auto"``, ``"on"`` or ``"off"``. Emulated devices
+            ignore it.
 
     Raises:
-        ValueError: no devices, an unknown kind, a GPU that does not exist, or GPUs that are to be emulated.
+        ValueError: ``torch_devices`` is empty, ``kind`` is unknown, a GPU does not exist, or ``emulation`` is not the
+            default for GPUs.
     """
     if not torch_devices:
         raise ValueError("devices: RoundPipe needs at least one device.")

@@ -1,8 +1,8 @@
 """A switch that wakes every waiter of a device.
 
-A thread that fails cannot know who waits for what it will now never do. It throws the switch instead: whoever waits,
-or sleeps, or asks later, leaves with ``StreamAborted``. Each waiter brings its own ``threading.Event``, which both the
-switch and the thing that it waits for may set, so nobody polls and nobody wakes others up.
+A failing thread cannot know which threads wait for work that it will now never do, so it throws the switch. Every
+thread that waits, sleeps or calls ``check`` then raises ``StreamAborted``. Each waiter brings its own
+``threading.Event``, which both the switch and the awaited work may set: no thread polls, and no waiter wakes another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_roundpipe.devices.errors import StreamAborted
 
 
 class AbortSwitch:
-    """One device's. ``why`` is ``None`` while all is well, else what the message says of the device."""
+    """The abort switch of one device. ``why`` is ``None`` until it is thrown, then the reason for the error message."""
 
     def __init__(self, device: str) -> None:
         self.why: str | None = None
@@ -24,14 +24,14 @@ class AbortSwitch:
         self._wakes: set[threading.Event] = set()
 
     def throw(self, why: str) -> None:
-        """Wake all waiters, now and from now on."""
+        """Wake all present waiters, and let later ones return at once."""
         with self._lock:
             self.why = why
             for wake in self._wakes:
                 wake.set()
 
     def clear(self) -> None:
-        """Let waits wait again."""
+        """Take the switch back, so that waits block again."""
         with self._lock:
             self.why = None
 
@@ -42,7 +42,7 @@ class AbortSwitch:
 
     @contextmanager
     def wakes(self, wake: threading.Event) -> Iterator[None]:
-        """Inside, throwing the switch sets ``wake``; it is set at once if the switch is thrown already."""
+        """Let ``throw`` set ``wake`` while the context is open; set it at once if the switch is thrown already."""
         with self._lock:
             self._wakes.add(wake)
             if self.why is not None:
@@ -54,7 +54,7 @@ class AbortSwitch:
                 self._wakes.discard(wake)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, or raise ``StreamAborted`` as soon as the switch is thrown."""
+        """Sleep for ``seconds``; raise ``StreamAborted`` as soon as the switch is thrown."""
         if seconds > 0:
             wake = threading.Event()
             with self.wakes(wake):

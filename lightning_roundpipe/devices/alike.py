@@ -1,7 +1,8 @@
-"""Copies that lie in memory as what they are copies of.
+"""Copies with the memory layout of their source: the same strides and the same alignment.
 
-Products on some CPUs, and kernels on GPUs, have other bits when their operands lie otherwise, as parts of a batch often
-do. What a call computes must not depend on whether its inputs were copied, nor on how often.
+Matrix products on some CPUs, and kernels on GPUs, round differently when their operands are laid out or aligned
+differently, as slices of a batch often are. The result of a call must not depend on whether, or how often, its inputs
+were copied.
 """
 
 from __future__ import annotations
@@ -10,23 +11,23 @@ import torch
 from torch import Tensor
 
 ALIGNED = 64
-"""Bytes: torch's own tensors begin at multiples of this many."""
+"""Alignment, in bytes, of the tensors that torch allocates."""
 
 
 def apart(t: Tensor) -> int:
-    """How many elements ``t`` begins behind such a multiple."""
+    """Return how many elements past a multiple of ``ALIGNED`` bytes ``t`` begins."""
     return t.data_ptr() % ALIGNED // t.element_size()
 
 
 def reach(t: Tensor) -> int:
-    """Elements of memory from the first one of ``t`` to the last."""
+    """Return the number of elements from the first to the last one that ``t`` addresses, gaps included."""
     if not t.numel():
         return 0
     return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
 
 
 def empty_alike(t: Tensor, device: torch.device) -> Tensor:
-    """Of ``t``'s shape, dtype and strides, and as far behind a multiple of 64 bytes. Uninitialised."""
+    """Return an uninitialised tensor with ``t``'s shape, dtype, strides and offset from a multiple of 64 bytes."""
     before = apart(t)
     if not before:
         return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device)

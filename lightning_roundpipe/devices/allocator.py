@@ -1,8 +1,8 @@
-"""Which setting of torch's GPU allocator helps where memory is there but in pieces.
+"""Advice on the CUDA allocator's settings, for when enough memory is free but fragmented.
 
-torch keeps what is freed in pieces of the sizes that were asked for, for each stream apart. When no piece fits and the
-GPU has no more, it waits for the GPU, gives back all that it keeps, and tries again. Expandable segments have no such
-pieces.
+torch caches freed memory, per stream, in blocks of the sizes that were requested. When no block fits and the GPU has no
+memory left, the allocator synchronizes with the GPU, returns its whole cache and tries again. Expandable segments do
+not fragment like that.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import sys
 import torch
 
 _NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Variables, of which torch reads the first that is set."""
+"""Environment variables that hold the allocator's settings. torch reads the first that is set."""
 _SETTING = "expandable_segments"
 
 
 def advice() -> str:
-    """What to set, as the end of a sentence that begins with a verb in the imperative."""
+    """Return what to set, as an imperative clause that ends an error message."""
     name = next((name for name in _NAMES if os.environ.get(name)), _NAMES[-1])
     said = os.environ.get(name, "")
-    known = getattr(torch._C, "_accelerator_getAllocatorSettings", str)() or said  # torch 2.11 does not tell
+    known = getattr(torch._C, "_accelerator_getAllocatorSettings", str)() or said  # torch 2.11 returns nothing
     chosen = known.lower().replace(" ", "")
     if f"{_SETTING}:true" in chosen or "cudamallocasync" in chosen or sys.platform != "linux":
         return "set a smaller microbatch_size (or more num_microbatches), or a smaller memory_budget"

@@ -1,16 +1,16 @@
 """The device façade: all that the runtime knows about a worker's hardware.
 
-The runtime never asks which device it is on. An emulated device has the same streams, events and memory limit as a
-GPU, made of threads and a ledger, so that every ordering rule is tested on a laptop, and what passes there is what
-runs on a GPU.
+The runtime never asks which kind of device it runs on. An emulated device has the streams, events and memory limit of a
+GPU, built from threads and a `Ledger`. Every ordering rule can thus be tested without a GPU, and a GPU runs the same
+code.
 
-Three rules hold for both kinds, and both rely on them:
+Both kinds keep three rules, and rely on them:
 
-* An event exists only once it has been recorded. Waiting for a CUDA event that nobody has recorded yet is no wait at
-  all, so there is no way to make such an event here; hand events to other threads only after ``record()`` has
-  returned.
-* A stream is in order, and nothing else is. Whoever reads what another stream writes waits for that stream's event.
-* Nothing blocks for ever. ``abort()`` wakes whoever waits for a device, so a failing thread lets all others leave.
+* An event exists only once it has been recorded. Waiting for a CUDA event that was never recorded returns at once, so
+  the façade cannot create one. Hand an event to another thread only after ``record()`` has returned it.
+* Only work on the same stream is ordered. To read what another stream writes, wait for an event of that stream.
+* Nothing blocks for ever. ``abort()`` wakes all threads that wait for a device, so the failure of one thread ends the
+  others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from torch import Tensor
 from lightning_roundpipe.devices.generators import GeneratorLock
 
 POISON = 0xFF
-"""The byte of a freed buffer: four, or two, of it are a NaN in fp32, bf16 and fp16."""
+"""The byte that overwrites freed buffers. Two or four of them are a NaN in bf16, fp16 and fp32."""
 
 
 class TrackedTensors(AbstractContextManager["TrackedTensors"]):
-    """Tensors that count as resident on a device until ``release()``, leaving the ``with`` block, or its own death."""
+    """Tensors that count as resident on a device.
+
+    They count until ``release()``, the end of the ``with`` block, or the deletion of this object.
+    """
 
     def release(self) -> None:
-        """Stop counting. Doing it twice is harmless."""
+        """Stop counting the tensors. Idempotent."""
 
     def __exit__(self, *error: object) -> None:
         self.release()
@@ -43,113 +46,116 @@ class Event(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block the calling thread until the point is reached.
+        """Block the calling thread until the stream has reached this point.
 
         Raises:
             StreamAborted: the event's device was aborted or closed, before or during the wait.
-            StreamError: the work before this point failed (CUDA raises its own errors).
+            StreamError: work on the stream before this point failed. (CUDA raises its own errors.)
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether ``wait()`` would return, or raise, at once."""
+        """Return whether ``wait()`` would return or raise without blocking."""
 
     @abstractmethod
     def time(self) -> float:
-        """When the point was reached: seconds on the clock of ``time.perf_counter()``.
+        """Return when the stream reached this point, in seconds on the clock of ``time.perf_counter()``.
 
         Raises:
-            RuntimeError: the event was not recorded with ``timed=True``, is not done, or its stream failed.
+            RuntimeError: the event was recorded without ``timed=True``, is not done, or its stream failed.
         """
 
 
 class Stream(ABC):
-    """A queue of work that is done in order."""
+    """A queue of work that runs in order."""
 
     name: str
 
     @abstractmethod
     def record(self, *, timed: bool = False) -> Event:
-        """The event that is reached when all work that is on the stream now is done.
+        """Return an event that is done when all work now on the stream is done.
 
         Args:
-            timed: whether ``Event.time()`` will be asked for.
+            timed: whether ``Event.time()`` is needed.
         """
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let everything that is enqueued from now on come after ``event``, of any stream of any device of this kind.
+        """Let all work enqueued from now on run after ``event``, which may be of any device of the same kind.
 
-        The caller is not blocked, except on an emulated ``compute`` stream, which is the calling thread itself.
+        Does not block the caller, except on an emulated ``compute`` stream, which is the calling thread itself, and on
+        a GPU until ``event`` is recorded, which a stream with a thread of its own does late.
         """
 
     @abstractmethod
     def copy(self, dst: Tensor, src: Tensor) -> None:
-        """Enqueue ``dst <- src``, past autograd: no version counter moves and nothing is recorded.
+        """Enqueue ``dst <- src``, hidden from autograd: it records nothing and no version counter changes.
 
-        Both are kept alive until it is done. What ``src`` holds when the copy *runs* is copied, so neither may be
-        written or read on the strength of this call alone: wait for an event recorded after it.
+        The stream keeps both tensors alive until the copy is done. The copy reads ``src`` when it runs, not when it is
+        enqueued, so wait for a later event before you write ``src`` or read ``dst``.
 
         Raises:
-            ValueError: shapes or dtypes differ, or elements of ``dst`` share memory where those of ``src`` do not.
+            ValueError: shapes or dtypes differ, or ``dst`` is expanded along a dimension where ``src`` is not.
         """
 
     @abstractmethod
     def fill(self, buffer: Tensor, byte: int) -> None:
-        """Enqueue that every byte of the contiguous ``buffer`` becomes ``byte`` (0 to 255), past autograd too."""
+        """Enqueue setting every byte of the contiguous ``buffer`` to ``byte`` (0 to 255), hidden from autograd."""
 
     @abstractmethod
     def poison(self, buffer: Tensor) -> None:
-        """Enqueue ``fill(buffer, POISON)`` where the emulation asks for poison; do nothing elsewhere.
+        """Enqueue ``fill(buffer, POISON)`` if the emulation asks for poison; else do nothing.
 
-        Call it where an arena's content ends its life while the arena lives on, so that a late reader computes NaN.
+        Call it where the content of an arena dies but the arena stays, so that a late reader computes NaN.
         """
 
     @abstractmethod
     def running(self) -> AbstractContextManager[None]:
-        """Torch operations of the calling thread run on this stream. An emulated device runs them at once, in it."""
+        """Run the calling thread's torch operations on this stream. Emulated devices run them at once."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """``record().wait()``: block until everything enqueued so far is done."""
+        """Block until all work enqueued so far is done, as ``record().wait()`` does."""
 
 
 class Device(ABC):
-    """One worker's device: five streams, memory, and the random generator that layers on it draw from.
+    """One worker's device: five streams, memory, and the random generator of the layers that run on it.
 
-    ``compute`` is for layers; the four copy streams never hold each other up, except for the link: both ``_up``
-    streams share the direction towards the device, both ``_down`` streams the other. There activations go first, and
-    wait at most `copy_priority.MAX_WAIT_S` for a chunk of something else.
+    Layers run on ``compute``. The four copy streams are independent of each other except for the link: both ``_up``
+    streams share the direction to the device, both ``_down`` streams the other. Activations go first on the link and
+    wait at most `copy_priority.MAX_WAIT_S` for a chunk of weights or gradients.
     """
 
     index: int
-    """The worker's number. Two workers may share one physical GPU."""
+    """The worker's number. Two workers may share one GPU."""
     torch_device: torch.device
-    """Where tensors of this device are made."""
+    """Where torch allocates this device's tensors."""
     compute: Stream
     weights_up: Stream
     activations_up: Stream
     activations_down: Stream
     gradients_down: Stream
     generator: torch.Generator
-    """What layers on this device draw from unless they bring their own."""
+    """The default generator of layers that run on this device."""
     lead_bytes: int
-    """Bytes of calls that the host enqueues before the device has reached them, if there is memory for them."""
+    """How many bytes of calls the host may enqueue ahead of the device, memory permitting."""
     generator_lock: GeneratorLock
-    """Reentrant; shared by all devices that share ``generator``. Hold it from seeding until the draw is over."""
+    """Reentrant lock of ``generator``, shared by all devices that share it. Hold it from seeding to the last draw."""
 
     @property
     def streams(self) -> tuple[Stream, ...]:
-        """All five, ``compute`` first."""
+        """All five streams, ``compute`` first."""
         return (self.compute, self.weights_up, self.activations_up, self.activations_down, self.gradients_down)
 
     @abstractmethod
     def allocate(self, nbytes: int, purpose: str) -> Tensor:
-        """An arena: device memory, shape ``(nbytes,)``, uint8, uninitialised, 256-byte aligned, kept until ``free``.
+        """Allocate an arena: uninitialised device memory, shape ``(nbytes,)``, uint8, 256-byte aligned.
+
+        The device keeps it until ``free``.
 
         Args:
-            nbytes: its size; 0 is fine.
-            purpose: what an out-of-memory error calls it.
+            nbytes: its size; may be 0.
+            purpose: its name in out-of-memory errors.
 
         Raises:
             DeviceOutOfMemory: it does not fit.
@@ -157,81 +163,92 @@ class Device(ABC):
 
     @abstractmethod
     def free(self, buffer: Tensor) -> None:
-        """Give back what ``allocate`` returned (that tensor, not a view of it). Its work must be done.
+        """Free an arena. Work that uses it must be done.
+
+        Args:
+            buffer: the tensor that ``allocate`` returned, not a view of it.
 
         Raises:
-            ValueError: it did not come from this device's ``allocate``, or was freed already.
+            ValueError: this device did not allocate it, or freed it already.
         """
 
     @abstractmethod
     def host_buffer(self, nbytes: int) -> Tensor:
-        """Host memory that copies asynchronously: shape ``(nbytes,)``, uint8; given back when its last view dies."""
+        """Return host memory of shape ``(nbytes,)``, uint8, for asynchronous copies. Freed with its last view."""
 
     @abstractmethod
     def reserve_host(self, nbytes: int) -> None:
-        """Prepare that much memory for `host_like` now, because to page-lock it within a step would stall the step."""
+        """Page-lock that much memory for `host_like` ahead of time, because doing so during a step stalls the step."""
 
     @abstractmethod
     def worth_copying(self, nbytes: int) -> bool:
-        """Whether what lies in files, in all so many bytes, is to be copied into `host_buffer` memory to be read from
-        there: that must be faster, and there must be room for it."""
+        """Return whether to copy ``nbytes`` of weights from mapped files into `host_buffer` memory.
+
+        True if uploads from there are faster and the host has room for the copy.
+        """
 
     @abstractmethod
     def host_like(self, t: Tensor) -> Tensor:
-        """A host tensor of ``t``'s shape, dtype and strides, to save ``t`` in; expanded dimensions take no memory."""
+        """Return a host tensor like ``t`` (shape, dtype, strides) to hold ``t``. Expanded dimensions take no memory."""
 
     @abstractmethod
     def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
-        """A device tensor of ``t``'s shape, dtype and strides, to be filled on ``filled_on`` and used on ``compute``.
+        """Return a device tensor like ``t`` (shape, dtype, strides), written on ``filled_on`` and used on ``compute``.
 
-        Made in the calling thread any other way, its memory may be in use still by earlier work of another stream.
+        Allocate such tensors here only: other memory may still be in use by earlier work of another stream.
 
         Args:
-            t: what it is like.
-            filled_on: the stream that writes it.
-            lent: whether it is given to `free_after_compute` at the end. Its memory is ``filled_on``'s then, which need
-                not wait for what ``compute`` is doing; else it is ``compute``'s, and the tensor may die at any time.
+            t: the tensor whose layout to copy.
+            filled_on: the stream that writes the new tensor.
+            lent: whether the tensor goes to `free_after_compute` in the end. Then its memory belongs to ``filled_on``,
+                which need not wait for ``compute``. Otherwise it belongs to ``compute``, and the tensor may be deleted
+                at any time.
 
         Raises:
-            DeviceOutOfMemory: it does not fit. (Emulated devices count it once it is tracked.)
+            DeviceOutOfMemory: it does not fit. (Emulated devices count it when it is tracked.)
         """
 
     @abstractmethod
     def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
-        """Keep tensors that were lent until ``compute`` has done what is on it now: their memory's stream would use it
-        again without waiting for that."""
+        """Keep ``lent`` tensors until ``compute`` has done the work that is on it now.
+
+        The stream that owns their memory would reuse it without waiting for ``compute``.
+        """
 
     @abstractmethod
     def drop_finished(self) -> None:
-        """Keep no longer what streams are done with. Each does so by itself, but only when it is next asked for
-        something, and for a download of the forward pass that may be in the next step."""
+        """Release the tensors that streams keep for work that is done by now.
+
+        Each stream does so by itself, but only at its next call. After the last download of a forward pass, that may be
+        in the next step.
+        """
 
     @abstractmethod
     def named(self, *name: object) -> AbstractContextManager[None]:
-        """What is enqueued inside bears this name, made of these words, for a profiler."""
+        """Mark the work enqueued inside for a profiler. The words of ``name``, joined by spaces, are its label."""
 
     @abstractmethod
     def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
-        """Count the tensors' storages as resident, each storage once however many tensors or handles share it.
+        """Count the tensors' storages as resident until the returned object is released.
 
-        The storages are kept alive until then (not the tensors, so no graph is). On CUDA, which counts by itself,
-        this does nothing.
+        A storage counts once, however many tensors or `TrackedTensors` share it. The result keeps the storages alive,
+        but not the tensors or their autograd graph. Does nothing on CUDA, whose allocator counts.
 
         Raises:
-            DeviceOutOfMemory: they do not fit. None of them is counted then.
+            DeviceOutOfMemory: they do not fit. Then none of them is counted.
         """
 
     @abstractmethod
     def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
-        """Count the tensors' storages as resident for as long as they live. What lies in an arena is counted there.
+        """Count the tensors' storages as resident for as long as they live, except those within an arena.
 
         Raises:
-            DeviceOutOfMemory: one does not fit. Those before it are counted.
+            DeviceOutOfMemory: one does not fit. The ones before it stay counted.
         """
 
     @abstractmethod
     def saved_for_backward(self) -> AbstractContextManager[None]:
-        """Count what autograd saves inside, until the graph that saved it is gone.
+        """Count what autograd saves inside, until the graph that saved it is freed.
 
         Raises (inside):
             DeviceOutOfMemory: it does not fit.
@@ -239,68 +256,70 @@ class Device(ABC):
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """The most that was resident since the start or ``reset_peak()``, in bytes. Shared GPUs report their sum."""
+        """Return the peak of resident bytes since the start or ``reset_peak()``. Workers of a GPU report their sum."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Begin a new peak at what is resident now."""
+        """Start a new peak at the bytes resident now."""
 
     @abstractmethod
     def allocation_retries(self) -> int:
-        """How often the allocator has given back all that it keeps to find room, since the process began. Shared GPUs
-        report their sum."""
+        """Return how often the allocator returned its whole cache to find room, since the process began.
+
+        Workers of one GPU report their sum.
+        """
 
     @abstractmethod
     def resident_bytes(self) -> int:
-        """What is resident now, in bytes."""
+        """Return the bytes resident now."""
 
     @abstractmethod
     def resident_by_purpose(self) -> dict[str, int]:
-        """The same by purpose, for messages."""
+        """Return the bytes resident now by purpose, for messages."""
 
     @abstractmethod
     def capacity(self) -> int | None:
-        """Bytes that this worker may use in all, with what it uses already; ``None``: no limit."""
+        """Return how many bytes this worker may use, including those in use; ``None`` if there is no limit."""
 
     @abstractmethod
     def library_bytes(self) -> int:
-        """What libraries keep on the device for themselves, as far as that is known before: it is no tensor of ours."""
+        """Return how many bytes libraries (cuBLAS) keep on the device beside our tensors, as far as it is known."""
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Let libraries take that now, in the calling thread: else it would seem to be the first layer's."""
+        """Let libraries allocate that memory now, in the calling thread, or it would count as the first layer's."""
 
     @abstractmethod
     def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
-        """Let libraries give back what they hold, and see whether it was more than `library_bytes` said.
+        """Free what libraries keep, and learn whether it was more than `library_bytes` said.
 
-        If so, code between layers uses them, too, and each of the threads that run it has a share from now on. Call it
-        after the first batch, when nothing runs.
+        If so, user code uses the libraries too, and `library_bytes` counts each of its threads from now on. Call it
+        after the first batch, while nothing runs.
 
         Args:
-            devices: all of the run's, this one among them.
-            threads: that run code between layers.
+            devices: all devices of the run, including this one.
+            threads: how many threads run user code.
         """
 
     @abstractmethod
     def acquire_core(self) -> AbstractContextManager[None]:
-        """Held while a layer computes; never while waiting, which an emulated device checks. Not reentrant.
+        """Return the context in which a layer computes. Not reentrant. Do not wait inside: emulated devices check that.
 
         Emulated devices share the machine's cores, and four forwards at once take longer than one after another. Layers
-        that only pretend to compute give it back meanwhile (`emulated_work`).
+        that only pretend to compute release the core meanwhile (`emulated_work`).
         """
 
     @abstractmethod
     def process_settings(self) -> AbstractContextManager[None]:
-        """What devices of this kind change for the whole process, as long as it is entered. For the main thread."""
+        """Return the context of this kind's process-wide settings. The main thread enters it."""
 
     @abstractmethod
     def step_settings(self) -> AbstractContextManager[None]:
-        """What devices of this kind change for the whole process while a step is on its way."""
+        """Return the context of this kind's process-wide settings during a step."""
 
     @abstractmethod
     def host_thread_settings(self) -> AbstractContextManager[None]:
-        """What a thread that computes on the host beside devices of this kind changes for itself."""
+        """Return the context of the settings of a thread that computes on the host beside devices of this kind."""
 
     @abstractmethod
     def activate(self) -> AbstractContextManager[None]:
@@ -308,28 +327,29 @@ class Device(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Make all present and future waits and stream calls raise ``StreamAborted`` until ``reset()``. Any thread may.
+        """Make all present and future waits and stream calls raise ``StreamAborted`` until ``reset()``.
 
-        Work that is queued is dropped where that is possible, so buffers hold anything afterwards.
+        Any thread may call it. Queued work is dropped where possible, so the content of buffers is undefined
+        afterwards.
         """
 
     @abstractmethod
     def reset(self) -> None:
-        """End an abort, and forget a stream's error, once everything that was enqueued has come to rest.
+        """End an abort and clear stream errors, after all enqueued work has come to rest.
 
-        Call it when no other thread uses the device.
+        Call it while no other thread uses the device.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the threads and give the memory back. Synchronize first: what is queued may be dropped. Idempotent."""
+        """Stop the threads and free the memory. Idempotent. Queued work may be dropped, so synchronize first."""
 
 
 def check_copy(dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
-    """The pair to hand to ``copy_``, which by itself would broadcast and convert silently.
+    """Return the pair to pass to ``copy_``, which by itself would broadcast and convert silently.
 
-    Expanded dimensions (an attention mask is often one) are narrowed to the one element that they are, because torch
-    refuses to write a tensor whose elements share memory.
+    An expanded dimension (attention masks often have one) is narrowed to its one element, because torch refuses to
+    write a tensor whose elements share memory.
     """
     if dst.shape != src.shape or dst.dtype != src.dtype:
         raise ValueError(
@@ -348,7 +368,7 @@ def check_copy(dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stage(tensor: Tensor, device: Device) -> Tensor:
-    """A copy of a host tensor in host memory that ``device`` copies from without the host waiting."""
+    """Return a copy of a host tensor in host memory from which ``device`` can copy without blocking the host."""
     staged = device.host_like(tensor)
     to, of = check_copy(staged, tensor)
     to.copy_(of)
@@ -356,7 +376,7 @@ def stage(tensor: Tensor, device: Device) -> Tensor:
 
 
 def check_fill(buffer: Tensor, byte: int) -> Tensor:
-    """``buffer`` as flat bytes, past autograd."""
+    """Return ``buffer`` as flat bytes, detached from autograd."""
     if not buffer.is_contiguous():
         raise ValueError(
             f"only contiguous memory can be filled, not strides {buffer.stride()} of {tuple(buffer.shape)}."

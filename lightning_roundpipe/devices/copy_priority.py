@@ -1,8 +1,8 @@
-"""Who goes first on a device's link, and in what pieces the others go.
+"""The order of copies on a device's link, and the chunks of those that wait.
 
-Activations are on the critical path: a worker has nothing to do until they are there. Weights and gradients are needed
-a stage later, and are much larger. So activations go first; and since a copy that is under way cannot be interrupted,
-neither here nor on a GPU, all else goes in chunks that are short.
+Activations are on the critical path: a worker is idle until they arrive. Weights and gradients are needed a stage later
+and are much larger. So activations go first. A copy that has started cannot be interrupted, here or on a GPU, so all
+other copies go in short chunks.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 MAX_WAIT_S = 1e-3
-"""How long activations may wait for a chunk of something else."""
+"""Longest time, in seconds, that activations wait for a chunk of another copy."""
 
 MIN_CHUNK_BYTES = 1 << 16
-"""Of a chunk on a GPU: copies of less cost more to start than to make."""
+"""Smallest chunk on a GPU. Launching a smaller copy takes longer than the copy."""
 
 _in_order = False
 
 
 @contextlib.contextmanager
 def fifo_copies() -> Iterator[None]:
-    """Emulated devices that are made inside have one queue for each direction, from which copies go whole, as asked.
+    """Give emulated devices that are created inside one queue per direction, which carries whole copies in order.
 
-    To compare with, as one stream for each direction of a GPU would do it. No user wants it.
+    For comparisons in benchmarks: a GPU with one stream per direction behaves like that.
     """
     global _in_order
     _in_order = True
@@ -41,9 +41,9 @@ def is_fifo() -> bool:
 
 
 def chunks(dst: Tensor, src: Tensor, nbytes: float) -> list[tuple[Tensor, Tensor]]:
-    """``dst <- src`` as copies of at most ``nbytes`` (and at least one element) each, in order.
+    """Split ``dst <- src`` into copies of at most ``nbytes`` each (but at least one element), in order.
 
-    What is not contiguous, as few things are that are large, goes whole.
+    Tensors that are not contiguous stay whole; large ones rarely are.
     """
     if not (dst.is_contiguous() and src.is_contiguous()) or dst.numel() * dst.element_size() <= nbytes:
         return [(dst, src)]

@@ -1,8 +1,8 @@
 """One process-wide semaphore for the cores that emulated devices share.
 
-Four forwards at once on a machine that is busy with two take longer than two after two others. A layer takes as many
-cores as an emulated device has intra-op threads (`intraop_threads`). A thread that holds a permit must not wait,
-because it could wait for a thread that needs that permit, so every wait checks for it.
+On a machine that two forwards keep busy, four at once take longer than two and then two. A layer uses as many cores as
+an emulated device has intra-op threads (`intraop_threads`). A thread that holds a permit must not wait: it could wait
+for a thread that needs the permit. Every wait checks for that.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lightning_roundpipe.devices import intraop_threads, launch_lock
 
 
 class Semaphore:
-    """A semaphore that takes a queue of tokens, which is written in C, where `threading.Semaphore` is Python.
+    """A semaphore over a queue of tokens: `queue.SimpleQueue` is written in C, `threading.Semaphore` in Python.
 
     Args:
-        permits: how many threads may hold one.
+        permits: how many threads may hold a permit at once.
     """
 
     def __init__(self, permits: int) -> None:
@@ -37,19 +37,19 @@ _mine = threading.local()
 
 
 def concurrent_devices() -> int:
-    """How many emulated devices compute at once."""
+    """Return how many emulated devices compute at once."""
     return max(1, intraop_threads.cores() // intraop_threads.threads_per_device())
 
 
 def semaphore() -> Semaphore:
-    """The one for the present size of teams: devices made under the same size share it."""
+    """Return the semaphore for the present number of intra-op threads, shared by all devices made under that number."""
     permits = concurrent_devices()
     with _semaphores_lock:
         return _semaphores.setdefault(permits, Semaphore(permits))
 
 
 class HeldCore:
-    """A context in which the calling thread holds a permit of ``permits``, and is known to."""
+    """A context in which the calling thread holds one of ``permits`` and is recorded as its holder."""
 
     __slots__ = ("_permits",)
 
@@ -67,10 +67,10 @@ class HeldCore:
 
 
 def emulated_work(seconds: float) -> None:
-    """Take ``seconds`` as a device's work would: without a core, so that all emulated devices can work at once.
+    """Take ``seconds`` as a device's work would, but without a core, so all emulated devices can work at once.
 
-    For layers of known duration that compute nothing. Called inside a layer's forward, or in the backward of an
-    autograd Function there, it gives the thread's permit to others meanwhile.
+    For layers of known duration that compute nothing. Inside a layer's forward, or in the backward of an autograd
+    Function there, it releases the thread's permit while it sleeps.
     """
     permits: Semaphore | None = getattr(_mine, "held", None)
     if permits is None:
@@ -89,7 +89,7 @@ def emulated_work(seconds: float) -> None:
 
 
 def assert_none_held() -> None:
-    """Called by whatever may block."""
+    """Assert that the calling thread holds no permit. Call it before anything that may block."""
     assert getattr(_mine, "held", None) is None, (
         "a thread must not wait while it holds a permit: others need it to go on"
     )

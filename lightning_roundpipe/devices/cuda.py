@@ -1,8 +1,7 @@
-"""CUDA devices: the façade over real streams, events and memory.
+"""CUDA devices: the façade over CUDA's streams, events and memory.
 
-Small on purpose: whatever can be decided above the façade is tested on emulated devices. What is left here is what
-only a GPU needs: lifetimes (the allocator must not hand out memory that a copy on another stream still uses) and
-clocks.
+Small on purpose: emulated devices test all that can be decided above the façade. Here is what only a GPU needs: clocks,
+and lifetimes (the allocator must not hand out memory that a copy on another stream still uses).
 """
 
 from __future__ import annotations
@@ -27,26 +26,29 @@ from lightning_roundpipe.devices.host_memory import worth_copying
 
 _generator_locks: dict[int, GeneratorLock] = {}
 _open: WeakSet[CudaDevice] = WeakSet()
-"""Those of all strategies of the process."""
+"""The open devices of all strategies in the process."""
 
 
 LEAD_BYTES = 64 << 20
-"""Of calls that a GPU has not reached, beyond the two that may be there in any case.
+"""Bytes of calls that the host may enqueue ahead of a GPU, beyond the two calls that are always allowed.
 
-Boundary tensors of 12 ms of an RTX 4090 with layers of width 2,048.
+The boundary tensors of 12 ms on an RTX 4090, for layers of width 2,048.
 """
 
 
 class CudaDevice(Device):
     """One worker on a GPU.
 
+    It has many collaborators because `Device` covers all of a worker's hardware: streams, memory, generator and library
+    workspaces. Each is a module of its own; this class holds what they share, the GPU, its clock and the abort switch.
+
     Args:
         index: the worker's number.
-        torch_device: the GPU, with its number.
+        torch_device: the GPU, with its index.
         pin_memory: ``"auto"``, ``"on"`` or ``"off"``; see ``pinned.host_buffer``.
-        sharers: how many workers there are on this GPU. They compute in one stream: code between layers takes tensors
-            from one worker to the next, and what frees them knows of no other stream that may be reading them.
-        turn: the worker's number among them. Each has copy streams of its own.
+        sharers: how many workers use this GPU. They share one compute stream: user code carries tensors from one worker
+            to the next, and frees them without knowing of another stream that may still read them.
+        turn: the worker's number among the sharers. Each has its own copy streams.
     """
 
     def __init__(
@@ -66,9 +68,9 @@ class CudaDevice(Device):
         self._arenas: dict[int, tuple[Tensor, str]] = {}
         self._closed = False
         self.others: list[CudaStream] = []
-        """What other GPUs compute in."""
+        """The compute streams of the other GPUs."""
         self._multiplying = 0
-        """Threads that multiply matrices between layers."""
+        """How many threads of user code multiply matrices, see `settle_libraries`."""
         self._clock = EventClock(torch_device)
         self.compute: CudaStream = self._stream("compute")
         self.weights_up = self._chunked("weights_up", turn)
@@ -90,7 +92,7 @@ class CudaDevice(Device):
     def allocate(self, nbytes: int, purpose: str) -> Tensor:
         with self.compute.running(), self._explaining(nbytes, purpose), torch.inference_mode(False):
             arena = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-        # What `compute` did with this memory before may still be running; no other stream knows of it.
+        # Earlier work of `compute` may still use this memory, and other streams do not wait for it by themselves.
         reusable = self.compute.record()
         for stream in self.streams[1:]:
             stream.wait(reusable)
@@ -121,7 +123,7 @@ class CudaDevice(Device):
         owner = filled_on if lent else self.compute
         with owner.running(), self._explaining(nbytes, "activations"), torch.inference_mode(False):
             new = empty_alike(t, self.torch_device)
-        if owner is not filled_on:  # what `owner` did with this memory before may still be running
+        if owner is not filled_on:  # earlier work of `owner` may still use this memory
             filled_on.wait(owner.record())
         return new
 
@@ -156,7 +158,7 @@ class CudaDevice(Device):
         return TrackedTensors()
 
     def track_until_freed(self, tensors: Iterable[Tensor], purpose: str) -> None:
-        pass  # CUDA counts by itself
+        pass  # CUDA's allocator counts
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -183,7 +185,7 @@ class CudaDevice(Device):
     def capacity(self) -> int | None:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         usable = free + torch.cuda.memory_reserved(self.torch_device)
-        # torch refuses what goes beyond `set_per_process_memory_fraction`; before 2.7 it does not tell.
+        # torch refuses allocations beyond `set_per_process_memory_fraction`. Before 2.7 the fraction cannot be read.
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(self.torch_device)
         return min(usable, int(share * total)) // self._sharers
 
@@ -195,7 +197,7 @@ class CudaDevice(Device):
 
     def settle_libraries(self, devices: Sequence[Device], threads: int) -> None:
         run = [device for device in devices if isinstance(device, CudaDevice)]
-        if _open.difference(run):  # another strategy's threads may be multiplying
+        if _open.difference(run):  # threads of another strategy may be multiplying
             return
         held = [device.resident_bytes() for device in run]
         cuda_libraries.clear()
@@ -205,7 +207,7 @@ class CudaDevice(Device):
             device._multiplying = threads if more else 0
 
     def _holds_more(self, freed: int) -> bool:
-        """Whether the GPU's libraries had more than each worker's thread and autograd's have."""
+        """Return whether libraries held more workspaces than those of each worker's thread and of autograd's thread."""
         one = cuda_libraries.workspace_bytes(self.torch_device)
         return one > 0 and freed // one > self._sharers + 1
 
@@ -223,15 +225,15 @@ class CudaDevice(Device):
         return interpreter.quick_switches()
 
     def host_thread_settings(self) -> AbstractContextManager[None]:
-        # A core for each GPU, whose threads must launch without delay. GPUs that no worker uses count, too: the number
-        # of threads of an operation decides how sums are rounded, and numbers are the same for any number of workers.
+        # One core per GPU, so that its worker launches without delay. This counts GPUs without a worker too: the number
+        # of intra-op threads decides how sums round, and results must be the same for any number of workers.
         return intraop_threads.reserve_cores(max(1, torch.cuda.device_count()))
 
     @contextmanager
     def activate(self) -> Iterator[None]:
         begin_on(self.torch_device)
         with ExitStack() as around:
-            for other in self.others:  # to whose tensors user code may turn, and be it to copy them here
+            for other in self.others:  # user code may use tensors of other GPUs, if only to copy them here
                 around.enter_context(other.running())
             around.enter_context(torch.cuda.device(self.torch_device))
             around.enter_context(self.compute.running())
@@ -253,7 +255,7 @@ class CudaDevice(Device):
             self._closed = True
             self._switch.throw("closed")
             self._arenas.clear()
-            with ExitStack() as rest:  # in reverse, each of them even if the GPU fails
+            with ExitStack() as rest:  # runs in reverse order, every callback even if the GPU fails
                 rest.callback(pinned.give_back)
                 rest.callback(self._clear_if_last)
                 for stream in self.streams:
@@ -263,7 +265,7 @@ class CudaDevice(Device):
 
     def _clear_if_last(self) -> None:
         _open.discard(self)
-        if not _open:  # else others' threads may be using them
+        if not _open:  # threads of other devices may be using the workspaces
             cuda_libraries.clear()
 
     def _settle(self) -> None:
@@ -273,10 +275,10 @@ class CudaDevice(Device):
 
 
 def make_cuda(torch_devices: Sequence[torch.device], pin_memory: str) -> list[Device]:
-    """One device for each entry; a GPU listed twice makes two workers that share its memory and generator.
+    """Create one device per entry. Entries that name the same GPU are workers that share its memory and generator.
 
     Raises:
-        ValueError: there is no such GPU.
+        ValueError: a GPU does not exist.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     numbers = [d.index or 0 for d in torch_devices]
@@ -286,12 +288,12 @@ def make_cuda(torch_devices: Sequence[torch.device], pin_memory: str) -> list[De
                 f"devices: there is no GPU {number}, torch sees {count} CUDA device(s). List others, check the driver "
                 "and CUDA_VISIBLE_DEVICES, or set accelerator='cpu' to run on emulated devices."
             )
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # or there are no default generators yet
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # creates the default generators
     return share_out([torch.device("cuda", number) for number in numbers], pin_memory)
 
 
 def share_out(torch_devices: list[torch.device], pin_memory: str) -> list[Device]:
-    """See `make_cuda`."""
+    """Create the devices of `make_cuda`, after its checks."""
     made: list[CudaDevice] = []
     for index, gpu in enumerate(torch_devices):
         made.append(CudaDevice(index, gpu, pin_memory, torch_devices.count(gpu), torch_devices[:index].count(gpu)))

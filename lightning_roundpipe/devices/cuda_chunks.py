@@ -1,6 +1,6 @@
-"""A CUDA copy stream that gives the driver all chunks of a copy at once and still lets activations in between.
+"""A CUDA copy stream that enqueues all chunks of a copy at once and still lets activations in between.
 
-A GPU's copy engine does one copy at a time in each direction and does not interrupt it. The priority of a stream counts
+A GPU's copy engine runs one copy at a time per direction and does not interrupt it. The priority of a stream counts
 for kernels, not for copies. So weights and gradients go in chunks of half the time that activations may wait. Chunks
 alone are not enough: the engine may stay with a stream as long as the next copy there is ready. So chunks alternate
 between two streams, and each waits for the event at the end of the one before it:
@@ -9,13 +9,13 @@ between two streams, and each waits for the event at the end of the one before i
                        └─ wait ─│─ chunk 1 ─► event ─┘     └─ wait ── chunk 3 ...          [1]
     activations:                    copy                                                   [2] ready, and first in line
 
-At most one chunk is ready at any time [1]. The end of a chunk makes the next one ready, and by then a copy of
-activations that was issued meanwhile is in line already [2]. Activations wait for the chunk that is under way, and for
-one more if the engine serves streams in turn. No thread of the process takes part. Every event is recorded before a
-stream waits for it, so work of the driver depends on earlier work only, and an abort leaves nothing that never ends.
+At most one chunk is ready at any time [1]. The end of a chunk makes the next one ready, and a copy of activations that
+was issued meanwhile is in line by then [2]. Activations wait for the chunk in progress, and for one more if the engine
+serves streams in turn. No thread of the process takes part. Every event is recorded before a stream waits for it, so
+the driver's work depends on earlier work only, and an abort leaves no work that never ends.
 
-CUDA's copies from and to pageable memory block the thread that issues them until the stream's earlier work is done and
-the pages are read. So the first such copy moves the stream's work to a thread of its own, for good.
+CUDA's copies from and to pageable memory block the calling thread until the stream's earlier work is done and the pages
+are read. So the first such copy moves the stream's work to a thread of its own, permanently.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from lightning_roundpipe.devices.queued import QueuedStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
 
 IN_FRONT = 2
-"""Chunks that activations wait for at most."""
+"""Most chunks that activations wait for."""
 
 FIRST_GUESS = 4e9
-"""Bytes a second of a link of which nothing is known: no slower ones are left."""
+"""Initial estimate of the link's rate, in bytes per second: that of the slowest link still in use."""
 
 
 class QueuedEvent(GpuEvent):
-    """An event that the stream's thread records when it gets there.
+    """An event that the stream's own thread records when it gets there.
 
     Args:
-        given: reached when it has been recorded.
+        given: reached once the CUDA event is recorded.
     """
 
     def __init__(self, given: ThreadEvent) -> None:
@@ -54,7 +54,7 @@ class QueuedEvent(GpuEvent):
         self.recorded: CudaEvent | None = None
 
     def on_gpu(self, switch: AbortSwitch) -> CudaEvent:
-        """The recorded event, once there is one. ``switch`` ends the wait too."""
+        """Block until the CUDA event is recorded, and return it. ``switch`` aborts the wait too."""
         self.given.wait_on_behalf_of(switch)
         assert self.recorded is not None
         return self.recorded
@@ -74,15 +74,15 @@ class QueuedEvent(GpuEvent):
 
 
 class ChunkedCopyStream(QueuedStream):
-    """Copies of weights or gradients in one direction.
+    """A stream of chunked copies, of weights or gradients, in one direction.
 
     Args:
         name: for errors and profilers.
-        lanes: the two streams. Work is always added to the one that the last chunk went to.
-        switch: of the device.
+        lanes: the two CUDA streams. Other work goes to the lane of the last chunk.
+        switch: the device's abort switch.
 
     Attributes:
-        bytes_per_second: of the link, from copies that were timed: the most that was seen, as others only slow it down.
+        bytes_per_second: the highest rate of all timed copies. The link's other traffic can only lower a copy's rate.
     """
 
     def __init__(self, name: str, lanes: Sequence[CudaStream], switch: AbortSwitch) -> None:
@@ -91,14 +91,14 @@ class ChunkedCopyStream(QueuedStream):
         self.bytes_per_second = FIRST_GUESS
         self._last, self._other = self.lanes
         self._order = threading.Lock()
-        """Held while work is added: two threads' chunks do not mix."""
+        """Held while work is enqueued, so that chunks of two threads do not mix."""
         self._by_thread = False
         self._timed: tuple[CudaEvent, CudaEvent, int] | None = None
-        """Start and end of a copy, and its bytes."""
+        """Start event, end event and bytes of the copy that is being timed."""
 
     @property
     def chunk_bytes(self) -> float:
-        """How large a chunk is."""
+        """The size of a chunk in bytes."""
         return max(MIN_CHUNK_BYTES, self.bytes_per_second * MAX_WAIT_S / IN_FRONT)
 
     def record(self, *, timed: bool = False) -> Event:
@@ -119,18 +119,18 @@ class ChunkedCopyStream(QueuedStream):
         self._add(self._fill, check_fill(buffer, byte), byte)
 
     def poison(self, buffer: Tensor) -> None:
-        pass  # a GPU runs what the emulation has checked
+        pass  # emulated devices check for late readers
 
     def running(self) -> AbstractContextManager[None]:
         return self._last.running()
 
     def drop_finished(self) -> None:
-        """Keep no longer what is over."""
+        """Release the tensors of copies that are done."""
         for lane in self.lanes:
             lane.drop_finished()
 
     def settle(self) -> None:
-        """Wait for all work, abort or not."""
+        """Wait for all work, even after an abort."""
         super().settle()
         self._timed = None
         for lane in self.lanes:
@@ -171,13 +171,13 @@ class ChunkedCopyStream(QueuedStream):
                 self._last, self._other = self._other, self._last
                 self._last.wait(end)  # [1]
                 self._last.move(to, of)
-        finally:  # an abort may come between two chunks, and the first ones are on their way
+        finally:  # an abort may come between two chunks, while earlier chunks are still running
             self._last.keep(dst, src)
         if start is not None:
             self._timed = start, self._last.record(timed=True), dst.numel() * dst.element_size()
 
     def _learn_rate(self) -> None:
-        """By the copy that was timed last, if it is over."""
+        """Update the rate from the copy timed last, if it is done."""
         if self._timed is not None and self._timed[1].passed():
             start, end, nbytes = self._timed
             self._timed = None
@@ -186,6 +186,6 @@ class ChunkedCopyStream(QueuedStream):
 
 
 def _is_pageable(to: Tensor, of: Tensor) -> bool:
-    """Whether the host's side of a copy is memory that is not pinned."""
+    """Return whether the host side of the copy is not pinned."""
     hosts = [t for t in (to, of) if t.device.type == "cpu"]
     return bool(hosts) and not any(t.is_pinned() for t in hosts)

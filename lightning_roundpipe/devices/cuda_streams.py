@@ -1,7 +1,7 @@
-"""CUDA streams and events, with the two things that torch's own lack: a host clock, and the lifetime of memory.
+"""CUDA streams and events, with what torch's own lack: a host clock, and the lifetime of memory.
 
-Whatever a copy reads or writes is kept here until the copy is done. ``Tensor.record_stream`` would do that for memory
-of the GPU, but when it comes back is then up to the allocator: peaks would depend on timing.
+A stream keeps the tensors that its copies read or write until the copies are done. ``Tensor.record_stream`` would do
+that for GPU memory, but the allocator then decides when the memory is free again, and peaks would depend on timing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lightning_roundpipe.devices.abort import AbortSwitch
 from lightning_roundpipe.devices.base import Event, Stream, check_copy, check_fill
 
 CLOCK_PERIOD = 10.0
-"""Seconds after which a clock is set again: CUDA gives 32-bit floats of milliseconds, exact to 1 µs for 16 s."""
+"""Seconds after which `EventClock` is set again. CUDA returns float32 milliseconds, exact to 1 µs for 16 s."""
 
 
 def _new_event(*, timed: bool, blocking: bool = True) -> torch.cuda.Event:
-    # blocking: a thread that waits for it leaves its core to others
+    # blocking: a thread that waits for the event leaves its core to others
     return torch.cuda.Event(enable_timing=timed, blocking=blocking)  # type: ignore[no-untyped-call]
 
 
@@ -33,10 +33,10 @@ _making = threading.Lock()
 
 
 def stream_of(torch_device: torch.device, role: str) -> torch.cuda.Stream:
-    """The GPU's stream for ``role``: one for the life of the process.
+    """Return the GPU's stream for ``role``, the same one for the life of the process.
 
-    torch's allocator and cuBLAS's workspaces keep memory for each stream, and a stream never ends. With new ones, each
-    fit would leave behind what no later one can use.
+    torch's allocator and cuBLAS's workspaces keep memory per stream, and streams are never destroyed. With new streams,
+    each ``fit()`` would leave behind memory that no later one can use.
     """
     with _making:
         stream = _streams.get((torch_device, role))
@@ -53,11 +53,10 @@ _thread = threading.local()
 
 
 def begin_on(torch_device: torch.device) -> None:
-    """Make ``torch_device`` the current GPU of a thread whose current GPU this process does not use.
+    """Make ``torch_device`` the thread's current GPU if this process has no context on the thread's current one.
 
-    A new thread's current GPU is number 0. Whatever enters a stream restores the current GPU as it leaves, and CUDA
-    then makes a context there: half a gigabyte on a GPU that ``devices=[1]`` leaves to others, or an error if it is
-    full.
+    A new thread's current GPU is number 0. Leaving a stream's context restores the current GPU, and CUDA then creates a
+    context there: half a gigabyte on a GPU that ``devices=[1]`` leaves to others, or an error if it is full.
     """
     has_context: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
     if not getattr(_thread, "begun", False):
@@ -67,7 +66,7 @@ def begin_on(torch_device: torch.device) -> None:
 
 
 class EventClock:
-    """Puts a GPU's events on the host's ``time.perf_counter``."""
+    """Converts times of a GPU's events to the host's ``time.perf_counter``."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self._stream = stream_of(torch_device, "clock")
@@ -75,17 +74,17 @@ class EventClock:
         self._set()
 
     def time(self, event: torch.cuda.Event) -> float:
-        """When a finished, timed event was reached, in seconds."""
+        """Return when a finished, timed event was reached, in seconds."""
         with self._lock:
             if time.perf_counter() - self._host > CLOCK_PERIOD:
                 self._set()
             return self._host + float(self._reference.elapsed_time(event)) / 1e3
 
     def _set(self) -> None:
-        """Reach an event on a stream that has nothing else to do, between two looks at the host's clock; best of 5."""
+        """Time an event on an idle stream between two readings of the host's clock. The closest of 5 pairs counts."""
         best = float("inf")
         for _ in range(5):
-            event = _new_event(timed=True, blocking=False)  # spinning sees the moment best
+            event = _new_event(timed=True, blocking=False)  # spinning notices the event soonest
             before = time.perf_counter()
             event.record(self._stream)
             event.synchronize()
@@ -95,11 +94,11 @@ class EventClock:
 
 
 class GpuEvent(Event):
-    """A CUDA event, recorded or to be recorded."""
+    """A CUDA event that is recorded, or that a stream's thread will record."""
 
     @abstractmethod
     def on_gpu(self, switch: AbortSwitch) -> CudaEvent:
-        """The recorded event; blocks until there is one. ``switch`` ends the wait too."""
+        """Block until the CUDA event is recorded, and return it. ``switch`` aborts the wait too."""
 
 
 class CudaEvent(GpuEvent):
@@ -112,7 +111,7 @@ class CudaEvent(GpuEvent):
         return self
 
     def wait(self) -> None:
-        # A GPU never waits for the host here, so its work always comes to an end and the wait needs no waking.
+        # The GPU never waits for the host here, so its work always ends and an abort need not wake this wait.
         self._switch.check()
         self.event.synchronize()
         self._switch.check()
@@ -121,11 +120,11 @@ class CudaEvent(GpuEvent):
         return self._switch.why is not None or _passed(self.event)
 
     def passed(self) -> bool:
-        """Whether the GPU has reached it, abort or not."""
+        """Return whether the GPU has reached the event, even after an abort."""
         return _passed(self.event)
 
     def since(self, before: CudaEvent) -> float:
-        """Seconds from ``before`` to this; both are timed, and passed."""
+        """Return the seconds from ``before`` to this event. Both must be timed and passed."""
         return float(before.event.elapsed_time(self.event)) / 1e3
 
     def time(self) -> float:
@@ -137,14 +136,14 @@ class CudaEvent(GpuEvent):
 
 
 class CudaStream(Stream):
-    """A CUDA stream, and the memory that it is not done with.
+    """A CUDA stream, and the tensors that its unfinished work uses.
 
     Args:
         name: for errors and profilers.
         torch_device: the GPU.
-        role: of its stream there; see `stream_of`.
-        clock: of the GPU.
-        switch: of the worker.
+        role: which of the GPU's streams this is, see `stream_of`.
+        clock: the GPU's clock.
+        switch: the worker's abort switch.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class CudaStream(Stream):
         return CudaEvent(self._record(timed), self._clock if timed else None, self._switch)
 
     def wait(self, event: Event) -> None:
-        """Blocks while ``event`` is not yet with the GPU: a stream that copies pageable memory may be behind."""
+        """Block until ``event`` is recorded (that may be late after copies of pageable memory), enqueue the wait."""
         self._switch.check()
         assert isinstance(event, GpuEvent)
         self.stream.wait_event(event.on_gpu(self._switch).event)
@@ -178,8 +177,8 @@ class CudaStream(Stream):
         self.keep(to, of)
 
     def move(self, to: Tensor, of: Tensor) -> None:
-        """``copy`` of what `check_copy` returns and `keep` is given afterwards."""
-        with self.running(), torch.inference_mode():  # in which both inference tensors and others may be written
+        """Copy a pair that `check_copy` returned. The caller passes it to `keep` afterwards."""
+        with self.running(), torch.inference_mode():  # which may write inference tensors and others
             to.copy_(of, non_blocking=True)
 
     def fill(self, buffer: Tensor, byte: int) -> None:
@@ -190,7 +189,7 @@ class CudaStream(Stream):
         self.keep(flat)
 
     def poison(self, buffer: Tensor) -> None:
-        pass  # a GPU runs what the emulation has checked
+        pass  # emulated devices check for late readers
 
     def running(self) -> AbstractContextManager[None]:
         begin_on(self._torch_device)
@@ -201,7 +200,7 @@ class CudaStream(Stream):
         self.drop_finished()
 
     def settle(self) -> None:
-        """Wait for all work, abort or not."""
+        """Wait for all work, even after an abort."""
         self.stream.synchronize()
         self.drop_finished()
 
@@ -211,13 +210,13 @@ class CudaStream(Stream):
         return event
 
     def keep(self, *tensors: Tensor) -> None:
-        """Let no tensor's memory be reused before this stream has passed this point."""
+        """Keep the tensors alive until the stream has passed this point."""
         self.drop_finished()
         with self._lock:
             self._flying.append((self._record(timed=False), tensors))
 
     def drop_finished(self) -> None:
-        """Keep no longer what the stream is done with."""
+        """Release the tensors of work that is done."""
         with self._lock:
             while self._flying and _passed(self._flying[0][0]):
                 self._flying.popleft()

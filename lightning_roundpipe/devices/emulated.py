@@ -1,7 +1,7 @@
-"""Emulated devices: the same engine on a machine without a GPU.
+"""Emulated devices: they run the same engine on a machine without a GPU.
 
-Everything is host memory; what makes it a device is the bookkeeping (a memory limit), the copy threads (asynchrony,
-bandwidth), and on request the nuisances that make missing waits show: random delays and poison.
+All memory is host memory. A `Ledger` emulates the memory limit, and copy threads emulate asynchronous copies and
+bandwidth. On request, random delays and poison make missing waits show.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ from lightning_roundpipe.devices.ledger import Ledger, LedgerTrackedTensors
 from lightning_roundpipe.devices.saved import saved_for_backward
 
 ALIGNMENT = 256
-"""Bytes: what a GPU's allocator gives at least, and what vectorised kernels ask for."""
+"""Bytes. The least alignment of a GPU's allocator, which vectorised kernels rely on."""
 
 
 class EmulatedDevice(Device):
-    """One of several devices that this machine's cores and memory pretend to be."""
+    """One of several devices that share this machine's cores and memory.
+
+    It is large because it has to emulate all that `Device` offers. Each part (ledger, links, streams, core semaphore,
+    allocation) is a module of its own; this class connects them and turns `Emulation` into their arguments.
+    """
 
     def __init__(self, index: int, torch_device: torch.device, emulation: Emulation) -> None:
         share_heap()
         self.index, self.torch_device = index, torch_device
         self.generator, self.generator_lock = torch.default_generator, generators.HOST_LOCK
-        self.lead_bytes = 0  # a call has run when it has been enqueued
+        self.lead_bytes = 0  # an enqueued call has run already
         self._emulation = emulation
         self._switch = AbortSwitch(f"Device {index}")
         self._closed = False
@@ -45,7 +49,7 @@ class EmulatedDevice(Device):
         self._ledger = Ledger(f"Emulated CUDA device {index}", limit)
         self._arenas: dict[int, tuple[Tensor, str]] = {}
         self._arena_keys: set[int] = set()
-        """Keys of their storages in the ledger."""
+        """Ledger keys of the arenas' storages."""
         self._core_semaphore = core_semaphore.semaphore()
         self._core_delays = self._delays("acquire_core")
         bandwidth = None if emulation.bandwidth is None else float(emulation.bandwidth)
@@ -74,14 +78,14 @@ class EmulatedDevice(Device):
     # -- memory
 
     def allocate(self, nbytes: int, purpose: str) -> Tensor:
-        with torch.inference_mode(False):  # an arena made during validation must serve training too
+        with torch.inference_mode(False):  # training also uses arenas that validation allocates
             room = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=self.torch_device)
             start = -room.data_ptr() % ALIGNMENT
             arena = room[start : start + nbytes]
         self._ledger.add(arena.untyped_storage()._cdata, nbytes, purpose)
         self._arenas[id(arena)] = (arena, purpose)
         self._arena_keys.add(arena.untyped_storage()._cdata)
-        return self._poison(arena)  # so that a read before the first write shows as well
+        return self._poison(arena)  # makes a read before the first write show
 
     def free(self, buffer: Tensor) -> None:
         arena, purpose = self._arenas.pop(id(buffer), (None, ""))
@@ -94,8 +98,10 @@ class EmulatedDevice(Device):
         self._ledger.end(arena.untyped_storage()._cdata, purpose)
 
     def _poison(self, fresh: Tensor) -> Tensor:
-        """Nothing that was allocated may be read before it is written, and memory that is used again often still holds
-        what is right: the same tensor of the step before."""
+        """Overwrite fresh memory, to show reads before the first write.
+
+        Reused memory often still holds the right values, those of the step before.
+        """
         if self._emulation.poison:
             ctypes.memset(fresh.untyped_storage().data_ptr(), POISON, fresh.untyped_storage().nbytes())
         return fresh
@@ -108,7 +114,7 @@ class EmulatedDevice(Device):
         pass  # nothing is pinned
 
     def worth_copying(self, nbytes: int) -> bool:
-        return False  # a file's pages are memory like any other, and nothing is pinned
+        return False  # mapped files are host memory already, and nothing is pinned
 
     def host_like(self, t: Tensor) -> Tensor:
         with torch.inference_mode(False):
@@ -119,10 +125,10 @@ class EmulatedDevice(Device):
             return self._poison(empty_alike(t, self.torch_device))
 
     def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
-        pass  # `compute` has done what was asked of it
+        pass  # `compute` runs everything at once
 
     def drop_finished(self) -> None:
-        pass  # a copy's thread keeps nothing
+        pass  # copy threads keep no finished work
 
     def named(self, *name: object) -> AbstractContextManager[None]:
         return nullcontext()
@@ -179,10 +185,10 @@ class EmulatedDevice(Device):
         return intraop_threads.limit_num_threads()
 
     def step_settings(self) -> AbstractContextManager[None]:
-        return nullcontext()  # they compute in the threads that would switch
+        return nullcontext()  # the threads that would switch are those that compute
 
     def host_thread_settings(self) -> AbstractContextManager[None]:
-        return nullcontext()  # `process_settings` have limited them
+        return nullcontext()  # `process_settings` limits their threads
 
     @contextmanager
     def activate(self) -> Iterator[None]:
@@ -218,5 +224,5 @@ class EmulatedDevice(Device):
 
 
 def make_emulated(torch_devices: Iterable[torch.device], emulation: Emulation) -> list[Device]:
-    """One device for each entry; they share cores, generator and memory."""
+    """Create one device per entry. They share cores, generator and memory."""
     return [EmulatedDevice(index, torch_device, emulation) for index, torch_device in enumerate(torch_devices)]

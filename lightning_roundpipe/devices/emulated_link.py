@@ -1,4 +1,4 @@
-"""The link of an emulated device: how long a transfer takes, what else delays it, and the moving of the bytes."""
+"""The link of an emulated device: moves the bytes, and takes the time of a transfer and of random delays."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from lightning_roundpipe.devices import copy_priority
 from lightning_roundpipe.devices.abort import AbortSwitch
 
 MAX_DELAY = 0.002
-"""Seconds: the longest random delay. Longer than a small layer, short enough for tests with hundreds of copies."""
+"""Longest random delay, in seconds: longer than a small layer, short enough for tests with hundreds of copies."""
 
 
 class Delays:
-    """Random pauses that depend on nothing but the seed, the name and how many came before."""
+    """Random pauses, determined by the seed, the name and the number of pauses before."""
 
     def __init__(self, seed: int, name: str) -> None:
         self._random = random.Random(f"{seed}/{name}")
         self._lock = threading.Lock()
 
     def next(self) -> float:
-        """Seconds, from 0 to ``MAX_DELAY``."""
+        """Return the next pause in seconds, from 0 to ``MAX_DELAY``."""
         with self._lock:
             return self._random.uniform(0, MAX_DELAY)
 
 
 class Link:
-    """One direction of a device's link, which two streams share, one copy at a time.
+    """One direction of a device's link. Two streams share it, one copy at a time.
 
-    Who goes next is decided when the link gets free: of those that wait, the first one that goes first, else the first
-    one. (Python's locks have no order: the stream that has just let go would take it again at once, and chunks of
-    weights would starve the activations.)
+    The link chooses the next copy when it becomes free: the first of the copies with priority, else the first in line.
+    (Python's locks are not fair: the stream that released one would acquire it again at once, and chunks of weights
+    would starve the activations.)
 
-    Threads wake up late, and on a busy machine very late. So the link keeps its own time: a copy begins when the one
-    before it has arrived, whenever its thread came to know, and is that much sooner done.
+    Threads wake up late, on a busy machine very late. So the link keeps a time of its own: a copy begins when the one
+    before it has arrived, no matter when its thread wakes up, and ends that much sooner.
     """
 
     def __init__(self, bandwidth: float | None, latency: float, switch: AbortSwitch) -> None:
@@ -53,30 +53,30 @@ class Link:
 
     @property
     def takes_no_time(self) -> bool:
-        """Whether bytes arrive as soon as they are moved."""
+        """Whether copies take no longer than moving the bytes."""
         return self._bandwidth is None and not self._latency
 
     @property
     def chunk_bytes(self) -> float | None:
-        """How large the pieces are of what gives way to others; None: as large as they come."""
+        """Chunk size in bytes of copies without priority; None: they go whole."""
         return None if self._bandwidth is None else self._bandwidth * copy_priority.MAX_WAIT_S
 
     def arise(self) -> float:
-        """What a copy takes before it asks for the link. Returns when it asks."""
+        """Sleep for the latency that precedes a copy. Return when the copy asks for the link."""
         self._switch.sleep(self._latency)
         return time.perf_counter()
 
     def carry(self, nbytes: int, move: Callable[[], None], asked: float, *, first: bool) -> float:
-        """Run ``move`` when it is its turn, and return when ``nbytes`` would have arrived.
+        """Wait for the link, run ``move``, and sleep until ``nbytes`` would have arrived.
 
         Args:
-            nbytes: that are moved.
-            move: moves them.
-            asked: since when it could have begun; of a chunk, when the one before it arrived.
-            first: whether it goes before those that do not go first.
+            nbytes: size of the copy.
+            move: copies the bytes.
+            asked: when the copy could have begun; for a later chunk, when the one before it arrived.
+            first: whether the copy has priority over those without.
 
         Returns:
-            When they arrived, by the link's own time.
+            When the bytes arrived, by the link's own time.
         """
         if self._bandwidth is None:
             move()
@@ -100,7 +100,7 @@ class Link:
             heapq.heappush(self._waiting, (not first, self._tickets, turn))
         with self._switch.wakes(turn):
             turn.wait()
-        self._switch.check()  # if it was thrown, nobody uses the link until it is cleared
+        self._switch.check()  # if it was thrown, the link is unused until `clear`
 
     def _give(self) -> None:
         with self._lock:
@@ -110,7 +110,7 @@ class Link:
                 self._taken = False
 
     def clear(self) -> None:
-        """Forget transfers that were aborted."""
+        """Reset the link after an abort."""
         with self._lock:
             self._free_at = 0.0
             self._taken = False
@@ -118,9 +118,9 @@ class Link:
 
 
 def move(dst: Tensor, src: Tensor) -> None:
-    """Copy bytes, past autograd, with one core.
+    """Copy bytes on one core, hidden from autograd.
 
-    ``copy_`` would bring in the intra-op threads, one team for every stream thread, that then compete with the layers'.
+    ``copy_`` would start intra-op threads in every stream's thread, which compete with those of the layers.
     """
     plain = dst.is_contiguous() and src.is_contiguous() and not any(t.is_conj() or t.is_neg() for t in (dst, src))
     if plain:

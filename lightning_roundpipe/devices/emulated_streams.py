@@ -1,4 +1,4 @@
-"""Streams of emulated devices: the calling thread computes, threads copy."""
+"""Streams of emulated devices: layers run in the calling thread, copies in threads of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_roundpipe.devices.queued import QueuedStream
 from lightning_roundpipe.devices.thread_event import ThreadEvent
 
 SMALL_BYTES = 256 << 10
-"""The largest copy that a thread does itself rather than wake the stream's: some 30 µs, as waking takes."""
+"""Largest copy that the calling thread makes itself: some 30 µs, as long as waking the stream's thread takes."""
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -26,14 +26,14 @@ def _fail(error: Exception) -> NoReturn:
 
 
 class InlineStream(Stream):
-    """``compute``: the calling thread itself. What it is asked to do is done when the call returns."""
+    """``compute``: the calling thread itself. Work is done when the call that enqueues it returns."""
 
     def __init__(self, name: str, switch: AbortSwitch, poisons: bool, delays: Delays | None) -> None:
         self.name = name
         self._switch, self._poisons, self._delays = switch, poisons, delays
 
     def record(self, *, timed: bool = False) -> Event:
-        # Not where a call is timed: that is within the permit, and layers have their own delay.
+        # No delay where a call is timed: the thread holds a core permit there, and layers have their own delay.
         if self._delays is not None and not timed:
             self._switch.sleep(self._delays.next())
         self._switch.check()
@@ -49,7 +49,7 @@ class InlineStream(Stream):
 
     def fill(self, buffer: Tensor, byte: int) -> None:
         self._switch.check()
-        with torch.inference_mode():  # in which both inference tensors and others may be written
+        with torch.inference_mode():  # which may write inference tensors and others
             check_fill(buffer, byte).fill_(byte)
 
     def poison(self, buffer: Tensor) -> None:
@@ -64,18 +64,18 @@ class InlineStream(Stream):
 
 
 class ThreadStream(QueuedStream):
-    """A copy stream.
+    """A copy stream with a thread of its own.
 
-    A small copy on an idle stream is done in the calling thread, unless the emulation makes copies take time: waking
+    The calling thread makes small copies on an idle stream itself, unless the emulation makes copies take time: waking
     the stream's thread takes longer than the copy.
 
     Args:
-        name: also of its thread.
-        link: that it shares.
-        switch: of its device.
-        poisons: whether `poison` does something.
-        delays: random ones before each copy.
-        first: whether its copies go first on the link, and whole; those of others go in chunks, behind.
+        name: of the stream and its thread.
+        link: the link that it shares with another stream.
+        switch: the device's abort switch.
+        poisons: whether `poison` overwrites buffers.
+        delays: random delays before each copy.
+        first: whether its copies have priority on the link, and go whole. Other copies go in chunks.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ThreadStream(QueuedStream):
             try:
                 move(to, of)
             except Exception as error:
-                # The stream keeps it, as one of its thread's. The callers' frames, with what they hold, stay behind.
+                # The stream keeps the error, as it does its thread's. It drops the callers' frames and their tensors.
                 self._enqueue(partial(self._attempt, _fail, error.with_traceback(None)))
         else:
             self._enqueue(partial(self._attempt, self._transfer, to, of))

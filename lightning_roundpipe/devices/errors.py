@@ -1,4 +1,4 @@
-"""What can go wrong on a device, apart from what torch itself raises."""
+"""Errors of devices, beside those that torch raises."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 
 
 class StreamAborted(RuntimeError):
-    """A wait was given up because its device was aborted or closed.
+    """A wait ended because its device was aborted or closed.
 
-    It is never the first error: some thread failed, called ``Device.abort()`` so that nobody hangs, and everybody else
-    gets this.
+    It is never the first error: another thread failed and called ``Device.abort()``, which raises this in all threads
+    that would otherwise wait for ever.
     """
 
 
 class StreamError(RuntimeError):
-    """Work on a stream failed; ``__cause__`` is the error itself.
+    """Work on a stream failed; ``__cause__`` is the original error.
 
-    Every waiter gets its own, because one exception raised in several threads would collect all of their tracebacks.
+    Every waiter raises its own instance: one exception raised in several threads would collect all their tracebacks.
     """
 
 
 class DeviceOutOfMemory(torch.OutOfMemoryError):
-    """A device cannot hold what was asked of it. The message says what it holds, and which settings help."""
+    """An allocation does not fit on a device. The message says what the device holds and which settings help."""
 
 
 class DoesNotFit(ValueError, torch.OutOfMemoryError):
     """No plan keeps a batch of this size within the workers' memory.
 
-    Lightning's batch-size finder then tries a smaller one: it looks for certain words in the first argument.
+    Lightning's batch-size finder recognises it by words in the first argument, and tries a smaller batch.
     """
 
     def __init__(self, message: str) -> None:
@@ -42,9 +42,11 @@ class DoesNotFit(ValueError, torch.OutOfMemoryError):
 
 
 STICKY = frozenset({214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 911})
-"""CUDA's numbers of errors after which all further work of the process fails: illegal addresses (700), timeouts of a
-kernel (702), asserts in a kernel (710), illegal instructions and misaligned or invalid addresses (714 to 718), other
-failures of a kernel (719, 721), and memory or links that are broken (214, 220, 226, 911)."""
+"""CUDA error codes after which all further work of the process fails.
+
+Illegal addresses (700), kernel timeouts (702), asserts in a kernel (710), illegal instructions and misaligned or
+invalid addresses (714 to 718), other failures of a kernel (719, 721), and broken memory or links (214, 220, 226, 911).
+"""
 
 NEW_PROCESS = (
     "this process cannot use the GPU any more: start a new process. CUDA reports such errors late: with "
@@ -53,7 +55,7 @@ NEW_PROCESS = (
 
 
 def is_sticky(error: BaseException | None) -> bool:
-    """Whether ``error``, or what caused it, has made the GPU unusable for the process."""
+    """Return whether ``error`` or one of its causes has made the GPU unusable for this process."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) in STICKY:
@@ -64,16 +66,16 @@ def is_sticky(error: BaseException | None) -> bool:
 
 
 def raise_kept(error: BaseException, stream: str) -> NoReturn:
-    """Raise what was kept when work on ``stream`` failed, as a new exception for this thread."""
+    """Raise the error that work on ``stream`` failed with, as a new exception for the calling thread."""
     if isinstance(error, StreamAborted):
         raise StreamAborted(*error.args)
-    if isinstance(error, StreamError):  # it came here from another stream, whose name it has
+    if isinstance(error, StreamError):  # from another stream, which the message names
         raise StreamError(*error.args) from error.__cause__
     raise StreamError(f"{stream} failed: {error!r}") from error
 
 
 def sizeof(nbytes: int) -> str:
-    """Bytes for people: ``1536`` is ``1.5 KiB``."""
+    """Return a size with its unit, such as ``1.5 KiB`` for ``1536``."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -85,15 +87,15 @@ def sizeof(nbytes: int) -> str:
 def out_of_memory(
     device: str, asked: int, purpose: str, resident: Mapping[str, int], limit: int | None, *, emulated: bool
 ) -> DeviceOutOfMemory:
-    """The error to raise when ``asked`` bytes for ``purpose`` do not fit beside ``resident`` (bytes by purpose).
+    """Return the error for ``asked`` bytes that do not fit beside the ``resident`` ones.
 
     Args:
-        device: how to call the device in the message.
-        asked: bytes that were wanted.
-        purpose: what they were wanted for.
-        resident: bytes that are there already, by purpose.
-        limit: bytes that the device may use, if that is known.
-        emulated: whether ``emulation.memory`` is a setting that would help.
+        device: name of the device.
+        asked: how many bytes were requested.
+        purpose: what they were requested for.
+        resident: resident bytes by purpose.
+        limit: bytes that the device may use, if known.
+        emulated: whether to recommend raising ``emulation.memory``.
     """
     held = ", ".join(f"{name} {sizeof(n)}" for name, n in sorted(resident.items(), key=lambda kv: -kv[1])) or "nothing"
     of = "" if limit is None else f" of {sizeof(limit)}"

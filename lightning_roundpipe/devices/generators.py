@@ -1,4 +1,4 @@
-"""Who may draw from a generator: one at a time, from seeding to return."""
+"""Locks that give one thread at a time a random generator, from seeding to the last draw."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_roundpipe.devices import thread_owner
 
 
 class GeneratorLock:
-    """A reentrant lock that belongs to whom its thread works for, so that autograd's threads may enter it again."""
+    """A reentrant lock held by the thread's owner (`thread_owner`), so that autograd's threads may reenter it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -16,9 +16,9 @@ class GeneratorLock:
         self._depth = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """As ``threading.RLock.acquire``."""
+        """Acquire the lock, with the arguments and result of ``threading.RLock.acquire``."""
         me = thread_owner.thread()
-        if self._owner == me:  # nobody else makes it so, or changes it then
+        if self._owner == me:  # only this owner sets or clears it
             self._depth += 1
             return True
         if not self._lock.acquire(blocking, timeout):
@@ -27,7 +27,7 @@ class GeneratorLock:
         return True
 
     def release(self) -> None:
-        """As ``threading.RLock.release``."""
+        """Release the lock once; raise ``RuntimeError`` if the calling thread does not hold it."""
         if self._owner != thread_owner.thread():
             raise RuntimeError("a lock was released by a thread that does not hold it")
         self._depth -= 1
@@ -43,4 +43,4 @@ class GeneratorLock:
 
 
 HOST_LOCK = GeneratorLock()
-"""Of the host's generators: torch's, which emulated devices draw from as well, Python's and NumPy's."""
+"""Lock of the host's generators: Python's, NumPy's and torch's, from which emulated devices draw as well."""

@@ -1,8 +1,8 @@
-"""One heap for all threads, so that a layer is as fast on a worker's thread as in the main one.
+"""One malloc heap for all threads, so that a layer runs as fast on a worker's thread as on the main one.
 
-glibc gives each thread a heap of its own, and what is freed at the end of such a heap goes back to the system at once.
-A layer that makes and drops its activations there takes its memory anew from the system, page by page, again and again:
-matrix products of a small model took 1.6 times as long. The main thread's heap has no such habit.
+glibc gives each thread its own heap and returns memory freed at the end of such a heap to the system at once. A layer
+that allocates and frees activations there gets its pages from the system again and again: matrix products of a small
+model took 1.6 times as long. The main thread's heap keeps them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import sys
 from typing import Any
 
 _M_ARENA_MAX = -8
-"""From glibc's malloc.h."""
+"""The constant of glibc's malloc.h."""
 
 
 @functools.cache
 def share_heap() -> None:
-    """Let threads that start from now on use the main thread's heap, where the C library has such a switch."""
+    """Let threads that start from now on use the main thread's heap, if the C library can."""
     if (mallopt := _of_glibc("mallopt")) is not None:
         mallopt(_M_ARENA_MAX, 1)
 
 
 def give_back() -> None:
-    """Return what was freed to the system, where the C library has such a switch; it keeps what lies between others."""
+    """Return freed memory to the system, if the C library can."""
     if (trim := _of_glibc("malloc_trim")) is not None:
         trim(0)
 

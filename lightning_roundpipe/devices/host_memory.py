@@ -1,7 +1,7 @@
-"""How much of the host's memory there is to pin.
+"""How much host memory is free to pin.
 
-Pinned pages are a process's memory like any other: the limits of its control groups count them, and a process that
-exceeds one is killed. The limit of locked memory (``ulimit -l``) is for ``mlock`` and does not count what CUDA pins.
+Pinned pages count as the process's memory: a process that exceeds the limit of its control groups is killed. The limit
+of locked memory (``ulimit -l``) applies to ``mlock`` and does not count what CUDA pins.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 import psutil
 
 SHARE = 0.75
-"""Of the memory that is free: what weights that could stay in files may take."""
+"""The share of free memory that weights may take if they could stay in mapped files."""
 
 _ROOT = Path("/sys/fs/cgroup")
 _MINE = Path("/proc/self/cgroup")
 
 
 class _Files(NamedTuple):
-    """A control group's limit and use, and what of that could be freed, by its name in ``memory.stat``."""
+    """File names of a control group's limit and use, and the entry of ``memory.stat`` that counts freeable pages."""
 
     limit: str
     used: str
@@ -34,22 +34,22 @@ _VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def worth_copying(nbytes: int, pin_memory: str) -> bool:
-    """Whether to pin a copy of so many bytes that could be read from files: ``"auto"`` does if there is room."""
+    """Return whether to copy ``nbytes`` of mapped files to pinned memory. ``"auto"``: if there is room."""
     if pin_memory == "auto":
         return nbytes <= SHARE * free_bytes()
     return pin_memory == "on"
 
 
 def free_bytes(root: Path = _ROOT, mine: Path = _MINE) -> int:
-    """Memory that is free or can be freed; in a container or a job, no more than what is left to it.
+    """Return the bytes that are free or can be freed, at most what the process's control groups leave.
 
     Args:
         root: where control groups are mounted.
-        mine: says which of them the process is in.
+        mine: the file that names the process's control groups.
     """
     free = int(psutil.virtual_memory().available)
     for group, files in _groups(root, mine):
-        with suppress(OSError, ValueError):  # one without a limit
+        with suppress(OSError, ValueError):  # a group without a limit
             room = int((group / files.limit).read_text()) - int((group / files.used).read_text())
             read = re.search(rf"^{files.inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
             free = min(free, room + (int(read[1]) if read else 0))
@@ -57,9 +57,9 @@ def free_bytes(root: Path = _ROOT, mine: Path = _MINE) -> int:
 
 
 def _groups(root: Path, mine: Path) -> Iterator[tuple[Path, _Files]]:
-    """The process's control groups and those around them, each of which may have a limit.
+    """Yield the process's control groups and their parents, each of which may have a limit.
 
-    A container may see its own group as the root, whatever path is said to be its.
+    A container may see its own group as the root, whatever path ``mine`` names.
     """
     lines = ["0::/"]
     with suppress(OSError):

@@ -1,7 +1,7 @@
 """How long a thread that wakes up waits for the interpreter.
 
-A thread that computes in Python keeps the interpreter for 5 ms before it lets another one in. A GPU that waits for its
-next kernels is idle for as long. So the interval is shorter while a step runs on GPUs, and no shorter than that needs,
+A thread that computes in Python holds the interpreter for 5 ms before another thread may run. A GPU whose worker waits
+for it idles as long. So the switch interval is shorter while a step runs on GPUs, but no shorter than necessary,
 because each switch costs some microseconds.
 """
 
@@ -13,22 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SWITCH_INTERVAL_S = 1e-4
-"""Seconds between two switches, while a step runs on GPUs."""
+"""The switch interval in seconds while a step runs on GPUs."""
 
 _HALF_A_MICROSECOND = 5e-7
-"""The interpreter cuts off what is no whole microsecond, and with it the last bit of what it has told."""
+"""``sys.setswitchinterval`` truncates to microseconds, so a value that it returned may lose its last one."""
 _lock = threading.Lock()
 _users = 0
 _before = _ours = 0.0
-"""The intervals that the first user found, and set."""
+"""The interval that the first user found, and the one it set."""
 
 
 @contextmanager
 def quick_switches() -> Iterator[None]:
-    """Within, threads switch every `SWITCH_INTERVAL_S`, or more often if they did before. Any thread may enter.
+    """Switch threads at least every `SWITCH_INTERVAL_S` inside the context. Any thread may enter.
 
-    Several may be within at the same time. The last one out restores what the first one found, unless the interval was
-    set to another value meanwhile, which then stays.
+    Several threads may be inside at once. The last one to leave restores the interval that the first one found, unless
+    it was set to another value meanwhile.
     """
     global _users, _before, _ours
     with _lock:

@@ -1,14 +1,13 @@
-"""torch's intra-op threads, of which every thread that computes has a team of its own, and who has one when.
+"""torch's intra-op threads: how many each computing thread has, and when it has none.
 
-GNU's OpenMP, with which torch comes on Linux, lets a team's threads look out for the next operation for some
-milliseconds, unless the teams of the process together have more threads than there are cores: then it puts them to
-sleep after each operation, and waking them costs more than many operations take. So whoever waits has no team. Another
-OpenMP is left alone.
+Every thread that computes has its own OpenMP team. GNU's OpenMP, which torch on Linux comes with, lets a team's threads
+spin for some milliseconds until the next operation. If the teams of the process together have more threads than cores,
+they sleep after each operation instead, and waking them costs more than many operations take. So a thread that waits
+ends its team. Other OpenMP libraries are left alone.
 
-A thread of a team that has lost its core to another process keeps the others waiting, operation by operation. So
-emulated devices compute with small teams, and several devices at once: with fewer than eight cores an operation has
-one thread, and there is no team. How many threads an operation has decides how sums are rounded, so the number does not
-depend on how many devices there are.
+A team's thread that loses its core to another process delays the whole team, operation by operation. So emulated
+devices compute with small teams, several devices at once: with fewer than eight cores an operation has one thread, and
+no team. The number of threads decides how sums round, so it does not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from pathlib import Path
 import torch
 
 CONCURRENT_DEVICES = 4
-"""Emulated devices that compute at once, if there are so many cores."""
+"""How many emulated devices compute at once, given as many cores."""
 _before: list[int] = []
-"""For each who limits teams now, how large they were before."""
+"""The number of threads that each open `limit_num_threads` found."""
 
 _SOFT = 1
-"""``omp_pause_soft``: threads go, settings stay."""
+"""``omp_pause_soft``: ends the threads, keeps the settings."""
 
 
 @functools.cache
 def _torch_cpu() -> ctypes.PyDLL | None:
-    """What torch computes with, and the libraries that it depends on."""
+    """Load the library that torch computes with, and its dependencies; None where it is not known."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -44,10 +43,10 @@ def _torch_cpu() -> ctypes.PyDLL | None:
 
 
 def _openmp() -> ctypes.PyDLL | None:
-    """GNU's, if it is what torch computes with."""
+    """Return torch's library if it computes with GNU's OpenMP, else None."""
     if (torch_cpu := _torch_cpu()) is None:
         return None
-    # A symbol is looked for in what a library depends on, too. LLVM's and Intel's pause the whole process.
+    # hasattr also looks into the library's dependencies. LLVM's and Intel's OpenMP pause the whole process.
     ours = hasattr(torch_cpu, "omp_pause_resource_all") and not hasattr(torch_cpu, "kmp_set_blocktime")
     return torch_cpu if ours else None
 
@@ -59,21 +58,20 @@ def _pause() -> Callable[[int], object]:
 
 
 def cores() -> int:
-    """How many cores this process may run on."""
+    """Return how many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_device() -> int:
-    """Intra-op threads of an emulated device: a share of the cores, or fewer if the process is told to use fewer."""
+    """Return an emulated device's intra-op threads: its share of the cores, at most ``torch.get_num_threads()``."""
     return min(torch.get_num_threads(), max(1, cores() // CONCURRENT_DEVICES))
 
 
 @contextmanager
 def limit_num_threads() -> Iterator[None]:
-    """Within, threads that `apply_num_threads` compute as emulated devices do, and so does the calling one. For the
-    main thread.
+    """Limit the calling thread, and threads that call `apply_num_threads`, to an emulated device's number of threads.
 
-    Several may be within at the same time; the last one out restores the number that the first one found.
+    For the main thread. Contexts may overlap: the last one to end restores the number that it found.
     """
     size = threads_per_device()
     _before.append(torch.get_num_threads())
@@ -88,10 +86,10 @@ def limit_num_threads() -> Iterator[None]:
 
 @contextmanager
 def reserve_cores(others: int) -> Iterator[None]:
-    """Within, the calling thread's team has all cores but ``others``, and one at least. Never more than torch was told.
+    """Limit the calling thread's team to all cores but ``others``, at least one, and never more than torch's setting.
 
-    Other threads keep their size, for which ``torch.set_num_threads`` would not do: it sets that of new threads, too.
-    Where torch's OpenMP is not found, which is known on Linux, nothing changes.
+    ``torch.set_num_threads`` would change the number of new threads as well. Where torch's OpenMP is not found (it is
+    known on Linux only), nothing changes.
     """
     before = torch.get_num_threads()
     _set_num_threads(min(before, max(1, cores() - others)))
@@ -108,14 +106,13 @@ def _set_num_threads(size: int) -> None:
 
 
 def apply_num_threads() -> None:
-    """At the start of a thread: its team is as large as torch was told last.
+    """Give a new thread a team of the size that torch was set to last.
 
-    Without this, a thread takes OpenMP's own default until torch first asks how large the team is, which comes after
-    the thread's first matrix product.
+    Otherwise the thread uses OpenMP's default until torch first asks for the size, after its first matrix product.
     """
     torch.get_num_threads()
 
 
 def release_intraop_threads() -> None:
-    """Before the calling thread waits: end its team. Its next operation starts a new one, in less than 0.1 ms."""
+    """End the calling thread's team, before it waits. Its next operation starts a new one, in less than 0.1 ms."""
     _pause()(_SOFT)

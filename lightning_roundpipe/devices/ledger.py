@@ -1,14 +1,13 @@
 """What is resident on an emulated device: storages, counted once each, against a limit.
 
-Emulated device memory is host memory like any other, so "does it fit on the GPU" has to be bookkeeping. The unit is
-the storage and not the tensor, because views (parameters in an arena, a tensor and its transpose) take no memory of
-their own. A storage can be resident for several reasons at once (a boundary that autograd also saved); it counts until
-the last of them is gone, and under the oldest of them.
+Emulated device memory is plain host memory, so the ledger decides what fits. It counts storages, not tensors, because
+views (parameters in an arena, a transposed tensor) have no memory of their own. A storage may be resident for several
+reasons at once (a boundary tensor that autograd saved too). It counts until its last reason ends, under the purpose of
+its oldest one.
 
-Reasons may end in a destructor, which Python can run anywhere, even inside this module with the lock held. So ending
-one is only an entry in a journal, which is a deque, and the books are brought up to date from it when they are next
-looked at. Where there is no limit that might be exceeded, a reason begins with an entry, too: the journal is in order,
-so the peak is exact, and a layer whose graph saves forty tensors takes no lock forty times.
+A reason may end in a destructor, which Python can run anywhere, even inside this module with the lock held. So `end`
+only appends to a journal, a deque, and the next reader brings the books up to date. Without a limit, `add` appends to
+the journal too, which costs less than updating the books. The journal is in order, so the peak is exact.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from lightning_roundpipe.devices.base import TrackedTensors
 from lightning_roundpipe.devices.errors import out_of_memory
 
 LONGEST_JOURNAL = 4096
-"""Entries. Bounds what the journal takes, and how long the next look at the books does."""
+"""Entries. Bounds the journal's memory, and the time of the next read."""
 
 
 class Ledger:
     """The books of one device.
 
     Args:
-        device: how to call the device in an error.
-        limit: bytes that fit, or ``None`` to count without a limit.
+        device: name of the device in errors.
+        limit: bytes that fit; ``None`` counts without a limit.
     """
 
     def __init__(self, device: str, limit: int | None) -> None:
@@ -42,22 +41,22 @@ class Ledger:
         self._device = device
         self._lock = threading.Lock()
         self._journal: deque[tuple[int, int, str]] = deque()
-        """(key, bytes, purpose) of what began; bytes are -1 where it ended."""
+        """(key, bytes, purpose) of each reason that began; bytes are -1 where one ended."""
         self._entries: dict[int, tuple[int, list[str]]] = {}
         self._tracked: dict[tuple[int, str], weakref.ref[torch.UntypedStorage]] = {}
         self._total = 0
         self._peak = 0
 
     def add(self, key: int, nbytes: int, purpose: str) -> None:
-        """Count storage ``key`` (its ``_cdata``) for one more reason. The caller keeps the storage alive until ``end``.
+        """Add a reason to count the storage ``key`` (its ``_cdata``). The caller keeps it alive until ``end``.
 
         Raises:
-            DeviceOutOfMemory: it was not resident, and does not fit.
+            DeviceOutOfMemory: the storage was not resident, and does not fit.
         """
         if self.limit is None:
             with (
                 self._lock
-            ):  # up to which torch.compile traces hooks: it would take the journal's length for a constant
+            ):  # torch.compile traces hooks up to a lock; else it would take the journal's length for a constant
                 self._journal.append((key, nbytes, purpose))
                 if len(self._journal) > LONGEST_JOURNAL:
                     self._settle()
@@ -78,15 +77,15 @@ class Ledger:
             self._peak = self._total
 
     def track_until_freed(self, storage: torch.UntypedStorage, purpose: str) -> None:
-        """Count ``storage`` until it dies, once for a purpose.
+        """Count ``storage`` until it is freed, once per purpose.
 
         Raises:
-            DeviceOutOfMemory: it was not resident, and does not fit.
+            DeviceOutOfMemory: the storage was not resident, and does not fit.
         """
         place = storage._cdata, purpose
         if place in self._tracked:
             return
-        # torch keeps the Python object for as long as there is the storage.
+        # torch keeps the Python object as long as the storage lives.
         reference = weakref.ref(storage, partial(self._died, place))
         if self._tracked.setdefault(place, reference) is not reference:
             return
@@ -101,29 +100,29 @@ class Ledger:
         self.end(*place)
 
     def end(self, key: int, purpose: str) -> None:
-        """One reason of ``key`` is over. Safe in a destructor."""
+        """End one reason of ``key``. Safe in a destructor."""
         self._journal.append((key, -1, purpose))
 
     def resident(self) -> int:
-        """Bytes that are counted now."""
+        """Return the bytes counted now."""
         with self._lock:
             self._settle()
             return self._total
 
     def by_purpose(self) -> dict[str, int]:
-        """The same, by the oldest reason of each storage."""
+        """Return the bytes counted now, by the oldest purpose of each storage."""
         with self._lock:
             self._settle()
             return self._by_purpose()
 
     def peak(self) -> int:
-        """The most bytes that were counted at once since the last ``reset_peak``."""
+        """Return the most bytes counted at once since the last ``reset_peak``."""
         with self._lock:
             self._settle()
             return self._peak
 
     def reset_peak(self) -> None:
-        """Begin a new peak at what is counted now."""
+        """Start a new peak at the bytes counted now."""
         with self._lock:
             self._settle()
             self._peak = self._total
@@ -148,7 +147,7 @@ class Ledger:
 
 
 class LedgerTrackedTensors(TrackedTensors):
-    """Storages that a ledger counts until this is released or dies."""
+    """Storages that a ledger counts until ``release()`` or the deletion of this object."""
 
     def __init__(self, ledger: Ledger, tensors: Iterable[Tensor], purpose: str) -> None:
         self._ledger, self._purpose = ledger, purpose
@@ -156,7 +155,7 @@ class LedgerTrackedTensors(TrackedTensors):
         try:
             for tensor in tensors:
                 if tensor.layout is not torch.strided:
-                    continue  # sparse tensors have no storage of their own, and layers do not pass them
+                    continue  # sparse tensors have no storage of their own, and are not passed between layers
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._storages:
                     ledger.add(storage._cdata, storage.nbytes(), purpose)
@@ -172,7 +171,7 @@ class LedgerTrackedTensors(TrackedTensors):
             except KeyError:
                 return
             self._ledger.end(key, self._purpose)
-            del storage  # only now: its address may belong to another storage from here on
+            del storage  # last: from here on, another storage may get its address
 
     def __del__(self) -> None:
         self.release()

@@ -1,10 +1,10 @@
-"""The pages of large host buffers: made by several threads, and spread over the memory of all processors.
+"""Allocates the pages of large host buffers with several threads, spread over the memory of all processors.
 
-Memory that is mapped has no pages until it is touched. Page-locking touches all of them, in one thread, which zeroes
-less than the memory could take; and a page comes from the memory of the processor whose core touches it first. So all
-GPUs of a machine with two processors would be fed by one of them. Here a thread for each share of a buffer makes the
-pages beforehand, on a core of the processor that is to have them. That needs no privileges, also in a container, and
-goes by what ``numactl`` or a scheduler has said for the process: cores and memory that it may not use are not used.
+A mapping has no pages until it is touched. Page-locking touches all of them in one thread, which zeroes less than the
+memory's bandwidth allows. A page comes from the memory of the processor whose core touches it first, so on a machine
+with two processors one of them would feed all GPUs. Here each of several threads first touches its share of a buffer,
+on a core of the processor whose memory it should use. This needs no privileges, also in a container, and uses only the
+cores and memory that ``numactl`` or a scheduler allows the process.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import torch
 from torch import Tensor
 
 PIECE = 4 << 20
-"""Bytes in a row from the memory of one processor: less than a chunk of a copy, so that each chunk comes from all."""
+"""Consecutive bytes of one processor's memory: less than a chunk of a copy, so that each chunk uses all of them."""
 MOST = 16
-"""Threads, at most: so many zero as fast as memory allows."""
+"""Most threads: as many zero as fast as memory allows."""
 _HUGE = 2 << 20
 _POPULATE_WRITE = 23
-"""``MADV_POPULATE_WRITE`` of Linux 5.14, which Python 3.11 does not name."""
+"""``MADV_POPULATE_WRITE`` of Linux 5.14, which Python 3.11 does not define."""
 _NODES = Path("/sys/devices/system/node")
 
 
 def make_pages(fresh: Tensor) -> None:
-    """Make the pages of ``fresh`` (uint8, a whole mapping that has not been touched), huge ones if the system has any.
+    """Allocate the pages of ``fresh`` (uint8, a whole untouched mapping), as huge pages where the system has them.
 
-    What cannot be made is left to its first use. The number of pages is the same as it would be then.
+    Pages that cannot be allocated here are allocated at their first use. Their number is the same either way.
     """
     if sys.platform != "linux" or fresh.numel() < 2 * PIECE:
         return
-    whole = fresh.numel() // _HUGE * _HUGE  # a huge page at the end would be larger than what is left
+    whole = fresh.numel() // _HUGE * _HUGE  # a last huge page would be larger than the rest of the buffer
     _madvise(fresh[:whole], mmap.MADV_HUGEPAGE)
     nodes = cores_by_node()
     pieces = torch.split(fresh, PIECE)
@@ -57,9 +57,9 @@ def make_pages(fresh: Tensor) -> None:
 
 
 def cores_by_node(nodes: Path = _NODES) -> list[set[int]]:
-    """The cores that the calling thread may use, by the memory node that is theirs; one set if that is not known.
+    """Return the cores that the calling thread may use, by memory node, or in one set if nodes are not known.
 
-    A node without cores is not the host's: a GPU's memory may be one.
+    Nodes without cores are skipped: they are not the host's memory (a GPU's may be one).
     """
     allowed = os.sched_getaffinity(0)
     found = []
@@ -72,20 +72,20 @@ def cores_by_node(nodes: Path = _NODES) -> list[set[int]]:
 
 
 def _listed(text: str) -> list[int]:
-    """The numbers in a list such as ``0-3,8``."""
+    """Return the numbers in a list such as ``0-3,8``."""
     spans = [part.split("-") for part in text.strip().split(",") if part]
     return list(itertools.chain.from_iterable(range(int(span[0]), int(span[-1]) + 1) for span in spans))
 
 
 def _make(pieces: tuple[Tensor, ...], cores: set[int]) -> None:
-    with suppress(OSError):  # the process may have been moved meanwhile
-        os.sched_setaffinity(0, cores)  # of this thread
+    with suppress(OSError):  # the process may have been moved to other cores meanwhile
+        os.sched_setaffinity(0, cores)  # the calling thread's
     for piece in pieces:
         if not _madvise(piece, _POPULATE_WRITE):
             piece.numpy()[:: mmap.PAGESIZE] = 0  # an older kernel, or a sandbox
 
 
 def _madvise(memory: Tensor, advice: int) -> bool:
-    """Whether the kernel has taken the advice. Other threads run meanwhile, unlike under ``mmap.madvise``."""
+    """Call madvise, return whether the kernel took the advice. Unlike ``mmap.madvise``, it lets other threads run."""
     call: Any = ctypes.CDLL(None).madvise
     return int(call(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), advice)) == 0

@@ -1,9 +1,9 @@
-"""Host memory that a GPU can copy from and to while the host goes on.
+"""Pinned host memory, for asynchronous copies to and from a GPU.
 
-Torch's own pinned allocator rounds every block up to a power of two, which for the working copy of a 20 GB model is 12
-GB lost. So all of it is our own mapping, registered with CUDA: buffers exactly, boundary tensors in slabs. It is a
-*shared* anonymous mapping, because pages that a forked data loader shares copy-on-write would be copied away from under
-the GPU by the first write after the fork. Buffers are kept for a whole run; boundary tensors come and go, see `slabs`.
+torch's pinned allocator rounds every block up to a power of two, which wastes 12 GB on the working copy of a 20 GB
+model. So this module registers its own mappings with CUDA: buffers in their exact size, boundary tensors in slabs. The
+mappings are anonymous and *shared*: pages that a forked data loader shares copy-on-write would move away from under the
+GPU at the first write after the fork. Buffers live for a whole run. Boundary tensors come and go, see `slabs`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_roundpipe.devices.pages import make_pages
 from lightning_roundpipe.devices.slabs import Slabs
 from lightning_roundpipe.messages import PREFIX, gib, warn
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU, not only for the current one
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU, not only the current one
 _warned = False
 
 
@@ -37,7 +37,7 @@ class RegistrationError(RuntimeError):
 
 
 class _Registered(mmap.mmap):
-    """A mapping that unregisters itself before it is unmapped. (A weak reference's callback would come too late.)"""
+    """A mapping that unregisters itself before it is unmapped. (A weak reference's callback would run too late.)"""
 
     _address = 0
     _owner = 0
@@ -50,17 +50,19 @@ class _Registered(mmap.mmap):
         self._address, self._owner = address, os.getpid()
 
     def __del__(self) -> None:
-        # A forked child inherits the object but not the registration, and must not call CUDA at all.
+        # A forked child inherits the object but not the registration, and must not call CUDA.
         if self._address and self._owner == os.getpid():
-            with suppress(Exception):  # at exit, torch may be gone already, and the registration with it
+            with suppress(Exception):  # at exit, torch may be gone already, and with it the registration
                 _cudart().cudaHostUnregister(self._address)
 
 
 def registered(nbytes: int) -> Tensor:
-    """Pinned memory of exactly the pages it needs: shape ``(nbytes,)``, uint8, zeros, unregistered with its last view.
+    """Return pinned memory of shape ``(nbytes,)``, uint8, zeros, of as few pages as fit.
+
+    It is unregistered with its last view.
 
     Raises:
-        RegistrationError: CUDA does not pin it (no memory, WSL's share of it, a sandbox).
+        RegistrationError: CUDA cannot pin it (no memory, WSL's limit, a sandbox).
     """
     pages = -(-max(nbytes, 1) // mmap.PAGESIZE)
     mapping = _Registered(-1, pages * mmap.PAGESIZE)
@@ -71,25 +73,25 @@ def registered(nbytes: int) -> Tensor:
 
 
 _slabs = Slabs(lambda nbytes: registered(nbytes))
-"""For boundary tensors, whichever device they come from."""
+"""For the boundary tensors of all devices."""
 
 
 def host_buffer(nbytes: int, pin_memory: str) -> Tensor:
-    """Host memory for asynchronous copies: shape ``(nbytes,)``, uint8.
+    """Return host memory of shape ``(nbytes,)``, uint8, for asynchronous copies.
 
     Args:
         nbytes: its size.
-        pin_memory: ``"on"``: pinned or an error; ``"auto"``: pageable, with one warning per process, if pinning fails;
-            ``"off"``: pageable.
+        pin_memory: ``"on"`` returns pinned memory or raises. ``"auto"`` returns pageable memory where pinning fails,
+            and warns once per process. ``"off"`` returns pageable memory.
 
     Raises:
-        RegistrationError: it cannot be pinned, and ``pin_memory`` is ``"on"``.
+        RegistrationError: ``pin_memory`` is ``"on"`` and CUDA cannot pin the memory.
     """
     return _bytes_from(registered, nbytes, pin_memory)
 
 
 def host_like(t: Tensor, pin_memory: str) -> Tensor:
-    """A host tensor of ``t``'s shape, dtype and strides, which takes no memory for expanded dimensions.
+    """Return a host tensor with ``t``'s shape, dtype and strides. Expanded dimensions take no memory.
 
     Raises:
         RegistrationError: as in `host_buffer`.
@@ -101,19 +103,19 @@ def host_like(t: Tensor, pin_memory: str) -> Tensor:
 
 
 def reserve(nbytes: int, pin_memory: str) -> None:
-    """Pin ``nbytes`` for boundary tensors now rather than within a step. Where that fails, `host_like` says so."""
+    """Pin ``nbytes`` for boundary tensors now rather than during a step. Errors are left to `host_like`."""
     if pin_memory != "off":
         with suppress(RegistrationError):
             _slabs.reserve(nbytes)
 
 
 def give_back() -> None:
-    """Unpin what is kept for boundary tensors."""
+    """Unpin the slabs of boundary tensors that are not in use."""
     _slabs.give_back()
 
 
 def _bytes_from(source: Callable[[int], Tensor], nbytes: int, pin_memory: str) -> Tensor:
-    with torch.inference_mode(False):  # memory that is made during validation must serve training too
+    with torch.inference_mode(False):  # training also uses memory that validation allocates
         if pin_memory != "off":
             try:
                 return source(nbytes)
@@ -125,7 +127,7 @@ def _bytes_from(source: Callable[[int], Tensor], nbytes: int, pin_memory: str) -
 
 
 def warn_pageable(error: Exception) -> None:
-    """Say once in a process that copies will not overlap."""
+    """Warn once per process that copies will not overlap."""
     global _warned
     if not _warned:
         _warned = True
@@ -137,17 +139,17 @@ def warn_pageable(error: Exception) -> None:
 
 
 def _more_memory() -> str:
-    """What helps where CUDA refuses to pin. The limit of locked memory (``ulimit -l``) does not count what it pins."""
+    """Return what helps where CUDA cannot pin. ``ulimit -l`` does not: it does not count what CUDA pins."""
     free = f"{gib(free_bytes())} of host memory are free"
-    if "microsoft" in platform.release().lower():  # of which Windows lets half be pinned, or less
+    if "microsoft" in platform.release().lower():  # Windows lets WSL pin half of its memory at most
         return f"{free}: raise memory= in the section [wsl2] of .wslconfig"
     return f"{free}: give the machine or its container more (docker run --memory, a job's memory limit)"
 
 
 def _forget_last_error() -> None:
-    """CUDA keeps a failed call's code as the thread's last error, and the next kernel launch would be blamed for it.
+    """Clear CUDA's last error: it keeps a failed call's code, and the next kernel launch would raise it.
 
-    Torch exposes no ``cudaGetLastError``, but its check after a launch clears the code as it raises.
+    torch exposes no ``cudaGetLastError``, but its check after a launch clears the code as it raises.
     """
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)

@@ -1,14 +1,13 @@
-"""A stream that is a FIFO thread: the emulation's copy streams, and a GPU's for pageable memory.
+"""A stream that is a FIFO thread: copy streams of emulated devices, and a GPU's streams for pageable memory.
 
-      caller                 stream thread (FIFO)              somebody's thread
+      caller                 stream thread (FIFO)              waiting thread
         │ copy(dst, src) ──────► [1] the copy
         │ record() ─► event ───► [2] event.settle() ──────────► [3] event.wait() returns
         │                                                            (or raises: failed, aborted)
         │ wait(other) ─────────► [3] as well, in the stream
 
-The first error in a stream is kept, all later work on it is skipped, and its events are settled with that error, so no
-waiter hangs and none believes that the data is there. It is raised again at every use of the stream until the device
-is reset.
+The stream keeps its first error, skips all later work, and settles later events with that error, so that no waiter
+hangs or takes the data as written. Every use of the stream raises the error again until the device is reset.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lightning_roundpipe.devices.errors import raise_kept
 
 
 class QueuedStream(Stream):
-    """Its thread is started by its first work."""
+    """A stream whose thread starts with its first work."""
 
     def __init__(self, name: str, switch: AbortSwitch) -> None:
         self.name = name
@@ -38,18 +37,18 @@ class QueuedStream(Stream):
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._enqueued = self._finished = 0
-        """Pieces of work that were enqueued, and that the thread is done with."""
+        """Counts of work that was enqueued, and that the thread has finished."""
 
     @property
     def _is_idle(self) -> bool:
-        """Whether all work that was enqueued is done, without an error."""
+        """Whether all enqueued work is done, without an error or abort."""
         return self._enqueued == self._finished and self._error is None and self._switch.why is None
 
     def synchronize(self) -> None:
         self.record().wait()
 
     def settle(self) -> None:
-        """After an abort: return when the queue is empty, and forget the error. The switch must be thrown still."""
+        """Wait until the queue is empty and clear the error, after an abort. The switch must still be thrown."""
         idle = threading.Event()
         with self._lock:
             if self._thread is not None:
@@ -61,7 +60,7 @@ class QueuedStream(Stream):
         self._error = None
 
     def join(self) -> None:
-        """End the thread once it has worked off its queue. The switch must be thrown, or that may take for ever."""
+        """End the thread once its queue is empty. The switch must be thrown, or that may take for ever."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -74,7 +73,7 @@ class QueuedStream(Stream):
         if (error := self._error) is not None:
             raise_kept(error, self.name)
         with self._lock:
-            self._switch.check()  # under the lock: after join() no work may be put, or its event would never be settled
+            self._switch.check()  # again, under the lock: work put after join() would never settle its event
             self._enqueued += 1
             self._work.put(work)
             if self._thread is None:
@@ -86,16 +85,19 @@ class QueuedStream(Stream):
         with torch.inference_mode():
             while (work := self._work.get()) is not None:
                 work()
-                del work  # or the last copy's tensors live until the next one
+                del work  # or the last copy's tensors live until the next copy
                 self._finished += 1
 
     def _attempt(self, work: Callable[..., object], *given: Any) -> None:
-        """What is to be copied is ``given``: a frame that is cleared lets go of arguments, but not of a closure."""
+        """Run ``work(*given)`` unless the stream has failed, and keep its error.
+
+        The tensors to copy come as ``given``, because clearing a frame releases arguments but not a closure.
+        """
         if self._error is None:
             try:
                 work(*given)
-            except BaseException as error:  # whatever it is, it must reach a waiter and not end this thread
-                # Events keep it, and its frames, this one too, hold what was to be copied.
+            except BaseException as error:  # any error must reach a waiter and not end this thread
+                # Events keep the error, and its frames, including this one, refer to the tensors.
                 traceback.clear_frames(error.__traceback__)
                 del work, given
                 self._error = error

@@ -1,9 +1,9 @@
-"""Counting what autograd saves for backward, without changing what it does.
+"""Counts what autograd saves for backward, without changing what it does.
 
-Saved-tensor hooks see each tensor when the graph saves it, and the graph owns what the hook returns: when that dies,
-the graph (or the part of it that backward has used up) is gone. The price of hooks is that torch then leaves out its
-check that a saved tensor is still what it was, and a model with a wrong in-place operation would train on, silently
-wrong. So the check is done here, with torch's words.
+Saved-tensor hooks see each tensor when the graph saves it. The graph owns what the hook returns, so the deletion of
+that object means that the graph, or the part of it that backward has consumed, is freed. With such hooks, torch skips
+its check that a saved tensor is unmodified, and a model with a wrong in-place operation would train with wrong
+gradients. So the hooks make that check, with torch's error message.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ PURPOSE = "saved for backward"
 
 
 class _Saved:
-    """One saved tensor in the graph's hands, counted while it lives."""
+    """A saved tensor that the graph owns. Counted while this object lives."""
 
     __slots__ = ("end", "key", "tensor", "version")
 
     def __init__(self, tensor: Tensor, key: int, end: Callable[[int, str], None]) -> None:
-        self.key, self.end = key, end  # first, as `__del__` comes even if something fails here
-        # Detached, because an operation's own output holds its node, and the node would hold it: a cycle that only the
-        # garbage collector ends. A detached tensor still shares the version counter.
+        self.key, self.end = key, end  # first: `__del__` runs even if a later line fails
+        # Detached: an operation's own output refers to its node, and the node would refer to it, a cycle that only the
+        # garbage collector frees. A detached tensor still shares the version counter.
         self.tensor = tensor.detach()
         self.version = tensor._version
 
     def __del__(self) -> None:
-        if hasattr(self, "end"):  # torch.compile, if it gets to see the hooks, makes some without `__init__`
+        if hasattr(self, "end"):  # torch.compile, if it traces the hooks, creates some without `__init__`
             self.end(self.key, PURPOSE)
 
 
 class _Uncounted:
-    """The same for a tensor in an arena, or without storage of its own (sparse): checked, but not counted."""
+    """A saved tensor in an arena, or without a storage of its own (sparse): checked, but not counted."""
 
     __slots__ = ("tensor", "version")
 
@@ -57,13 +57,13 @@ def _unpack(saved: _Saved | _Uncounted) -> Tensor:
 
 
 def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which ``ledger`` counts what autograd saves; hooks of an inner one (checkpointing) go before it.
+    """Return a context in which ``ledger`` counts what autograd saves. Inner hooks (checkpointing) take precedence.
 
     Args:
-        ledger: of the device.
-        arenas: keys of storages that are counted anyway, as weights are.
+        ledger: the device's.
+        arenas: keys of storages that are counted already, such as those of weights.
 
-    ``torch.func`` transforms refuse to run inside any saved-tensor hooks, so they do inside this.
+    ``torch.func`` transforms refuse to run inside any saved-tensor hooks, including these.
     """
 
     def pack(tensor: Tensor) -> _Saved | _Uncounted:

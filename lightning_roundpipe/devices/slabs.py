@@ -1,13 +1,13 @@
-"""Page-locked memory for boundary tensors, carved from a few large registrations.
+"""Page-locked memory for boundary tensors, allocated from a few large registrations.
 
 Registering memory with CUDA takes as long as copying it, holds a lock of the driver that kernel launches on all GPUs
-may wait for, and is only possible for whole pages. Boundary tensors come and go with every microbatch, and their sizes
-change with the lengths of a batch's sequences. So blocks are cut from slabs by best fit, neighbours merge when they
-come back, and a slab stays registered until the devices close. A step gives everything back, so the next one starts
-with whole slabs: after the largest batch has been seen, nothing registers any more, whatever the lengths.
+may wait for, and works on whole pages only. Boundary tensors come and go with every microbatch, and their sizes change
+with the sequence lengths of a batch. So blocks are cut from slabs by best fit, freed neighbours merge, and a slab stays
+registered until the devices close. A step frees all its blocks, so the next one starts with whole slabs: after the
+largest batch, nothing is registered any more, whatever the lengths.
 
-A block comes back in a destructor, which Python can run anywhere, even in here with the lock held. So the destructor
-only appends to a deque, and `take` settles the accounts.
+A block is freed in a destructor, which Python can run anywhere, even in this module with the lock held. So the
+destructor only appends to a deque, and `take` does the rest.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 256
-"""Bytes. Blocks begin and end at multiples of it, as torch's own memory on a GPU does."""
+"""Bytes. Blocks begin and end at multiples of it, as torch's memory on a GPU does."""
 
 SLAB = 64 << 20
-"""Bytes of a slab, unless a block needs more."""
+"""Size of a slab in bytes, unless a block needs more."""
 
 GROWTH = 8
-"""A new slab has at least one part in so many of what is registered: many slabs would fragment."""
+"""A new slab is at least the registered total divided by this, because many slabs would fragment."""
 
 _Block = tuple[int, int, int]
-"""Bytes, number of the slab, and where it begins: free blocks sort by size."""
+"""Size, number of the slab, and start, in bytes. Size comes first because free blocks sort by it."""
 
 
 class Slabs:
-    """Blocks of page-locked memory.
+    """An allocator of blocks of page-locked memory.
 
     Args:
-        register: returns so many bytes of page-locked memory (uint8), which its last view unregisters.
-        slab: bytes of a slab, at least.
+        register: returns page-locked memory of that many bytes (uint8), which is unregistered with its last view.
+        slab: the least size of a slab, in bytes.
     """
 
     def __init__(self, register: Callable[[int], Tensor], slab: int = SLAB) -> None:
@@ -51,20 +51,20 @@ class Slabs:
         self._starts: dict[tuple[int, int], int] = {}
         """Sizes of free blocks, by slab and start."""
         self._ends: dict[tuple[int, int], int] = {}
-        """Their starts, by slab and end."""
+        """Starts of free blocks, by slab and end."""
         self._returned: deque[_Block] = deque()
 
     @property
     def registered(self) -> int:
-        """Bytes that are page-locked now."""
+        """How many bytes are page-locked now."""
         with self._lock:
             return sum(slab.numel() for slab in self._slabs.values())
 
     def take(self, nbytes: int) -> Tensor:
-        """A block of shape ``(nbytes,)``, uint8, with anything in it. Its memory comes back with its last view.
+        """Return an uninitialised block of shape ``(nbytes,)``, uint8. Its memory is freed with its last view.
 
         Raises:
-            RuntimeError: what ``register`` raises, when no block fits and unused slabs are given back.
+            RuntimeError: ``register`` failed when no block fitted, even after unused slabs were unregistered.
         """
         size = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
@@ -79,19 +79,19 @@ class Slabs:
             if available > size:
                 self._add((available - size, slab, start + size))
             block = self._slabs[slab][start : start + size]
-        lent = torch.frombuffer(block.numpy(), dtype=torch.uint8)  # a storage of its own, whose end can be seen
+        lent = torch.frombuffer(block.numpy(), dtype=torch.uint8)  # its own storage, whose end `finalize` sees
         weakref.finalize(lent.untyped_storage(), self._returned.append, (size, slab, start)).atexit = False
         return lent[:nbytes]
 
     def reserve(self, nbytes: int) -> None:
-        """Register memory until ``nbytes`` are there in all, so that no step has to."""
+        """Register memory until there are ``nbytes`` in total, so that no step has to."""
         with self._lock:
             missing = nbytes - sum(slab.numel() for slab in self._slabs.values())
             if missing > 0:
                 self._grow(missing)
 
     def give_back(self) -> None:
-        """Unregister the slabs of which no block is in use."""
+        """Unregister the slabs that have no block in use."""
         with self._lock:
             self._settle()
             self._give_unused_back()
@@ -124,14 +124,14 @@ class Slabs:
         del self._starts[slab, start], self._ends[slab, start + size]
 
     def _grow(self, size: int) -> None:
-        """Register a slab for a block of ``size`` bytes: a generous one, or an exact one where that is refused."""
+        """Register a slab for a block of ``size`` bytes: a generous one, or an exact one if that fails."""
         everything = sum(slab.numel() for slab in self._slabs.values())
         for wanted in (max(size, self._slab, everything // GROWTH), size):
             try:
                 slab = self._register(wanted)
                 break
             except RuntimeError:
-                self._give_unused_back()  # there may be a limit, and these take of it
+                self._give_unused_back()  # unused slabs may count towards a limit
         else:
             slab = self._register(size)
         self._slabs[self._made] = slab

@@ -1,4 +1,4 @@
-"""Events that a thread of our own reaches: wait for them, or be woken by an abort."""
+"""Events that a thread of this process reaches. An abort wakes their waiters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_roundpipe.devices.errors import StreamAborted, raise_kept
 class ThreadEvent(Event):
     """A condition that comes true once: reached, or failed with an error.
 
-    No lock guards it. `settle` sets the time and then wakes the waiters that it finds; a waiter adds itself and then
-    looks at the time. Whichever comes first, the other one sees it.
+    It needs no lock. `settle` sets the time and then wakes the waiters in the list; a waiter adds itself to the list
+    and then reads the time. In either order, one of them sees the other.
 
     Args:
-        stream: the name of the stream, for errors.
-        switch: of the stream's device.
-        timed: whether `time` may be asked for.
-        reached: when the point was reached, if it is reached already.
+        stream: name of the stream, for errors.
+        switch: abort switch of the stream's device.
+        timed: whether `time` may be called.
+        reached: when the point was reached, if it has been already.
     """
 
     def __init__(self, stream: str, switch: AbortSwitch, timed: bool, reached: float | None = None) -> None:
@@ -31,7 +31,7 @@ class ThreadEvent(Event):
         self._wakes: list[threading.Event] = []
 
     def settle(self, error: BaseException | None) -> None:
-        """The point is reached, or never will be because of ``error``."""
+        """Mark the event as reached, or as failed with ``error``, and wake its waiters."""
         self._error = error
         self._settled_at = time.perf_counter()
         for wake in list(self._wakes):
@@ -41,14 +41,14 @@ class ThreadEvent(Event):
         self.wait_on_behalf_of(self._switch)
 
     def wait_on_behalf_of(self, switch: AbortSwitch) -> None:
-        """``wait()`` that ``switch`` ends too: a stream may wait for another device's event, and its own is aborted."""
+        """Wait as ``wait()`` does, and abort with ``switch`` too: a stream may wait for another device's event."""
         core_semaphore.assert_none_held()
         if not self.done():
             self._wait_until_settled(switch)
         self._switch.check()
         if switch is not self._switch:
             switch.check()
-        if self._settled_at is None:  # woken by an abort that is over by now
+        if self._settled_at is None:  # woken by an abort that has been cleared since
             raise StreamAborted(f"{self._stream} was aborted.")
         self._raise_error()
 
@@ -62,7 +62,7 @@ class ThreadEvent(Event):
 
     @property
     def is_reached(self) -> bool:
-        """Whether the point is reached, and neither its stream nor its device has failed."""
+        """Whether the event is reached, without an error of its stream or an abort of its device."""
         return self._settled_at is not None and self._error is None and self._switch.why is None
 
     def done(self) -> bool:

@@ -1,9 +1,10 @@
-"""Who a thread works for.
+"""The owner of a thread: the thread on whose behalf it works.
 
-On a GPU, autograd runs backward on a thread of its own for each device, while the thread that asked for it waits. What
-that one carries (which layer runs, whose locks are held) must be found there, too: else a layer that recomputes in its
-own backward would find the locks taken by nobody it knows, and what it does be taken for a foreign thread's. Python's
-thread-locals and context variables stay behind; what is kept here goes along, as grad mode and autocast do.
+On a GPU, autograd runs backward on a thread of its own per device, while the calling thread waits. The context of the
+caller (which layer runs, whose locks are held) must be visible there. Otherwise a layer that recomputes in its own
+backward would wait for locks that its own caller holds, and the engine would take its operations for another thread's.
+Python's thread-locals and context variables do not follow into autograd's threads; what is kept here does, as grad mode
+and autocast do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _KEY = "lightning_roundpipe"
 
 
 def _stash(found: Behalf | None) -> None:
-    """Let torch keep ``found`` for the calling thread and for those that autograd lends it."""
+    """Let torch keep ``found`` for the calling thread, and pass it on to autograd's threads."""
     if _takes_no_reference():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
     torch._C._stash_obj_in_tls(_KEY, found)
@@ -28,9 +29,9 @@ def _stash(found: Behalf | None) -> None:
 
 @functools.cache
 def _takes_no_reference() -> bool:
-    """Whether torch gives up a reference that it never took, as 2.11 does: the object would be freed while it is used.
+    """Return whether torch takes no reference to the object but releases one later, as 2.11 does.
 
-    The probe stays with this thread until the next object takes its place.
+    The object would be freed while it is in use. The probe stays with this thread until the next object replaces it.
     """
     probe = object()
     before = sys.getrefcount(probe)
@@ -42,26 +43,26 @@ def _takes_no_reference() -> bool:
 
 
 class Behalf(NamedTuple):
-    """The thread that is worked for, and what it does."""
+    """The owner of a thread, and the context that it works in."""
 
     thread: int
     context: Any
 
 
 def behalf() -> Behalf | None:
-    """Of the calling thread; None if it works for none of ours."""
+    """Return the calling thread's owner and context; None if it runs none of the engine's work."""
     found: Behalf | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
     return found
 
 
 def thread() -> int:
-    """The identity of the thread that the calling one works for: by default its own."""
+    """Return the identity of the calling thread's owner, by default its own."""
     found = behalf()
     return threading.get_ident() if found is None else found.thread
 
 
 class working:
-    """The calling thread, and those that autograd lends it, do ``context``."""
+    """A context in which the calling thread, and autograd's threads that work for it, carry ``context``."""
 
     __slots__ = ("_before", "_context")
 

@@ -1,1 +1,1 @@
-"""The user's model as the engine sees it: its layers, their copies, and loading one from disk."""
+"""The user's model as the engine sees it: its layers, their replicas, and loading a model from disk."""

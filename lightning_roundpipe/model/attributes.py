@@ -1,9 +1,9 @@
-"""The Python attributes of a layer's modules, compared before each call and after it.
+"""The Python attributes of a layer's modules, compared before and after each call.
 
-A flag that user code flips between two calls, such as ``train()``/``eval()`` or PEFT's ``disable_adapter()``, must hold
-for that call and again for its recomputation, however late that runs. So a call takes along how the attributes differ
-from when the layer's copies were made. Lists and dicts that are attributes (hooks are such dicts) are compared by what
-they hold, because user code changes them in place.
+A flag that user code changes between two calls, such as ``train()``/``eval()`` or PEFT's ``disable_adapter()``, must
+hold for the next call and for its recomputation, however late that runs. So a call records how the attributes differ
+from those at which the layer's replicas were made. Lists and dicts among the attributes (hooks are such dicts) are
+compared by content, because user code changes them in place.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _UNUSED = frozenset(
         "_load_state_dict_post_hooks",
     }
 )  # fmt: skip
-"""Containers of every module that its forward has nothing to do with."""
+"""Containers of every module that its forward does not use."""
 
 Container = (list, dict, set, deque)
 
 
 def frozen(value: Any) -> Any:
-    """``value``; if it is a container, a copy of it and of the containers inside."""
+    """Return ``value``; if it is a container, return a copy of it and of the containers inside."""
     if not isinstance(value, Container):
         return value
     fresh = copy.copy(value)
@@ -41,7 +41,7 @@ def frozen(value: Any) -> Any:
 
 
 def refill(container: Any, contents: Any, *, nested: bool = True) -> None:
-    """Give ``container`` what ``contents`` holds. With ``nested``, containers inside stay the same objects."""
+    """Replace the content of ``container`` by ``contents``. With ``nested``, inner containers stay the same objects."""
     before = copy.copy(container)
     container.clear()
     if isinstance(contents, dict):
@@ -62,7 +62,7 @@ def _renewed(old: Any, value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are the same object, or containers of the same objects."""
+    """Return whether two values are the same object, or containers of the same objects."""
     if a is b:
         return True
     if not isinstance(a, Container) or type(a) is not type(b) or len(a) != len(b):
@@ -75,14 +75,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_objects(attributes: list[dict[str, Any]], values: list[Any]) -> bool:
-    """Whether the values of ``attributes``, one after another, are those objects. No faster way is known in Python."""
+    """Return whether the values of ``attributes``, in order, are the objects ``values``, in the fastest known way."""
     if sum(map(len, attributes)) != len(values):
         return False
     return all(map(operator.is_, chain.from_iterable(map(dict.values, attributes)), values))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in ``value``, which may be a container."""
+    """Yield the tensors in ``value``, which may be a container."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -94,12 +94,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """To compare by: zeros have signs, and NaN does not equal itself."""
+    """Return the tensor's bytes, to compare: unlike values, they tell signed zeros apart, and NaN equals itself."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of ``module``, without its parts and without what the strategy puts there."""
+    """Return the attributes of ``module``, without its parameters, buffers and submodules, and without ours."""
     own = {k: v for k, v in module.__dict__.items() if k not in STRUCTURE and k not in _UNUSED}
     if getattr(own.get("forward"), "is_interceptor", False):
         del own["forward"]
@@ -110,12 +110,12 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class StateDiff:
-    """What the layer's attributes were, where they differ from when its copies were made.
+    """How a layer's attributes differed from those at which its replicas were made.
 
     Attributes:
-        changed: a module's index to (changed or new attributes, removed names).
-        carried: by (module index, name), those that hold tensors: they travel as arguments of the call, so that they
-            get to the right device and gradients flow through them.
+        changed: by index of the module: (changed or new attributes, removed names).
+        carried: by (module index, name): attributes that hold tensors. They are arguments of the call, so that they are
+            copied to the right device and gradients flow through them.
     """
 
     changed: dict[int, tuple[dict[str, Any], tuple[str, ...]]]
@@ -123,7 +123,7 @@ class StateDiff:
 
 
 class ModuleState:
-    """Watches the Python attributes of one layer; :meth:`current` is cheap as long as nothing changes."""
+    """Tracks the Python attributes of one layer. :meth:`current` is cheap as long as nothing changes."""
 
     def __init__(self, name: str, layer: nn.Module) -> None:
         self.name = name
@@ -134,7 +134,7 @@ class ModuleState:
         self._compare()
 
     def current(self) -> StateDiff | None:
-        """The difference from the state at which replicas were made, or None. The same object until it changes."""
+        """Return how attributes differ from those of the replicas, or None. The same object until something changes."""
         if self._moved():
             self._snapshot()
             self._compare()

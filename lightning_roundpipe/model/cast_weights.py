@@ -1,8 +1,8 @@
-"""What a layer does with each of its weights: whether autocast casts it wherever it is used.
+"""Finds the weights of a layer that autocast casts wherever they are used.
 
-Looked at while the first batch runs, forward, recomputation and backward: torch tells of each operation, and the memory
-that it was given tells whose weight it is. Whatever is no cast, and no view, needs the weight as it is. So does a
-weight that is cast to several formats, or to none because nobody has used it.
+A dispatch mode watches the first batch's forward, recomputation and backward. It sees every operation, and finds the
+weight by the memory of the operation's arguments. An operation that is neither a cast nor a view needs the weight as it
+is. So do weights that are cast to several dtypes, or to none because they are not used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_roundpipe.model.rounded import TO, casts_to, keeps_values
 
 
 class Uses:
-    """Of one layer's weights, by their positions, as far as they have been seen. What was seen once stays."""
+    """The uses of one layer's weights, by position, seen so far. They only accumulate."""
 
     def __init__(self, module: nn.Module, masters: Sequence[nn.Parameter]) -> None:
         lists = {id(p) for inner in module.modules() if isinstance(inner, nn.RNNBase) for p in inner.parameters()}
@@ -29,21 +29,21 @@ class Uses:
         self._formats: dict[int, torch.dtype] = {}
 
     def cast(self, position: int, dtype: torch.dtype) -> None:
-        """One use was a cast to ``dtype``."""
+        """Record a cast to ``dtype``."""
         if self._formats.setdefault(position, dtype) is not dtype or dtype.itemsize != 2:
             self.otherwise([position])
 
     def otherwise(self, positions: Iterable[int]) -> None:
-        """One use was another."""
+        """Record uses that are not casts."""
         self._candidates -= set(positions)
 
     def only_cast(self) -> dict[int, torch.dtype]:
-        """The weights that are cast at every use, and to what."""
+        """Return the weights that are cast at every use, with the dtype."""
         return {i: dtype for i, dtype in self._formats.items() if i in self._candidates}
 
 
 class CastWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes down the uses of ``parameters``, which lie in a worker's arena, while it is entered."""
+    """Records the uses of ``parameters``, which lie in a worker's arena, while it is active."""
 
     def __init__(self, uses: Uses, parameters: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ class CastWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Functions that are compiled stay so; else torch would never compile them again."""
+        """Let compiled functions stay compiled; otherwise torch would never compile them again."""
         return True
 
     def __torch_dispatch__(
@@ -75,7 +75,7 @@ class CastWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             places = self._places.get(tensor.untyped_storage()._cdata)
             start = tensor.data_ptr() if places else 0
-        except (RuntimeError, NotImplementedError):  # a tensor of somebody's own: nobody knows what it stands for
+        except (RuntimeError, NotImplementedError):  # a tensor subclass that may stand for any weight
             self._uses.otherwise(position for places in self._places.values() for _, _, position in places)
             return
         found = [position for first, end, position in places or () if first <= start < end]

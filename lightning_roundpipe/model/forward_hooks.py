@@ -1,9 +1,9 @@
-"""Forward hooks on modules inside a layer that only look: they run with the forward, and not when it is run again.
+"""Forward hooks inside a layer that only observe: they run with the forward, and not when it is repeated.
 
-In plain training such a hook runs once for each forward. Here the layer's code may run several times: to be recomputed
-for its backward, and in the first batch to find out what the layer does. A hook that was seen to return nothing, to
-change no tensor and no attribute and to hook nothing else is left out of these runs, so that what it counts or keeps is
-what it would be otherwise. A hook that does any of that is part of what the layer computes, and runs each time.
+In plain training such a hook runs once per forward. Here the layer's code may run several times: for recomputation, and
+in the first batch to find out what the layer does. A hook that was seen to return nothing, change no tensor and no
+attribute, and register no other hook is left out of these runs, so that what it counts or stores is as in plain
+training. A hook that does any of that is part of the layer's computation and runs each time.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ _KINDS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class Observers:
-    """Of one layer; shared by its copies on all workers.
+    """The hooks of one layer. All its replicas share this object.
 
     Attributes:
-        acting: by module, kind and key of a hook, whether it does more than look; hooks that have not run yet are not
-            in it.
+        acting: whether a hook does more than observe, by module, kind and key. Hooks that have not run yet are missing.
     """
 
     def __init__(self) -> None:
         self.acting: dict[tuple[int, str, int], bool] = {}
 
     def watched(self, modules: Sequence[nn.Module], *, again: bool) -> contextlib.AbstractContextManager[None]:
-        """For one run of a copy, whose ``modules`` have the hooks of the layer's; ``again``: not the forward."""
+        """Return the context of a replica's run. ``modules`` have the layer's hooks; ``again``: it is a repetition."""
         if not any(m._forward_hooks or m._forward_pre_hooks for m in modules):
             return contextlib.nullcontext()
         return self._watched(modules, again)
@@ -51,10 +50,10 @@ class Observers:
         finally:
             for module, kind, hooks, mine in replaced:
                 now, module.__dict__[kind] = module.__dict__[kind], hooks
-                hooks.update({key: hook for key, hook in now.items() if key not in mine})  # registered meanwhile
+                hooks.update({key: hook for key, hook in now.items() if key not in mine})  # registered during the run
 
     def act(self) -> None:
-        """The forward has set attributes of the layer's modules, or collected something: hooks may have done that."""
+        """Mark all hooks as acting: the forward set attributes or collected values, and hooks may have done that."""
         self.acting.update(dict.fromkeys(self.acting, True))
 
     def _those(self, place: tuple[int, str], hooks: dict[int, Any], again: bool) -> OrderedDict[int, Any]:
@@ -71,7 +70,7 @@ class Observers:
         tensors = [t for t in tree_iter((args[1:], kwargs)) if isinstance(t, Tensor)]
         before = [*map(_mark, tensors)]
         result = hook(*args, **kwargs)
-        acts = self.acting.get(place, False)  # it may run several times in one forward
+        acts = self.acting.get(place, False)  # a hook may run several times in one forward
         self.acting[place] = acts or result is not None or before != [*map(_mark, tensors)]
         return result
 

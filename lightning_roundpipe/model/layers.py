@@ -1,11 +1,12 @@
-"""Which modules are moved as one: the layers.
+"""Chooses the layers: the modules that are moved as a whole.
 
-A layer is the smallest unit that travels to a worker, so it decides both how finely stages can be cut and how often
-the engine has to hand over. Too large, and a stage cannot be balanced; too small, and an ordinary network becomes
-hundreds of hand-overs. The search goes from the top down and takes the outermost modules that are small enough, except
-where a model says of itself what must stay whole (Hugging Face's ``_no_split_modules``) or shows it by repetition
-(a list of blocks, or of one that is called again and again). Modules without parameters are never layers: they run as
-user code. So do modules compiled by TorchScript, which have their weights where no copy of the module could get them.
+A layer is the smallest unit that goes to a worker, so it decides how finely stages can be cut and how many calls the
+engine makes. With layers that are too large, stages cannot be balanced; with layers that are too small, an ordinary
+network becomes hundreds of calls. The search goes from the top down and takes the outermost modules that are small
+enough, except where a model declares what must stay whole (Hugging Face's ``_no_split_modules``) or shows it by
+repetition (a list of blocks, or of one block that is called repeatedly). Modules without parameters are never layers:
+they run as user code. So do modules compiled by TorchScript, because a copy of such a module does not reach its
+weights.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ _PURE_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 LAYER_SHARE = 8
-"""A module larger than the model's size over this is looked into, if there is something inside to take instead."""
+"""A module larger than the model's size divided by this is split, if there are modules inside to take instead."""
 
 
 def find_layers(
     root: nn.Module, requested: Sequence[str | type] | None = None, *, needed: bool = True
 ) -> dict[str, nn.Module]:
-    """The layers of ``root``, by qualified name, in registration order.
+    """Return the layers of ``root`` by qualified name, in registration order.
 
     Args:
-        root: the user's LightningModule. It is itself never a layer: its ``training_step`` is user code.
-        requested: module classes, class names or qualified module names that must each be a layer as a whole. What
-            they leave over is searched as usual.
+        root: the user's LightningModule. It is never a layer itself: its ``training_step`` is user code.
+        requested: module classes, class names or qualified module names. Each such module must be one layer. The rest
+            of the model is searched as usual.
         needed: whether there must be a layer.
 
     Raises:
-        ValueError: if a requested name matches no module, or nothing has parameters though a layer is needed.
+        ValueError: a requested name matches no module, or a layer is needed and no module has parameters.
     """
     forced = find_requested(root, requested or ())
     search = _LayerSearch(root, forced)
@@ -81,7 +82,7 @@ class _LayerSearch:
 
     def _is_layer(self, module: nn.Module, repeated: bool, listed: bool) -> bool:
         if _is_scripted(module):
-            return False  # what is inside that is not runs as layers
+            return False  # modules inside it that are not scripted become layers
         if module in self.forced:
             return True
         if isinstance(module, _UNCALLED) or self._holds(module, self.forced):
@@ -104,10 +105,10 @@ class _LayerSearch:
 
 
 def find_requested(root: nn.Module, requested: Sequence[str | type]) -> set[nn.Module]:
-    """Those modules of ``root`` that ``requested`` asks for, see `find_layers`."""
+    """Return the outermost modules of ``root`` that ``requested`` matches, see `find_layers`."""
     named = {n: m for n, m in root.named_modules(remove_duplicate=False) if m is not root}
     matched: dict[nn.Module, str | None] = {}
-    """Each module that is to be a layer, and the qualified name that it was asked for by."""
+    """Each requested module, with the qualified name if it was requested by one."""
     for want in requested:
         hits = _matches(want, named)
         _check_matches(root, want, hits)
@@ -175,7 +176,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _wraps_one_leaf(module: nn.Module) -> bool:
-    """An adapter around a plain layer (as PEFT makes them): one leaf, and dictionaries of small things beside it."""
+    """Return whether a module is an adapter around a plain layer, as PEFT makes them: one leaf, and dicts of leaves."""
     if isinstance(module, _PURE_CONTAINERS):
         return False
     held = [c for c in module.children() if any(True for _ in c.parameters())]
@@ -190,7 +191,7 @@ def _is_dictionary_of_leaves(module: nn.Module) -> bool:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Whether a list of at least two modules of one class lies somewhere inside."""
+    """Return whether a container inside has two modules of one class that have children."""
     for inner in module.modules():
         if isinstance(inner, _PURE_CONTAINERS):
             kinds = Counter(type(c) for c in inner.children() if any(True for _ in c.children()))

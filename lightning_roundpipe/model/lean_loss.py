@@ -1,15 +1,15 @@
-"""The loss of a language model without its logits: cross entropy over a few tokens at a time, in the output layer.
+"""The loss of a language model without its logits: the output layer computes cross entropy a few tokens at a time.
 
-The logits of a long sequence are the largest tensor of a training step: of 49,000 tokens of Llama 3.1 they are 25 GB
-in fp32, and the loss needs that several times over. Here the output layer returns, for a moment, something that only
-stands for its logits. What the model then does to them (a cast, a factor, a soft cap, a shift) is noted, and when the
-loss is asked for, the output layer is called with the targets: it makes the logits of a chunk of tokens, their loss and
-gradient, and forgets them. So the model's own code is what runs, and the loss is a call of the output layer like any
-other.
+The logits of a long sequence are the largest tensor of a training step: for 49,000 tokens of Llama 3.1 they take 25 GB
+in fp32, and the loss needs several times that. Inside `lean_logits`, the output layer returns a `Logits` object that
+only stands for its logits. It records what the model does to them (a cast, a factor, a soft cap, a shift). When the
+model asks for the loss, it calls the output layer with the targets, which computes the logits of a chunk of tokens,
+their loss and gradient, and drops them. So the model's own code runs, and the loss is a call of the output layer like
+any other.
 
-What is done to the logits and is not known here is refused by name: whoever needs them has to hold them.
+Operations on the logits that are not known here raise an error that names them: they need the logits in memory.
 
-torch has such a loss too (``linear_cross_entropy``, since 2.13). It returns the loss in the format of its inputs (three
+torch has such a loss too (``linear_cross_entropy``, since 2.13). It returns the loss in the dtype of its inputs (three
 digits in bf16), does not follow autocast, and knows neither caps nor factors; see docs/decisions.md.
 """
 
@@ -32,10 +32,10 @@ from typing_extensions import override
 _REMEDY = "Call the model outside of lean_logits() (in the packaged module: task.lean_loss=false)"
 
 _Float = float
-"""For where the name is that of a tensor's method."""
+"""``float`` inside `Logits`, where a method has that name."""
 
 LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-"""Of ``torch.nn.functional.cross_entropy`` and ``nll_loss``, in order."""
+"""The arguments of ``torch.nn.functional.cross_entropy`` and ``nll_loss``, in order."""
 
 _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "to": lambda logits, dtype: logits.to(dtype),
@@ -43,17 +43,17 @@ _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "div": lambda logits, divisor: logits / divisor,
     "tanh": lambda logits, _: torch.tanh(logits),
 }
-"""What may be done to logits on their way to the loss, each on its own."""
+"""The elementwise operations on logits that a loss may include."""
 
 
 @dataclass(frozen=True)
 class LossOf:
-    """Which loss of the logits is wanted.
+    """The loss to compute from the logits.
 
     Attributes:
-        steps: what is done to the logits first, as names of `_STEPS` with their operands.
+        steps: operations to apply to the logits first: names of `_STEPS` with their operands.
         ignore_index, reduction, label_smoothing: of `F.cross_entropy`; the reduction is mean or sum.
-        rows: tokens of a chunk; None: see `chunk_rows`.
+        rows: tokens per chunk; None: see `chunk_rows`.
     """
 
     steps: tuple[tuple[str, Any], ...]
@@ -64,7 +64,7 @@ class LossOf:
 
 
 class LeanHead(nn.Linear):
-    """An output layer that is able to return a loss. `make_lean` makes one of a model's own."""
+    """An output layer that can return a loss. `make_lean` turns a model's own output layer into one."""
 
     @override
     def __call__(self, input: Tensor, target: Tensor | None = None, how: LossOf | None = None) -> Any:
@@ -85,14 +85,14 @@ class LeanHead(nn.Linear):
 
 
 def make_lean(model: nn.Module) -> None:
-    """Let the output layer of a Hugging Face language model compute losses, in `lean_logits`; nothing else changes.
+    """Let the output layer of a Hugging Face language model compute losses in `lean_logits`. Nothing else changes.
 
     Raises:
-        ValueError: the output layer is no plain ``nn.Linear``.
+        ValueError: the output layer is not a plain ``nn.Linear``.
     """
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is nn.Linear:
-        head.__class__ = LeanHead  # its parameters, its name and who holds it stay what they are
+        head.__class__ = LeanHead  # keeps its parameters, its name and all references to it
     elif type(head) is not LeanHead:
         raise ValueError(
             f"the output layer of {type(model).__name__} is a {type(head).__name__}, and its loss cannot be computed "
@@ -111,14 +111,14 @@ _active: ContextVar[_Use | None] = ContextVar("lean_logits", default=None)
 
 @contextlib.contextmanager
 def lean_logits(model: nn.Module, rows: int | None = None) -> Iterator[None]:
-    """A model that is called in here never holds its logits. `make_lean` has seen it.
+    """Let calls of ``model`` inside the context never hold its logits. Call `make_lean` on the model before.
 
     Args:
-        model: which is called.
-        rows: tokens whose logits are held at a time; None: as many as memory of the size of the weights allows.
+        model: the language model.
+        rows: number of tokens whose logits are held at a time. None: as many as `chunk_rows` says.
 
     Raises:
-        ValueError: ``model`` has not been prepared, or has computed something without its output layer.
+        ValueError: ``model`` is not prepared, or did not call its output layer inside.
     """
     if type(model.get_output_embeddings()) is not LeanHead:  # type: ignore[operator]
         raise ValueError(f"lean_logits: call make_lean() on this {type(model).__name__} before it is trained.")
@@ -132,19 +132,19 @@ def lean_logits(model: nn.Module, rows: int | None = None) -> Iterator[None]:
 
 
 class Logits:
-    """Stands for the logits of ``hidden`` until their loss is asked for.
+    """Stands for the logits of ``hidden`` until their loss is computed.
 
     Args:
-        head: makes them.
-        hidden: of shape (..., features).
-        steps: what was done to them; see `LossOf`.
+        head: the output layer.
+        hidden: its input, of shape (..., features).
+        steps: operations applied so far; see `LossOf`.
         rows: see `lean_logits`.
     """
 
     def __init__(self, head: LeanHead, hidden: Tensor, steps: tuple[tuple[str, Any], ...], rows: int | None) -> None:
         self._head, self._hidden, self._steps, self._rows = head, hidden, steps, rows
 
-    # -- what is asked of a tensor without looking into it
+    # -- attributes of a tensor that do not depend on its values
 
     @property
     def shape(self) -> torch.Size:
@@ -173,7 +173,7 @@ class Logits:
     def dim(self) -> int:
         return self.ndim
 
-    # -- what is done to each of them
+    # -- elementwise operations
 
     def _then(self, name: str, operand: Any = None) -> Logits:
         if name in ("mul", "div") and not isinstance(operand, (int, float)):
@@ -199,7 +199,7 @@ class Logits:
     def tanh(self) -> Logits:
         return self._then("tanh")
 
-    # -- which of them are meant
+    # -- indexing and shapes
 
     def contiguous(self) -> Logits:
         return self
@@ -262,15 +262,18 @@ def _refuse(what: str) -> NoReturn:
 ENOUGH = 1024
 """Tokens of a chunk whose products take many times as long as a GPU takes to read and write the weights' gradient."""
 PIECE = 2**24
-"""Weights whose gradient of a chunk is held, to be added to the sum: 64 MiB. Only where a product cannot add to it."""
+"""Elements of the weights' gradient of a chunk that are held before they are added to the sum: 64 MiB in fp32.
+
+Used only where a product cannot add to the sum itself.
+"""
 
 
 def chunk_rows(tokens: int, features: int, classes: int, *, trained: bool) -> int:
-    """Tokens whose logits are held at a time.
+    """Return the number of tokens whose logits are held at a time.
 
-    Their logits are no more numbers than the hidden states have, or, if that is too few for fast products, than a
-    part of the weights has. Where these are ``trained`` it is a larger part, because all of their gradient is read and
-    written again for each chunk; `ENOUGH` tokens make up for that.
+    Their logits have at most as many elements as the hidden states, or, if that is too few for fast products, as a
+    fraction of the weights. If the weights are ``trained``, the fraction is larger, because each chunk reads and writes
+    all of their gradient; `ENOUGH` tokens outweigh that.
     """
     return max(-(-tokens * features // classes), min(features // 2, ENOUGH) if trained else features // 8, 1)
 
@@ -286,7 +289,7 @@ Multiply = Callable[..., Tensor]
 
 
 def _accepts(multiply: Multiply, device: torch.device, *operands: torch.dtype) -> bool:
-    """Whether ``multiply`` makes an fp32 product of bf16 matrices on ``device``. Nothing is waited for."""
+    """Return whether ``multiply`` makes fp32 products of bf16 matrices on ``device``. Does not synchronize."""
     try:
         multiply(*(torch.empty(16, 16, dtype=dtype, device=device) for dtype in operands), out_dtype=torch.float32)
     except (RuntimeError, TypeError):
@@ -296,10 +299,10 @@ def _accepts(multiply: Multiply, device: torch.device, *operands: torch.dtype) -
 
 @functools.cache
 def _multiplies(device: torch.device) -> tuple[bool, bool]:
-    """What of fp32 sums of bf16 products ``device`` has kernels for: a product that is added to one, and one alone.
+    """Return which kernels ``device`` has for fp32 sums of bf16 products: products added to a sum, and plain products.
 
-    The CPU has neither. Some versions of torch refuse an fp32 sum to the first. Modes see nothing of it: those that
-    count what a model costs would count it once in a process.
+    The CPU has neither. Some versions of torch refuse an fp32 sum for the former. Dispatch modes do not see these
+    probes: a mode that counts a model's operations would count them once per process.
     """
     narrow = torch.bfloat16
     with _disable_current_modes():
@@ -307,8 +310,10 @@ def _multiplies(device: torch.device) -> tuple[bool, bool]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in fp32 whatever the product is of: a sum over thousands of tokens may not fit into
-    fp16, and loses much in bf16."""
+    """Compute ``total += left @ right`` in fp32, whatever the product's dtype.
+
+    A sum over thousands of tokens may overflow in fp16, and loses much precision in bf16.
+    """
     if left.dtype is total.dtype:
         total.addmm_(left, right)
         return
@@ -331,9 +336,9 @@ def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 class _Loss(torch.autograd.Function):
     """Cross entropy of ``hidden @ weight.T + bias``, after the steps of ``how``, chunk by chunk.
 
-    Gradients are computed together with the loss, while a chunk's logits are there; backward only multiplies them. They
-    are those of the sum, so that fp16 neither loses small ones (divided by the number of targets, before anybody has
-    scaled the loss) nor depends on the scale.
+    Forward computes gradients together with the loss, while a chunk's logits exist; backward only multiplies them. They
+    are the gradients of the summed loss: in fp16, gradients of the mean (divided by the number of targets, before the
+    loss is scaled) could underflow. So they do not depend on the loss scale either.
     """
 
     @staticmethod
@@ -358,22 +363,22 @@ class _Loss(torch.autograd.Function):
             raise RuntimeError("the gradients of a lean loss were used up: backward() runs through it only once.")
         ctx.spent = True
         count, *found = ctx.saved_tensors
-        factor = grad / count.clamp(min=1) if ctx.mean else grad  # without targets gradients are zero, not 0/0
+        factor = grad / count.clamp(min=1) if ctx.mean else grad  # without targets, gradients are zero, not 0/0
         hidden, weight, bias = (None if g is None else g.mul_(factor) for g in found)
         dtype, shape = ctx.formats
         return None if hidden is None else hidden.to(dtype).view(shape), weight, bias, None, None, None
 
 
 class _Chunks:
-    """The loop over the tokens.
+    """The loop over chunks of tokens.
 
     Args:
         hidden: of shape (..., features).
-        weight, bias: in the format to compute in.
-        wanted: which of the three gradients are.
+        weight, bias: in the dtype to compute in.
+        wanted: which of the three gradients to compute.
 
     Attributes:
-        gradients: those, of the sum of all tokens' losses. Those of the parameters are summed in fp32.
+        gradients: the gradients of the sum of all tokens' losses. Those of the parameters are summed in fp32.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:
@@ -387,7 +392,7 @@ class _Chunks:
         ]
 
     def loss(self, target: Tensor, how: LossOf) -> Tensor:
-        """The summed loss."""
+        """Return the summed loss, and add to ``gradients``."""
         classes, features = self.weight.shape
         trained = self.gradients[1] is not None
         rows = how.rows or chunk_rows(len(self.hidden), features, classes, trained=trained)
@@ -403,7 +408,7 @@ class _Chunks:
         return total.to(dtype)
 
     def _loss_and_slope(self, chunk: Tensor, target: Tensor, how: LossOf) -> tuple[Tensor, Tensor | None]:
-        """The loss of a chunk, and its gradient by the logits where anybody wants one."""
+        """Return the loss of a chunk, and its gradient with respect to the logits if any gradient is wanted."""
         differentiate = any(g is not None for g in self.gradients)
         logits = F.linear(chunk, self.weight, self.bias)
         with torch.set_grad_enabled(differentiate):

@@ -1,14 +1,14 @@
-"""Load a Hugging Face causal language model and its tokenizer: from a package, from files, by name, or at random.
+"""Loads a Hugging Face causal language model and its tokenizer: from a package, from files, by name, or at random.
 
-A package is a way to ship weights to machines that reach a package index and nothing else: the GGUF file is found in
-what is installed, and the package itself is never imported (it may well need a compiled runtime that nobody asked for).
-Whatever comes out of it is an ordinary fp32 model: the traces of its quantised file are taken off, because with them
-Hugging Face refuses to save it and PEFT treats it as quantised.
+A package ships weights to machines that can reach a package index and nothing else. The GGUF file is found among the
+installed files, and the package itself is never imported (it may need a compiled runtime). The result is always an
+ordinary fp32 model: marks of quantisation are removed, because Hugging Face refuses to save a model that has them, and
+PEFT treats it as quantised.
 
-Safetensors files are mapped into memory, not read. What has the wanted format there already takes no memory until it is
-trained, and what has not is converted tensor by tensor: nothing is held twice.
+Safetensors files are mapped into memory, not read. Weights that have the wanted dtype there take no memory until they
+are trained. Others are converted tensor by tensor, so nothing is held twice.
 
-Everything that can be missing or broken here is on the user's disk, so each message names the setting and the remedy.
+All that can be missing or broken here is on the user's disk, so each message names the setting and the remedy.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ _AGAIN = "copy or download the folder again"
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model whose weights are read when it is first asked for: that can take minutes, and what is wrong with data and
-    settings can be said before.
+    """A model whose weights are loaded at first access, which can take minutes: other errors show before.
 
     Attributes:
-        config: the model's.
-        tokenizer: the one that the model was trained with; ``None``: it has none.
-        source: where they are from, in words.
-        load: makes the model. Raises ``ValueError`` for weights that cannot be read.
+        config: the model's configuration.
+        tokenizer: the tokenizer that the model was trained with; ``None`` if there is none.
+        source: the origin of the weights, in words.
+        load: loads the model. Raises ``ValueError`` for weights that cannot be read.
     """
 
     config: PretrainedConfig
@@ -66,10 +65,10 @@ class Pretrained:
 
 
 def from_package(package: str, pattern: str = "*.gguf") -> Pretrained:
-    """The model in the only GGUF file matching ``pattern`` that the installed distribution ``package`` holds.
+    """Return the model in the only GGUF file of the installed distribution ``package`` that matches ``pattern``.
 
     Raises:
-        FileNotFoundError: the package or such a file is not there.
+        FileNotFoundError: the package or such a file does not exist.
         ValueError: several files match, or the file cannot be read as GGUF.
     """
     found = sorted(path for path in _package_files(package) if path.match(pattern) and path.is_file())
@@ -88,11 +87,11 @@ def from_package(package: str, pattern: str = "*.gguf") -> Pretrained:
 
 
 def from_folder(folder: str | Path, gguf_file: str | None = None, dtype: str = "float32") -> Pretrained:
-    """The model in a local folder, as ``save_pretrained`` leaves it, or in its file ``gguf_file``.
+    """Return the model in a local folder, as ``save_pretrained`` writes it, or in its file ``gguf_file``.
 
     Raises:
-        FileNotFoundError: the folder, or what it must hold, is not there.
-        ValueError: what is there cannot be read.
+        FileNotFoundError: the folder, or a file that it must contain, does not exist.
+        ValueError: a file cannot be read.
     """
     _check_dtype(dtype)
     path = Path(folder).expanduser().absolute()
@@ -115,17 +114,17 @@ def from_folder(folder: str | Path, gguf_file: str | None = None, dtype: str = "
 
 
 def from_config(model_type: str, weights: str | Path = RANDOM, dtype: str = "float32", **settings: Any) -> Pretrained:
-    """A model of Hugging Face's architecture ``model_type`` with its ``settings``.
+    """Return a model of Hugging Face's architecture ``model_type`` with its ``settings``.
 
     Args:
-        model_type, settings: what the configuration class takes.
-        weights: ``"random"``; or a folder with safetensors files, or the name of a model on the hub, whose own
-            configuration has to agree with ``settings`` and decides what they leave open.
-        dtype: of the weights; ``"auto"``: as the files have them.
+        model_type, settings: arguments of the configuration class.
+        weights: ``"random"``; or a folder with safetensors files, or the name of a model on the hub. Its own
+            configuration must agree with ``settings`` and decides what they leave open.
+        dtype: dtype of the weights; ``"auto"``: that of the files.
 
     Raises:
-        ValueError: there is no such architecture, it does not take these settings, or the weights do not fit.
-        FileNotFoundError: there are no such weights.
+        ValueError: the architecture does not exist, does not take these settings, or the weights do not fit.
+        FileNotFoundError: the weights do not exist.
     """
     _check_dtype(dtype)
 
@@ -153,15 +152,15 @@ def from_config(model_type: str, weights: str | Path = RANDOM, dtype: str = "flo
 
 
 def from_name(name: str, weights: str | Path = PRETRAINED, dtype: str = "float32") -> Pretrained:
-    """Any causal language model of Hugging Face.
+    """Return a causal language model of Hugging Face.
 
     Args:
-        name: of a model on the hub, or a folder as ``save_pretrained`` leaves it.
-        weights: ``"pretrained"``: its own; ``"random"``; or other ones, as in `from_config`.
-        dtype: see there.
+        name: name of a model on the hub, or a folder as ``save_pretrained`` writes it.
+        weights: ``"pretrained"``: the model's own; ``"random"``; or others, as in `from_config`.
+        dtype: as in `from_config`.
 
     Raises:
-        FileNotFoundError: there is no such model, or there are no such weights.
+        FileNotFoundError: the model or the weights do not exist.
         ValueError: they cannot be read, or the weights do not fit.
     """
     _check_dtype(dtype)
@@ -183,7 +182,7 @@ def from_name(name: str, weights: str | Path = PRETRAINED, dtype: str = "float32
 
 
 def _find(text: str, setting: str, *, weights: bool) -> Path:
-    """The folder that ``text`` names, here or on the hub."""
+    """Return the folder that ``text`` names, local or downloaded from the hub."""
     path = Path(text).expanduser().absolute()
     if path.is_dir():
         return path
@@ -207,7 +206,7 @@ def _configuration(path: Path, setting: str) -> PretrainedConfig:
 def _refuse_other_shape(
     own: PretrainedConfig, asked: PretrainedConfig, settings: Mapping[str, Any], setting: str
 ) -> None:
-    """Whose weights do not say so by their shapes would be computed with wrongly, without any message."""
+    """Raise if the weights' own configuration contradicts a setting: not all settings show in the weights' shapes."""
     for key in settings:
         has, wants = getattr(own, key, None), getattr(asked, key, None)
         if has != wants:
@@ -218,7 +217,7 @@ def _refuse_other_shape(
 
 
 def _from_files(path: Path, setting: str, dtype: str, config: PretrainedConfig | None = None) -> Pretrained:
-    """What is in a folder; ``config``: instead of its own."""
+    """Return the model in a folder, with ``config`` instead of its own configuration if given."""
     with _reading(path, setting, _AGAIN):
         files = weight_files(path)
     for file, names in files.items():
@@ -250,7 +249,7 @@ def _check_dtype(dtype: str) -> None:
 
 
 def _package_files(package: str) -> Iterator[Path]:
-    """Every file of an installed distribution, or of an importable package of that name; neither is imported."""
+    """Yield all files of an installed distribution, or of an importable package of that name, without importing it."""
     try:
         listed = metadata.distribution(package).files
     except metadata.PackageNotFoundError:
@@ -290,9 +289,9 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained
 
 
 def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> PreTrainedModel:
-    """Transformers fills what a file lacks with random numbers, and says so only in a log.
+    """Load a model and raise if weights are missing: transformers fills those with random numbers and only logs it.
 
-    What need not be converted stays in the file, which is mapped into memory.
+    Weights that need no conversion stay in the file, which is mapped into memory.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True,
@@ -306,7 +305,7 @@ def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> Pr
         )
     if missing := info["missing_keys"]:
         raise ValueError(f"it lacks {plural(len(missing), 'weight')} of the configuration, such as {min(missing)!r}")
-    if "config" in options and (unused := info["unexpected_keys"]):  # by its own configuration it may have them
+    if "config" in options and (unused := info["unexpected_keys"]):  # the model's own configuration may leave some out
         raise ValueError(
             f"it has {plural(len(unused), 'weight')} that the configuration lacks, such as {min(unused)!r}"
         )
@@ -315,9 +314,9 @@ def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> Pr
 
 
 def _parsing_once() -> Callable[[], AbstractContextManager[None]]:
-    """Contexts in all of which a file is parsed only once.
+    """Return a context manager; all its contexts together parse a file only once.
 
-    Transformers parses it for the configuration, the weights and the tokenizer; each time takes seconds.
+    transformers parses it for the configuration, the weights and the tokenizer, and each time takes seconds.
     """
     import gguf
 
@@ -336,7 +335,7 @@ def _parsing_once() -> Callable[[], AbstractContextManager[None]]:
 
 
 def _unpacked() -> dict[str, Any]:
-    """Asks for plain weights where transformers could keep them packed, which cannot be trained."""
+    """Return options for plain weights, where transformers could keep them packed: those cannot be trained."""
     try:
         from transformers import GgufConfig
     except ImportError:
@@ -354,7 +353,7 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
-    """No progress bars of Hugging Face; what its readers raise on a broken file becomes an error with a remedy."""
+    """Hide Hugging Face's progress bars, and turn errors about a broken file into one with a remedy."""
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

@@ -1,7 +1,7 @@
-"""Parameters and buffers without values: modules that were built on the meta device, to be filled from a checkpoint.
+"""Parameters and buffers without values: those of modules built on the meta device, to be filled from a checkpoint.
 
-``load_state_dict`` would copy into them, which does nothing, or with ``assign=True`` put a parameter of its own in each
-place and so part what is tied.
+``load_state_dict`` would copy into them, which does nothing; with ``assign=True`` it would put a separate parameter in
+each place, which unties tied parameters.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 
 def without_values(module: nn.Module) -> list[str]:
-    """The names of parameters and buffers on the meta device, each once."""
+    """Return the names of parameters and buffers on the meta device, each once."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return [name for name, tensor in tensors.items() if tensor.is_meta]
 
 
 def make_room(module: nn.Module, names: Container[str]) -> None:
-    """Give memory to whatever is without values and has one of these ``names``. Tied parameters stay tied."""
+    """Allocate the parameters and buffers on the meta device that have one of these ``names``. Tied ones stay tied."""
     filled = {id(tensor) for _, _, name, tensor in _places(module) if tensor.is_meta and name in names}
     made: dict[int, Tensor] = {}
     for held, key, _, tensor in list(_places(module)):
@@ -35,7 +35,7 @@ def _with_memory(tensor: Tensor) -> Tensor:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, str, Tensor]]:
-    """Every place that holds a parameter or buffer: the dictionary, its key, the qualified name, and what is there."""
+    """Yield every place of a parameter or buffer: the dictionary, its key, the qualified name, and the tensor."""
     for prefix, inner in module.named_modules(remove_duplicate=False):
         for held in (inner._parameters, inner._buffers):
             for key, tensor in held.items():

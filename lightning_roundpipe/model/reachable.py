@@ -1,6 +1,6 @@
 """The plain values that a layer's code can read beside its arguments, parameters, buffers and the default generators.
 
-A recomputation differs from its forward where one of them has changed in between. Two looks at them say which.
+A recomputation that differs from its forward depends on one that has changed. Comparing two snapshots shows which.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 3
 _ITEMS = 64
-"""Items of a container that are looked at."""
+"""Most items of a container that are visited."""
 _BYTES = 1 << 20
 """Larger arrays are not read."""
 _VALUES = 5000
-"""A walk ends after so many: what it finds is for a message."""
+"""Most values of a snapshot. It only serves an error message."""
 
 
 class _State:
-    """Something that has a state rather than a value. Two of them are equal if their states are."""
+    """Something that has a state rather than a value, such as a generator. Instances with equal states are equal."""
 
     def __init__(self, kind: str, state: Any) -> None:
         self.kind = kind
@@ -44,10 +44,10 @@ class _State:
 
 
 def reachable_values(modules: Iterable[nn.Module]) -> dict[str, Any]:
-    """Values by how a reader would call them, such as ``Block.config.scale``.
+    """Return values by the name under which a reader knows them, such as ``Block.config.scale``.
 
-    Attributes of the modules themselves are left out, as a call takes them along. Reads ``__dict__`` only: no property
-    runs but ``global_step``. Another thread may change what is read meanwhile.
+    Attributes of the modules themselves are left out, because a call records them. Reads ``__dict__`` only, so no
+    property runs except ``global_step``. Another thread may change what is read meanwhile.
     """
     found: dict[str, Any] = {}
     walked: set[int] = set()
@@ -62,13 +62,13 @@ def reachable_values(modules: Iterable[nn.Module]) -> dict[str, Any]:
             looks.append(_around(forward, walked))
         try:
             found.update(itertools.islice(itertools.chain(*looks), _VALUES - len(found)))
-        except RuntimeError:  # a container has changed its size under the walk
+        except RuntimeError:  # another thread changed a container's size during the walk
             continue
     return found
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What differs between two looks, as clauses of a sentence."""
+    """Return the differences between two snapshots, as clauses of a sentence."""
     said = []
     for name, old in before.items():
         new = after.get(name, old)
@@ -124,7 +124,7 @@ def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _around(function: types.FunctionType, walked: set[int]) -> Iterator[tuple[str, Any]]:
-    """Globals that the function names, and what its closure holds."""
+    """Yield the globals that the function names, and the content of its closure."""
     names = function.__code__.co_names
     for name in names:
         value = function.__globals__.get(name)
@@ -139,7 +139,7 @@ def _around(function: types.FunctionType, walked: set[int]) -> Iterator[tuple[st
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents
-        except ValueError:  # empty
+        except ValueError:  # an empty cell
             continue
         yield from _walk(f"enclosing variable {name}", value, _DEPTH - 1, walked)
 
@@ -164,6 +164,6 @@ def _short(value: Any) -> str:
 
 
 def listed(said: Sequence[str], most: int = 3) -> str:
-    """The first of them, and how many more there are."""
+    """Return the first ``most`` clauses, and how many more there are."""
     more = len(said) - most
     return "; ".join(said[:most]) + (f"; and {more} more" if more > 0 else "")

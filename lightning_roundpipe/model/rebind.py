@@ -1,7 +1,7 @@
-"""Values that refer to a layer's own modules and parameters, made to refer to the copy's instead.
+"""Rebinds values that refer to a layer's modules and parameters to those of its replica.
 
-A layer reaches its parts not only through submodules: bound methods, closures, partials, hooks and containers hold them
-too. Left as they are, a worker would compute with the masters, and their gradients would be lost.
+A layer reaches its parts not only through submodules, but also through bound methods, closures, partials, hooks and
+containers. If these were left as they are, a worker would compute with the masters, and their gradients would be lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHARED = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
 class Rebinder:
-    """Translates values by a memo of ids. What holds nothing of the layer is returned as it is, not copied."""
+    """Translates values by a memo of ids. Values that hold nothing of the layer are returned as they are."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
@@ -29,7 +29,7 @@ class Rebinder:
         self._open: set[int] = set()
 
     def __call__(self, value: Any) -> Any:
-        """``value`` with the layer's own modules and parameters replaced, also inside methods and containers."""
+        """Return ``value`` with the layer's modules and parameters replaced, also inside methods and containers."""
         if isinstance(value, (nn.Module, nn.Parameter)):
             return self._memo.get(id(value), value)
         if isinstance(value, types.FunctionType):
@@ -61,7 +61,7 @@ class Rebinder:
         return self._object(value)
 
     def _all(self, values: Iterable[Any]) -> list[Any] | None:
-        """All of ``values`` translated; None if none has changed."""
+        """Return ``values`` translated; None if none of them changed."""
         old = list(values)
         new = [self(v) for v in old]
         return new if any(map(operator.is_not, new, old)) else None
@@ -90,14 +90,14 @@ class Rebinder:
         return type(value)(items)
 
     def _function(self, function: Any) -> Any:
-        """A function whose closure or defaults hold parts of the layer. A compiled one is unwrapped."""
+        """Translate a function whose closure or defaults hold parts of the layer. A compiled one is unwrapped."""
         original = getattr(function, "_torchdynamo_orig_callable", None)
         if original is not None and (eager := self(original)) is not original:
             return eager
         known = self._functions.get(id(function))
         if known is not None:
             return known[1]
-        self._functions[id(function)] = (function, function)  # closures may hold themselves
+        self._functions[id(function)] = (function, function)  # a closure may hold its own function
         cells = [_Cell(cell) for cell in function.__closure__ or ()]
         contents = self._all(c.contents for c in cells)
         defaults = self._all(function.__defaults__ or ())
@@ -115,7 +115,7 @@ class Rebinder:
         return fresh
 
     def _object(self, value: Any) -> Any:
-        """Helper objects that hold parts of the layer directly. Others are shared, whatever else they hold."""
+        """Copy a helper object if an attribute is a part of the layer. Others stay shared, whatever else they hold."""
         attributes = getattr(value, "__dict__", None)
         if not attributes or not any(id(v) in self._memo for v in attributes.values()):
             return value
@@ -125,7 +125,7 @@ class Rebinder:
 
 
 class _Cell:
-    """A closure's cell; it stays the same one, so that it can be rebound, unless what it holds is translated."""
+    """A cell of a closure. It stays the same cell, so that it can be rebound, unless its content is translated."""
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell

@@ -1,14 +1,14 @@
-"""Layers that are too large for a worker, cut into the modules inside them.
+"""Cuts layers that are too large for a worker into the modules inside them.
 
-A block is a good layer, as little has to cross its border and what is inside is recomputed. Where two of them do not
-fit, its forward becomes user code and its children become layers, which the same is done to if need be:
+A block is a good layer: few tensors cross its border, and what is inside is recomputed. Where blocks do not fit on a
+worker, the block's forward becomes user code and its children become layers, which are cut in turn if necessary:
 
     decoder block ──► attention, mlp, norms
     mlp ──► router, experts
 
-What the block holds of its own has to be little, because user code reads it: it travels outside the arenas, for each
-microbatch. So one module whose own parameters are the bulk cannot be cut, such as a mixture of experts that has the
-weights of all experts in one tensor.
+The block's own parameters must be small, because user code reads them: they are uploaded outside the arenas, for each
+microbatch. So a module whose own parameters are the bulk cannot be cut, such as a mixture of experts with all experts
+in one tensor.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import nn
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _OWN_SHARE = 8
-"""What a module's own parameters may be of all it has, as one over this, if it is to be cut."""
+"""A module can be cut if its own parameters are at most all its parameters' bytes divided by this."""
 
 
 class Size(NamedTuple):
-    """Bytes of a layer on a worker."""
+    """The bytes of a layer on a worker."""
 
     weights: int
     gradients: int
 
 
 class Stuck(NamedTuple):
-    """A layer that is too large and cannot be cut, and what can be done about it."""
+    """A layer that is too large and cannot be cut, with the remedy."""
 
     name: str
     why: str
@@ -43,11 +43,11 @@ class Stuck(NamedTuple):
 
 @dataclass(frozen=True)
 class Refined:
-    """Layers, and how they came about.
+    """The layers after cutting.
 
     Attributes:
         layers: by qualified name, in registration order.
-        cuts: names of what was cut, and of its parts.
+        cuts: the names of the modules that were cut, each with those of its parts.
         stuck: the layer that is still too large; None if all fit.
     """
 
@@ -56,7 +56,7 @@ class Refined:
     stuck: Stuck | None = None
 
     def summary(self) -> list[str]:
-        """``model.layers.* into self_attn, mlp``: each kind of cut once, blocks of a list as one."""
+        """Return each kind of cut once, with a list's blocks as one: ``model.layers.* into self_attn, mlp``."""
         kinds = {
             re.sub(r"\.\d+(?=\.|$)", ".*", name): ", ".join(part.removeprefix(f"{name}.") for part in parts)
             for name, parts in self.cuts.items()
@@ -65,20 +65,20 @@ class Refined:
 
 
 def arenas_of(sizes: Mapping[str, Size]) -> int:
-    """Bytes of the largest weights and the largest gradients, once each: of different layers perhaps."""
+    """Return the bytes of the largest weights plus those of the largest gradients, perhaps of different layers."""
     return max(size.weights for size in sizes.values()) + max(size.gradients for size in sizes.values())
 
 
 def cut_to_fit(
     found: Mapping[str, nn.Module], size_of: Callable[[nn.Module], Size], room: int, whole: Container[nn.Module] = ()
 ) -> Refined:
-    """``found`` with what is too large replaced by what is in it, from the largest layer down, no further than needed.
+    """Return ``found`` with the largest layers replaced by the modules inside them, until all fit.
 
     Args:
         found: layers by qualified name.
-        size_of: of a module as a layer.
+        size_of: returns the size of a module as a layer.
         room: bytes for the largest weights and the largest gradients together.
-        whole: modules that are not to be cut.
+        whole: modules that must not be cut.
     """
     layers, cuts = dict(found), dict[str, list[str]]()
     sizes = {name: size_of(module) for name, module in layers.items()}
@@ -101,7 +101,7 @@ def cut_to_fit(
 
 
 def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules inside that can be called and have parameters, outermost ones."""
+    """Yield the outermost modules inside that can be called and have parameters."""
     for child_name, child in module.named_children():
         inner = f"{name}.{child_name}"
         if isinstance(child, _LISTS):
@@ -111,7 +111,7 @@ def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _why_whole(module: nn.Module, parts: Mapping[str, nn.Module], holders: Mapping[int, int]) -> str | None:
-    """Why ``module`` cannot be cut into ``parts``; None: it can."""
+    """Return why ``module`` cannot be cut into ``parts``; None if it can."""
     if any(holders[id(inner)] > 1 for inner in module.modules() if any(True for _ in inner.parameters())):
         return "it shares a module with another layer"
     inside = {id(p) for part in parts.values() for p in part.parameters()}
@@ -125,6 +125,6 @@ def _why_whole(module: nn.Module, parts: Mapping[str, nn.Module], holders: Mappi
 
 
 def _replaced(layers: Mapping[str, nn.Module], name: str, parts: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """``layers`` with ``parts`` where ``name`` was."""
+    """Return ``layers`` with ``parts`` in the place of ``name``."""
     pairs = [pair for key, layer in layers.items() for pair in (parts.items() if key == name else [(key, layer)])]
     return dict(pairs)

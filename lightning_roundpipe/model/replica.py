@@ -1,9 +1,9 @@
 """A layer's copy on a worker: the same module tree, with parameters that are views into the worker's arena.
 
-``copy.deepcopy`` would be wrong here: it would copy configurations, tokenizers and whatever else hangs on a module,
-and leave bound methods pointing at the original. The copy made here is new only in what must be new (modules,
-parameter and buffer dictionaries, lists and dicts that are attributes) and shares the rest, so that what user code
-changes on shared objects is seen at once.
+``copy.deepcopy`` would be wrong here: it would copy configurations, tokenizers and whatever else hangs on a module, and
+leave bound methods pointing at the original. A replica copies only what must be separate (modules, dictionaries of
+parameters and buffers, lists and dicts that are attributes) and shares the rest, so that user code's changes to shared
+objects take effect at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from lightning_roundpipe.model.unregistered_tensors import UnregisteredTensors
 
 
 def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of ``module``, each once, in registration order."""
+    """Return the parameters of ``module``, each once, in registration order."""
     return list(module.parameters())
 
 
 def parameter_places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every place that holds a parameter (a tied one has several)."""
+    """Yield every place of a parameter (a tied one has several)."""
     for inner in module.modules():
         for name, parameter in inner._parameters.items():
             if parameter is not None:
@@ -50,10 +50,9 @@ class Replica:
 
     Args:
         layer: the user's module.
-        device: where the copy's parameters and buffers live.
-        state: says what the attributes were when the layer was first seen, which is what differences refer to.
-            Default: they are what they are now.
-        rounded: positions of parameters that arrive rounded.
+        device: the device of the copy's parameters and buffers.
+        state: the layer's attributes when it was first seen, to which differences refer. Default: its present ones.
+        rounded: positions of parameters that are uploaded rounded.
     """
 
     def __init__(
@@ -65,15 +64,15 @@ class Replica:
     ) -> None:
         self.device = device
         self.originals = list(layer.modules())
-        # Not by the class's own __new__, which makes another class where torch.fx has made one for the instance.
+        # Not with the class's own __new__: torch.fx's creates another class for each instance.
         memo: dict[int, Any] = {id(m): object.__new__(m.__class__) for m in self.originals}
         self.modules: list[nn.Module] = [memo[id(m)] for m in self.originals]
         self.parameters = [_placeholder(p, device, i in rounded) for i, p in enumerate(unique_parameters(layer))]
-        # Some modules keep lists of their parameters (recurrent ones do).
+        # Some modules (recurrent ones) keep lists of their parameters.
         memo.update({id(p): q for p, q in zip(unique_parameters(layer), self.parameters, strict=True)})
         self._rebound = Rebinder(memo)
         self.original = Rebinder({id(memo[id(m)]): m for m in self.originals})
-        """Translates back what the copy's code made of the copy's modules."""
+        """Translates references to the copy's modules back to the layer's."""
         state = state or ModuleState(type(layer).__name__, layer)
         for module, clone, own in zip(self.originals, self.modules, state.base, strict=True):
             self._fill(module, clone, own, memo)
@@ -83,15 +82,15 @@ class Replica:
         self.unregistered_tensors = UnregisteredTensors(self._base, self.originals)
         self._applied: StateDiff | None = None
         self._held: AttributeSnapshot | None = None
-        """What the modules hold now; None: to be found out."""
+        """The modules' present attributes; None if not known."""
         self._flat: list[Any] = []
-        """The same, one after another."""
+        """The same values in one list."""
 
     def _fill(self, module: nn.Module, clone: nn.Module, own: dict[str, Any], memo: dict[int, Any]) -> None:
         state = clone.__dict__
         state.update({k: v for k, v in module.__dict__.items() if isinstance(v, Container) and k not in own})
         state.update({k: self.localized(v) for k, v in own.items()})
-        if state.get("_compiled_call_impl") is not None:  # compiled for the original; the copy runs as it was written
+        if state.get("_compiled_call_impl") is not None:  # compiled for the original; the copy runs uncompiled
             state["_compiled_call_impl"] = None
         state["_parameters"] = {n: None if p is None else memo[id(p)] for n, p in module._parameters.items()}
         state["_buffers"] = dict(module._buffers)
@@ -100,18 +99,18 @@ class Replica:
         state["_modules"] = {n: None if m is None else memo[id(m)] for n, m in module._modules.items()}
 
     def localized(self, value: Any) -> Any:
-        """``value`` as the copy should hold it: referring to the copy's parts, in containers of its own."""
+        """Return ``value`` as the copy should hold it: referring to the copy's parts, in containers of its own."""
         return frozen(self._rebound(value))
 
     def bind(
         self, views: list[Tensor], requires_grad: list[bool], whole: Callable[[int], Tensor] | None = None
     ) -> None:
-        """Point the copy's parameters at ``views`` (in the order of the layer's unique parameters).
+        """Point the copy's parameters at ``views``, in the order of the layer's unique parameters.
 
         Args:
-            views: as they have arrived.
-            requires_grad: of each.
-            whole: gives what one was before it was rounded, by position, if there are such.
+            views: the uploaded values.
+            requires_grad: of each parameter.
+            whole: returns a parameter's values before rounding, by position. Needed if there are rounded ones.
         """
         for index, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
             if isinstance(parameter, RoundedWeight):
@@ -122,8 +121,11 @@ class Replica:
         self.train(requires_grad)
 
     def unbind(self) -> None:
-        """Let go of what the parameters point at. Where the copy itself is dropped, that is not enough: it refers to
-        itself, so its memory would come back when Python next looks for such circles."""
+        """Release the memory that the parameters point at.
+
+        Dropping the copy is not enough: it has reference cycles, so only Python's next garbage collection would free
+        the memory.
+        """
         for parameter in self.parameters:
             parameter.grad = None
             if isinstance(parameter, RoundedWeight):
@@ -132,13 +134,13 @@ class Replica:
                 parameter.data = _nothing(parameter, self.device)
 
     def train(self, requires_grad: list[bool]) -> None:
-        """Which parameters the next call has gradients for."""
+        """Set which parameters the next call computes gradients for."""
         for parameter, trainable in zip(self.parameters, requires_grad, strict=True):
             if parameter.requires_grad != trainable:
                 parameter.requires_grad_(trainable)
 
     def apply(self, diff: StateDiff | None) -> None:
-        """Give the copy the Python attributes that the layer had when ``diff`` was taken."""
+        """Set the Python attributes that the layer had when ``diff`` was taken."""
         if diff is self._applied:
             return
         for index in self._applied.changed if self._applied else ():
@@ -152,13 +154,13 @@ class Replica:
         self._held = None
 
     def set(self, carried: dict[tuple[int, str], Any]) -> None:
-        """Give the copy attributes that came with the call."""
+        """Set attributes that came with the call."""
         for (index, key), value in carried.items():
             self.modules[index].__dict__[key] = self.localized(value)
             self._held = None
 
     def attributes(self) -> AttributeSnapshot:
-        """What every module holds, for :meth:`written` after the call; the same until a call changes it."""
+        """Return the modules' attributes, for :meth:`written` after a call; the same object until one changes them."""
         if self._held is None:
             held = [(i, k, m.__dict__[k]) for i, m in enumerate(self.modules) for k in _held(m.__dict__)]
             contents = {(i, k): (container, frozen(container)) for i, k, container in held}
@@ -167,10 +169,10 @@ class Replica:
         return self._held
 
     def written(self, before: AttributeSnapshot) -> list[tuple[int, str, Any]]:
-        """Attributes that the layer's code set during a call, or containers that it changed.
+        """Return the attributes that the layer's code set, and the containers that it changed, during a call.
 
         Returns:
-            (module index, name, value); a container as a copy.
+            (module index, name, value); a container is copied.
         """
         changes = []
         unmoved = before is self._held and same_objects([m.__dict__ for m in self.modules], self._flat)
@@ -187,7 +189,7 @@ class Replica:
         return [(i, k, frozen(self.modules[i].__dict__[k])) for i, k in changes + inside]
 
     def drop_written(self) -> None:
-        """Forget attributes set during a call: the next call starts from the layer's own."""
+        """Drop attributes that a call has set: the next call starts from the layer's own."""
         for index in range(len(self.modules)):
             self._restore(index)
         self._applied = None
@@ -203,14 +205,14 @@ class Replica:
 
 @dataclass
 class AttributeSnapshot:
-    """What the modules of a copy held: ``values`` by module and name; the lists and dicts among them, with contents."""
+    """The attributes of a replica's modules: ``values`` by module and name, and ``contents`` of containers."""
 
     values: list[dict[str, Any]]
     contents: dict[tuple[int, str], tuple[Any, Any]]
 
 
 _BOOKKEEPING = frozenset(nn.Module().__dict__)
-"""Attributes of every module, among them its hooks, which code inside a layer does not change."""
+"""Attributes of every module, among them its hooks. Code inside a layer does not change them."""
 
 
 def _held(attributes: dict[str, Any]) -> list[str]:

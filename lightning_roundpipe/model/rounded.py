@@ -1,14 +1,15 @@
-"""Weights that arrive rounded, and are seen as what they were.
+"""Weights that are uploaded rounded, and look unrounded to the layer.
 
-Under autocast ``F.linear(x, weight)`` first casts ``weight``. If that is all that a layer does with it, it may as well
-have been cast before it was sent. To the layer's code, and to autograd, a `RoundedWeight` is the parameter in fp32,
-with its ``dtype`` and with gradients in fp32; only the values in it are rounded. A cast to the format that they were
-rounded to is then what it would have been, to the bit, and so are views. All else needs the values as they were before:
+Under autocast, ``F.linear(x, weight)`` first casts ``weight``. If a layer does nothing else with it, it can be cast
+before the upload. To the layer's code and to autograd, a `RoundedWeight` is the fp32 parameter, with that ``dtype`` and
+with fp32 gradients; only its values are rounded. A cast to the dtype of the rounding then gives the same bits as
+without, and so does a cast of a view. All other operations need the unrounded values:
 
-    F.linear(x, weight) ── autocast ── autograd notes the cast ── here: a copy of the rounded values
+    F.linear(x, weight) ── autocast ── autograd records the cast ── here: a copy of the rounded values
     weight.sum(), norms, lookups, writes ──────────────────────── here: the value is fetched, and stays fetched
 
-torch asks here at each operation, in the layer's forward, its recomputation and its backward, so none is overlooked.
+torch dispatches each operation to this class, in the layer's forward, its recomputation and its backward, so it misses
+none.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 _aten = torch.ops.aten
 TO = tuple(getattr(_aten.to, name) for name in _aten.to.overloads())  # type: ignore[no-untyped-call]
-"""``Tensor.to`` itself, which arrives whole in inference mode; elsewhere torch takes it apart before."""
+"""``Tensor.to`` itself, which is dispatched as such in inference mode only; otherwise torch decomposes it before."""
 _OTHER_VIEWS = (_aten.view.dtype, _aten.as_strided.default)
-"""They look at the memory, not at the values."""
+"""Views that reinterpret the memory rather than the values."""
 
 
 def casts_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The format, if the operation is what autocast does to a weight; else None."""
+    """Return the dtype if the operation is the cast that autocast applies to a weight; else None."""
     if func is not _aten._to_copy.default or len(args) != 1:
         return None
     given = {key for key, value in kwargs.items() if value not in (None, False)}
@@ -37,16 +38,16 @@ def casts_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def keeps_values(func: Any) -> bool:
-    """Whether the operation gives a view of its first argument, whose values are that one's."""
+    """Return whether the operation returns a view of its first argument with the same values."""
     return bool(func.is_view) and func not in _OTHER_VIEWS and func not in TO
 
 
 class RoundedWeight(Tensor):
-    """A parameter in fp32 of which there are the rounded values; or a view of one.
+    """An fp32 parameter that has rounded values; or a view of one.
 
     Args:
-        shape, stride, dtype, device: what it is seen as.
-        requires_grad: whether gradients are to be added up in it.
+        shape, stride, dtype, device: those of the unrounded parameter.
+        requires_grad: whether gradients accumulate in it.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -66,28 +67,28 @@ class RoundedWeight(Tensor):
         return made
 
     def set_values(self, low: Tensor, whole: Callable[[], Tensor], of: RoundedWeight | None = None) -> None:
-        """Get other values.
+        """Replace the values.
 
         Args:
-            low: rounded.
-            whole: gives them as they were before that, in memory of its own.
-            of: that it is a view of.
+            low: the rounded values.
+            whole: returns the unrounded values, in memory of their own.
+            of: the weight of which this is a view.
         """
         self._low, self._get_whole, self._whole, self._of = low, whole, None, of
 
     def release(self) -> None:
-        """Have no values until `set_values` is called."""
+        """Drop the values until the next `set_values`."""
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         self.set_values(nothing, lambda: nothing)
 
     def whole(self) -> Tensor:
-        """The values before they were rounded. From now on all is computed from these, for they may be written to."""
+        """Return the unrounded values. All later operations use these, because the caller may write to them."""
         if self._whole is None:
             self._whole = self._get_whole()
         return self._whole
 
     def data_ptr(self) -> int:
-        """Who asks for memory wants to look at it."""
+        """Return the address of the unrounded values, because the caller is about to read memory."""
         return self.whole().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -101,7 +102,7 @@ class RoundedWeight(Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether somebody has asked for that, of it or of what it is a view of."""
+        """Whether the unrounded values were fetched, for this weight or for the one of which it is a view."""
         return self._whole is not None or (self._of is not None and self._of.is_whole)
 
     @classmethod
@@ -125,7 +126,7 @@ class RoundedWeight(Tensor):
 
 
 def _view(weight: RoundedWeight, function: Callable[[Tensor], Any]) -> Any:
-    """What ``function`` makes of a weight: one view or several."""
+    """Return the views of a weight that ``function`` creates: one, or several."""
     found = function(weight._low)
     several = isinstance(found, (list, tuple))
     views: list[RoundedWeight] = []

@@ -1,7 +1,7 @@
-"""Which modules and parameters a model is made of.
+"""The modules and parameters of a model, to notice when they are replaced.
 
-Workers have copies of layers, and the optimizer's thread knows the parameters by their ids. User code may put others in
-their place between batches: pruning and parametrizations register new ones, a head is exchanged, blocks are added.
+Workers have replicas of layers, and the optimizer's thread knows parameters by their ids. User code may replace them
+between batches: pruning and parametrizations register new ones, a head is exchanged, blocks are added.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import nn
 
 
 class Structure:
-    """What a model is made of when it is looked at first.
+    """The modules and parameters of a model at the time of creation.
 
     Args:
         root: the model.
-        layers: modules inside it that workers have copies of.
+        layers: modules inside it that workers have replicas of.
     """
 
     def __init__(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -28,25 +28,25 @@ class Structure:
         self._outside = [(m, _beside_layers(m)) for m in root.modules() if id(m) not in known]
 
     def has_changed(self) -> bool:
-        """Whether it is made of other modules or parameters now. Other values, and what is frozen, do not count."""
+        """Return whether modules or parameters have been replaced. Values and ``requires_grad`` do not count."""
         return any(_differ(_contents(m), seen) for m, seen in self._inside) or any(
             _differ(_beside_layers(m), seen) for m, seen in self._outside
         )
 
 
 _Contents = tuple[list[Any], list[Any]]
-"""Objects, which are compared by identity, as ``==`` of two parameters is a tensor; and what else belongs to them."""
+"""Objects, which are compared by identity because ``==`` of parameters is a tensor; and names, dtypes and shapes."""
 
 
 def _contents(module: nn.Module) -> _Contents:
-    """What a copy of ``module`` is made of, its values aside."""
+    """Return what a replica of ``module`` is made of, except values."""
     parameters, formats = _parameters(module)
     names = [*module._buffers, *module._modules, *module._parameters]
     return [type(module), *module._modules.values(), *parameters], [*names, *formats]
 
 
 def _beside_layers(module: nn.Module) -> _Contents:
-    """Of a module that is not copied: what has parameters."""
+    """Return the parameters of a module without replica, and its children that have parameters."""
     parameters, formats = _parameters(module)
     return [m for m in module._modules.values() if m is not None and _has_parameters(m)] + parameters, formats
 

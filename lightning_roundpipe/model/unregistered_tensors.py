@@ -1,9 +1,9 @@
-"""Tensors that a layer holds as plain attributes: no parameters, and no buffers, so that all its copies share them.
+"""Tensors that a layer holds as plain attributes: neither parameters nor buffers, so that all its replicas share them.
 
-What a layer writes there by replacing the tensor is found as an attribute that it sets. What it writes in place is in
-the user's own tensor at once, and would be there twice after a recomputation. A buffer is put back before one; of
-these nobody knows which will be written to, and copying all of them for each call would be dear. So it is refused when
-it shows. Filling a cache is no such case: the second time it is filled with the same.
+If a layer replaces such a tensor, this shows as an attribute that it sets. If it writes in place, it writes to the
+user's own tensor at once, and a recomputation would write again. Buffers are restored before a recomputation. Copying
+all of these tensors for each call would be too expensive, so a write is detected and refused. Filling a cache is
+allowed: the second time writes the same values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_roundpipe.model.attributes import bits, tensors_in
 
 
 class UnregisteredTensors:
-    """Those among ``attributes``, a dict for each of the layer's ``modules``. Some stand for a buffer as well."""
+    """The tensors among ``attributes``, one dict per module of the layer, except those that are buffers too."""
 
     def __init__(self, attributes: Iterable[dict[str, Any]], modules: Iterable[nn.Module]) -> None:
         buffers = {id(buffer) for module in modules for buffer in module._buffers.values()}
@@ -35,7 +35,7 @@ class UnregisteredTensors:
         self._versions: list[int | None] = [None] * len(self._tensors)
 
     def unmoved(self, layer: str) -> contextlib.AbstractContextManager[None]:
-        """A recomputation of ``layer``. What nobody has written to since the last one is not looked at."""
+        """Return the context of a recomputation of ``layer``. It skips tensors not written to since the last one."""
         return self._unmoved(layer) if self._tensors else contextlib.nullcontext()
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""The safetensors files that hold a model's weights: where they are, and whether they are whole.
+"""The safetensors files of a model's weights: where they are, and whether they are complete.
 
-They are looked at before a model is made of them, because what transformers says of a file that is cut short does not
-name it. Only headers are read; the weights themselves stay on the disk until somebody looks at them.
+They are checked before a model is loaded, because transformers' error for a truncated file does not name it. Only
+headers are read; the weights stay on the disk until they are used.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from lightning_roundpipe.messages import plural
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIGURATION = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Files of a model on the hub that are not its weights."""
+"""Files of a model on the hub other than its weights."""
 
 
 def from_the_hub(name: str, *, weights: bool) -> Path:
-    """The folder with the files of the model ``name``, which are downloaded unless they were before.
+    """Return the folder with the files of the model ``name``, downloaded unless they are cached.
 
     Raises:
-        Exception: of many kinds, if they are neither here nor to be had.
+        Exception: of many types, if the files are neither cached nor available.
     """
     wanted = (*_CONFIGURATION, "*.safetensors") if weights else _CONFIGURATION
     return Path(snapshot_download(name, allow_patterns=list(wanted), ignore_patterns=["*/*"]))
 
 
 def weight_files(folder: Path) -> Mapping[Path, frozenset[str]]:
-    """The files in ``folder`` that transformers reads weights from, and the names that its index puts into each.
+    """Return the files in ``folder`` that transformers reads weights from, each with the names that its index lists.
 
     Raises:
-        FileNotFoundError: there are none.
-        ValueError: the index is none.
+        FileNotFoundError: there are no such files.
+        ValueError: the index is invalid.
     """
     if (folder / _SINGLE).is_file():
         return {folder / _SINGLE: frozenset()}
     if not (folder / _INDEX).is_file():
         if any(folder.glob("pytorch_model*.bin")):
-            return {}  # older files, which are read as a whole
+            return {}  # the older format has no header to check
         raise FileNotFoundError(f"it holds neither {_SINGLE} nor {_INDEX}")
     index = json.loads((folder / _INDEX).read_text())
     placed = index.get("weight_map") if isinstance(index, dict) else None
@@ -55,10 +55,10 @@ def weight_files(folder: Path) -> Mapping[Path, frozenset[str]]:
 
 
 def check_file(path: Path, names: frozenset[str]) -> None:
-    """Whether ``path`` is as long as its header says, and has all ``names`` in it.
+    """Raise unless ``path`` is as long as its header says and contains all ``names``.
 
     Raises:
-        Exception: it is not, or is not there.
+        Exception: of many types, if the file is truncated, incomplete or missing.
     """
     with safe_open(path, framework="pt") as file:
         if missing := names - set(file.keys()):

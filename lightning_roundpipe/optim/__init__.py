@@ -1,8 +1,8 @@
-"""The user's optimizer, stepped a few parameters at a time with the numbers of ``optimizer.step()``.
+"""Steps the user's optimizer a few parameters at a time, with the numbers of ``optimizer.step()``.
 
-Which optimizers can be (``independence``), a snapshot of their hyperparameters, the stand-in that does it
-(``partial_optimizer``), with fused kernels where there are any (``fused``), called by themselves where that may be
-(``direct``), and gradient clipping in pieces (``clipping``).
+``independence`` decides which optimizers allow that. ``hyperparameters`` takes a snapshot of their groups.
+``partial_optimizer`` steps some of the parameters, with fused kernels where possible (``fused``), and calls these
+without ``step()`` where that gives the same result (``direct``). ``clipping`` clips gradients as they arrive.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Adam and AdamW by their fused kernel alone, without what torch's ``step()`` does around it.
+"""Calls the fused kernel of Adam and AdamW directly, without what torch's ``step()`` does around it.
 
-Beside memory, a call of ``step()`` costs Python for each parameter, and a new tensor for each to add 1 to its counter
-of steps. A step of all parameters pays for that in a row; in a step layer by layer it is several times as dear, because
-the layer before has driven all of it from the caches. So everything is looked at and laid out once, before gradients
-come; what is left for each layer is to call the kernel as ``step()`` would call it.
+Apart from memory traffic, a call of ``step()`` costs Python work per parameter, and a new tensor per parameter to add 1
+to its step counter. A step of all parameters pays that once, in a row. A step layer by layer pays several times as
+much, because the previous layer has driven all of it from the caches. So everything is checked and laid out once,
+before gradients arrive; for each layer only the kernel call remains, with the arguments that ``step()`` would pass.
 
-Nothing is kept from one step to the next, so that nothing goes stale when states are loaded, tensors are replaced or
-hyperparameters change.
+Nothing is kept between steps, so nothing goes stale when states are loaded, tensors are replaced or hyperparameters
+change.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class Row(NamedTuple):
-    """What the kernel is given of one parameter, beside its gradient.
+    """The kernel's arguments for one parameter, except its gradient.
 
     Attributes:
-        kind: the number of its group, and its dtype: one call takes those of one kind.
-        tensors: the parameter, its counter of steps, and the averages in the kernel's order.
+        kind: the number of its group, and its dtype. One kernel call takes rows of one kind.
+        tensors: the parameter, its step counter, and its averages in the kernel's order.
     """
 
     kind: tuple[int, torch.dtype]
@@ -36,10 +36,13 @@ class Row(NamedTuple):
 
 
 def row_of(number: int, group: Mapping[str, Any], parameter: Tensor, state: Mapping[str, Any]) -> Row | None:
-    """That of a parameter of the group ``number``; None if it has no state yet, or the kernel may not walk through it.
+    """Return the row of a parameter of group ``number``; None if it has no state yet or the kernel cannot take it.
 
     Args:
-        parameter: not requiring grad.
+        number: the number of the parameter's group.
+        group: that group.
+        parameter: must not require grad.
+        state: the parameter's optimizer state.
     """
     tensors = [parameter, state.get("exp_avg"), state.get("exp_avg_sq")]
     if group["amsgrad"]:
@@ -59,10 +62,10 @@ def step(
     rows: Sequence[Row | None],
     gradients: Iterable[Tensor],
 ) -> bool:
-    """Step the parameters of ``rows``, if all have one and the kernel may walk through their ``gradients``; or nothing.
+    """Step the parameters of ``rows`` if the kernel can take all rows and ``gradients``; otherwise step none.
 
     Returns:
-        Whether it was done.
+        Whether the parameters were stepped.
     """
     kinds: dict[tuple[int, torch.dtype], list[tuple[Tensor, ...]]] = {}
     for row, gradient in zip(rows, gradients, strict=True):
@@ -80,10 +83,15 @@ def step(
 def step_part(
     cls: type[Optimizer], groups: tuple[Mapping[str, Any], ...], row: Row, gradient: Tensor, start: int, end: int
 ) -> None:
-    """Step the numbers ``start`` to ``end`` of the parameter of ``row``; its counter counts with the last of them.
+    """Step elements ``start`` to ``end`` of a parameter. The part with the last element increases the step counter.
 
     Args:
-        gradient: of these numbers.
+        cls: the optimizer's class.
+        groups: the hyperparameters of all groups.
+        row: the parameter's row.
+        gradient: the gradient of these elements.
+        start: the first element.
+        end: one past the last element.
     """
     parameter, count, *averages = row.tensors
     last = end == parameter.numel()
@@ -113,8 +121,8 @@ def _call(
     squares: list[Tensor],
     maxima: list[Tensor] | None = None,
 ) -> None:
-    torch._foreach_add_(counts, _ONE, alpha=1.0)  # a number would become a tensor for each of them
-    decoupled = group.get("decoupled_weight_decay", cls is AdamW)  # torch < 2.7 knows it by the class alone
+    torch._foreach_add_(counts, _ONE, alpha=1.0)  # a Python number would become a tensor per counter
+    decoupled = group.get("decoupled_weight_decay", cls is AdamW)  # before torch 2.7, only the class tells
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
     beta1, beta2 = group["betas"]
     kernel(

@@ -1,14 +1,14 @@
-"""Where a fused kernel is used although the user did not ask for one.
+"""Decides where to use a fused kernel although the user did not ask for one.
 
-On the CPU torch's optimizers take ten passes over a parameter's memory where their fused kernels take one, and they use
-those only if told to. The numbers agree to rounding and the state is the same, so that a run goes on with either.
-They are not used where more than rounding would differ:
+On the CPU, torch's optimizers pass over a parameter's memory ten times where their fused kernels pass once, but use the
+kernels only on request. The results agree up to rounding and the state is the same, so a run can continue with either.
+Fused kernels are not used where more than rounding would differ:
 
-- In half precision the ordinary code rounds after each operation, or overflows; the kernels do not.
-- The kernels walk through memory and ignore strides: a gradient laid out otherwise than its parameter gives wrong
-  numbers, a parameter that is part of a larger tensor destroys its neighbours (torch 2.13).
+- In half precision, the ordinary code rounds after each operation, or overflows; the kernels do not.
+- The kernels walk through memory and ignore strides. A gradient with another layout than its parameter gives wrong
+  results, and a parameter that is part of a larger tensor overwrites its neighbours (torch 2.13).
 - They lack ``capturable`` and ``differentiable``, and read tensors given as hyperparameters in another precision.
-- The state's counter of steps is float32; with a default dtype of float64 it would be float64.
+- The state's step counter is float32; with a default dtype of float64 it would be float64.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 
 _CLASSES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 DTYPES = (torch.float32, torch.float64)
-"""That the kernels compute in as the ordinary code does."""
+"""The dtypes in which the kernels compute as the ordinary code does."""
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "lr_decay")
 
 
 def is_open(cls: type[Optimizer], group: Mapping[str, Any]) -> bool:
-    """Whether the hyperparameters leave the kernel to us, and a fused one has the same meaning."""
+    """Return whether the user left the choice of kernel open, and a fused one computes the same."""
     return (
         cls in _CLASSES
         and group.get("fused") is None
@@ -40,7 +40,7 @@ def is_open(cls: type[Optimizer], group: Mapping[str, Any]) -> bool:
 
 
 def is_direct(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether the kernel may be called without ``step()``: it is the one that ``step()`` takes, or that we take."""
+    """Return whether the fused kernel may be called without ``step()``, which would use it too (or we would)."""
     cls = type(optimizer)
     return (
         cls in (torch.optim.Adam, torch.optim.AdamW)
@@ -52,9 +52,9 @@ def is_direct(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 
 
 def fits(parameter: Tensor, gradient: Tensor | None, state: Mapping[str, Any]) -> bool:
-    """Whether a fused kernel may walk through a parameter, its gradient and its state side by side.
+    """Return whether a fused kernel can walk through a parameter, its gradient and its state side by side.
 
-    A gradient has its parameter's dtype, shape and device; torch sees to that. A state may come from any file.
+    torch makes sure that a gradient has its parameter's dtype, shape and device. A state may come from any file.
     """
     dtype, shape = parameter.dtype, parameter.shape
     if dtype not in DTYPES or not parameter.is_cpu or not parameter.is_contiguous():

@@ -1,7 +1,7 @@
-"""The hyperparameters of one optimizer step, as they were when it was asked for.
+"""The hyperparameters of one optimizer step, as they were when the step was requested.
 
-A learning rate scheduler changes the user's groups right after ``optimizer.step()`` has returned, which may be long
-before the last layer has been updated.
+A learning rate scheduler changes the user's groups right after ``optimizer.step()`` returns, which may be long before
+the last layer has been updated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_roundpipe.optim.fused import is_direct, is_open
 from lightning_roundpipe.optim.independence import unwrapped
 
 OF_PARAMETERS = frozenset({"params", "param_names"})
-"""The keys of a group that have an entry for each parameter."""
+"""The keys of a group whose values have one entry per parameter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +27,11 @@ class Hyperparameters:
     """A snapshot that shares nothing with the optimizer's groups.
 
     Attributes:
-        groups: all of them, without what they say of single parameters.
-        group_of: by id of the parameter, which group it is in.
-        names: by id of the parameter, if it was given with a name.
-        fused: for each group, whether we take a fused kernel where the parameter allows it.
-        direct: for each group, whether it may be called without the optimizer's ``step()``.
+        groups: all groups, without their per-parameter keys.
+        group_of: the number of a parameter's group, by id of the parameter.
+        names: the name of a parameter, by id, if the optimizer was given names.
+        fused: per group, whether to use a fused kernel where the parameter allows it.
+        direct: per group, whether the kernel may be called without the optimizer's ``step()``.
     """
 
     groups: tuple[Mapping[str, Any], ...]
@@ -42,7 +42,7 @@ class Hyperparameters:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Hyperparameters:
-        """What ``optimizer.step()`` would use now."""
+        """Take a snapshot of what ``optimizer.step()`` would use now."""
         optimizer = unwrapped(optimizer)
         groups = optimizer.param_groups
         return cls(
@@ -60,7 +60,7 @@ class Hyperparameters:
 
 
 def _copied(value: Any) -> Any:
-    if type(value) in (float, int, bool, NoneType):  # nearly all of them
+    if type(value) in (float, int, bool, NoneType):  # nearly all values
         return value
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)

@@ -1,8 +1,8 @@
-"""Which optimizers treat each parameter on its own, so that they can be stepped a few parameters at a time.
+"""Decides which optimizers treat each parameter on its own and can thus be stepped a few parameters at a time.
 
-Nothing about an optimizer's interface says so. Stepped in pieces, one that looks at all parameters together (a trust
-ratio over the whole model, a counter of steps in the optimizer itself) would train something else without a word. So
-torch's own are known by exact class, after reading what each of them does, and everybody else has to declare it.
+Nothing in an optimizer's interface says so. An optimizer that uses all parameters together (a trust ratio over the
+whole model, a step counter in the optimizer itself) would silently train something else when stepped in pieces. So
+torch's own optimizers are listed by exact class, after reading the code of each, and all others must declare it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ KNOWN: frozenset[type[Optimizer]] = frozenset(
     )
     if hasattr(torch.optim, name)
 )  # fmt: skip
-"""Exact classes: a subclass may do anything. Muon came with torch 2.9."""
+"""Exact classes: a subclass may do anything. torch has Muon since 2.9."""
 
 _BY_DEFAULT: frozenset[type[Optimizer]] = frozenset({torch.optim.ASGD})
-"""Those of them whose steps make tensors in torch's default format."""
+"""Known optimizers whose steps create tensors of torch's default dtype."""
 
 DECLARATION = "independent_parameters"
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The user's optimizer, also if Lightning's wrapper around it is given."""
+    """Return the user's optimizer, without Lightning's wrapper around it."""
     while any(_is_lightnings(base) for base in type(optimizer).__mro__):
         optimizer = vars(optimizer)["_optimizer"]
     return optimizer
 
 
 def stepped_by_parameter(optimizer: Optimizer) -> str | None:
-    """None if ``optimizer`` can be stepped a few parameters at a time, with the same numbers; else why not.
+    """Return None if ``optimizer`` can be stepped a few parameters at a time with the same results; else the reason.
 
-    Hooks and groups come and go, so ask again for each step; it takes microseconds. The reason is part of a sentence
-    that goes on after "because".
+    Call it for each step, because hooks and groups come and go; it takes microseconds. The reason is a clause to follow
+    "because".
     """
     optimizer = unwrapped(optimizer)
     cls = type(optimizer)
@@ -58,7 +58,7 @@ def stepped_by_parameter(optimizer: Optimizer) -> str | None:
 
 
 def goes_by_default_format(optimizer: Optimizer) -> str | None:
-    """None if a step computes the same whatever torch's default format is meanwhile; else why it may not."""
+    """Return None if a step does not depend on torch's default dtype meanwhile; else why it may."""
     cls = type(unwrapped(optimizer))
     if cls in KNOWN and cls not in _BY_DEFAULT:
         return None
@@ -71,7 +71,7 @@ def _is_lightnings(base: type) -> bool:
 
 
 def _patched(optimizer: Optimizer) -> str | None:
-    """Whether ``step`` is another function than its class's. Schedulers of torch wrap it to see that it was called."""
+    """Return a reason if ``step`` is not the class's own. torch's schedulers may wrap it, to count its calls."""
     cls = type(optimizer)
     step: Any = vars(optimizer).get("step", cls.step)
     while step is not cls.step and _home(step) == "torch.optim.lr_scheduler":
@@ -86,7 +86,7 @@ def _home(function: Any) -> str:
 
 
 def _is_torchs(function: Callable[..., Any] | None) -> bool:
-    """Whether ``function`` and all that it wraps are torch's own."""
+    """Return whether ``function`` and all that it wraps are torch's own."""
     while function is not None:
         if not _home(function).startswith("torch."):
             return False
@@ -104,11 +104,11 @@ def _hooked(optimizer: Optimizer) -> str | None:
 
 
 def _entangled(optimizer: Optimizer) -> str | None:
-    """Settings under which an optimizer that is known to be independent is not, or needs autograd."""
+    """Return a reason if settings make a known optimizer treat parameters together, or need autograd."""
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return "its group has differentiable=True"
-        # One epsilon for the whole group, that of the first parameter's dtype, is used for all of them.
+        # The whole group uses one epsilon, that of the first parameter's dtype.
         if type(optimizer) is torch.optim.Adafactor and group["eps"][0] is None:
             dtypes = {p.dtype for p in group["params"]}
             if len(dtypes) > 1:

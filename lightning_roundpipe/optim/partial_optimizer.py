@@ -1,15 +1,16 @@
-"""A stand-in for the user's optimizer that steps some of its parameters, on any thread, while others still compute.
+"""Steps some parameters of the user's optimizer, on any thread, while the gradients of others are still computed.
 
-Calling the user's ``optimizer.step()`` for a few parameters would mean to change its groups or to hide the gradients of
-all others, in front of everybody who looks. Instead a second instance is made for the moment of a step::
+Calling the user's ``optimizer.step()`` for a few parameters would mean changing its groups, or hiding the gradients of
+all others, where user code can see it. Instead, a second instance is created for each step::
 
     optimizer (the user's)               stand-in
-      param_groups, schedulers  ──────►    groups: a snapshot of when the step was asked for     [1]
+      param_groups, schedulers  ──────►    groups: a snapshot of when the step was requested     [1]
       state[master]  ◄────────────────►    state[alias]: the same inner dicts                    [2]
       master: version, .grad               alias: the same memory, its own version and .grad     [3]
       step, patched and hooked             step of the class
 
-[2] is why checkpoints are those of plain training, and [3] why the optimizer's writes are not taken for the user's.
+Because of [2], checkpoints are those of plain training. Because of [3], the optimizer's writes are not mistaken for the
+user's.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ State = defaultdict[Tensor, Any]
 class PartialOptimizer:
     """Steps some of an optimizer's parameters.
 
-    Which of them is for each call to say, and changes no bit: one call for several layers does what one for each of
-    them would, and costs its Python only once.
+    How parameters are distributed over calls changes no bit: one call for several layers does what one call per layer
+    would do, at the Python cost of one.
 
     Args:
-        optimizer: the user's, one that ``stepped_by_parameter`` has nothing against.
-        masters: all parameters that are to be stepped through it. Some may be in no group of the optimizer.
+        optimizer: the user's optimizer, for which ``stepped_by_parameter`` returns None.
+        masters: all parameters to be stepped. Some may be in no group of the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, masters: Sequence[nn.Parameter]) -> None:
@@ -54,21 +55,21 @@ class PartialOptimizer:
 
     @contextlib.contextmanager
     def prepared(self, hyperparameters: Hyperparameters) -> Iterator[None]:
-        """Within it calls of ``step`` with these ``hyperparameters`` find laid out what each would lay out for itself.
+        """Lay out all masters once for the calls of ``step`` with these ``hyperparameters`` within the context.
 
-        Masters and the optimizer's state are written to by these calls alone meanwhile.
+        Only these calls may write to masters and to the optimizer's state meanwhile.
         """
         self._laid_out = hyperparameters, self._lay_out(hyperparameters, hyperparameters.group_of)
         try:
             yield
         finally:
-            self._laid_out = None  # or memory would live on that the user has replaced
+            self._laid_out = None  # or it would keep memory alive that the user has replaced
 
     def step(self, hyperparameters: Hyperparameters, gradients: Mapping[int, Tensor]) -> None:
-        """Step exactly the masters that have a gradient, given by id of the master; ids of others are ignored.
+        """Step exactly the masters that have a gradient. ``gradients`` is by id of the master; other ids are ignored.
 
         A master without a gradient, or in no group, stays as it is and gets no state. Two steps of one optimizer must
-        not run at the same time, and neither must anything that reads its state.
+        not run at the same time, nor may anything read its state during a step.
         """
         if self._laid_out is not None and self._laid_out[0] is hyperparameters:
             rows = self._laid_out[1]
@@ -101,22 +102,24 @@ class PartialOptimizer:
                     everyones[master] = after
 
     def steps_parts(self, hyperparameters: Hyperparameters, keys: Iterable[int]) -> bool:
-        """Whether `step_part` may be called for all masters of ``keys``; within `prepared`."""
+        """Return, within `prepared`, whether `step_part` can step all masters of ``keys``."""
         laid_out = self._laid_out
         return laid_out is not None and laid_out[0] is hyperparameters and all(key in laid_out[1] for key in keys)
 
     def step_part(self, hyperparameters: Hyperparameters, key: int, gradient: Tensor, start: int, end: int) -> None:
-        """Step the numbers ``start`` to ``end`` of one master, part by part up to the last one. Parts that begin at
-        multiples of a cache line change no bit."""
+        """Step elements ``start`` to ``end`` of one master. Call it part by part, the last part last.
+
+        Parts that begin at multiples of a cache line change no bit.
+        """
         assert self._laid_out is not None
         direct.step_part(type(self._optimizer), hyperparameters.groups, self._laid_out[1][key], gradient, start, end)
 
     def release(self) -> None:
-        """Hold no master's memory until the next step."""
+        """Release the masters' memory until the next step."""
         self._aliases.clear()
 
     def _lay_out(self, values: Hyperparameters, keys: Iterable[int]) -> dict[int, direct.Row]:
-        """What is needed to step masters by the kernel alone, where that may be."""
+        """Return rows for the masters that the kernel can step directly."""
         rows = {}
         everyones = self._optimizer.state
         for key in keys:
@@ -129,13 +132,13 @@ class PartialOptimizer:
         return rows
 
     def _alias(self, master: nn.Parameter) -> nn.Parameter:
-        """[3], made again when user code has moved the master elsewhere."""
-        key, known = id(master), type(self._optimizer) in KNOWN  # which do not ask what a parameter is beside numbers
+        """Return the master's alias [3]; create it again if user code has moved the master's memory."""
+        key, known = id(master), type(self._optimizer) in KNOWN  # known optimizers use nothing but a parameter's values
         alias = self._aliases.get(key)
         if alias is None or not alias.is_set_to(master):
             requires_grad = master.requires_grad and not known
             alias = self._aliases[key] = nn.Parameter(master.data, requires_grad=requires_grad)
-        if not known and (marks := vars(master)):  # which the user's own optimizer may go by
+        if not known and (marks := vars(master)):  # attributes that the user's own optimizer may use
             vars(alias).update(marks)
         return alias
 
@@ -146,15 +149,15 @@ class PartialOptimizer:
         aliases: list[nn.Parameter],
         states: list[Mapping[str, Any] | None],
     ) -> list[dict[str, Any]]:
-        """[1] The snapshot's groups of these masters, in order, each cut where the kernel has to be another."""
+        """Return the snapshot's groups of these masters [1], each split where parameters need different kernels."""
         cls = type(self._optimizer)
         cut: dict[int, dict[tuple[bool, bool], list[int]]] = {}
-        if cls not in KNOWN:  # it may count on the number of a group
+        if cls not in KNOWN:  # it may rely on a group's number
             cut = {number: {} for number in range(len(values.groups))}
         for index, (master, alias, state) in enumerate(zip(masters, aliases, states, strict=True)):
             number = values.group_of[id(master)]
             fused = values.fused[number] and fits(alias, alias.grad, state or {})
-            # SGD's fused kernel takes either only first steps or none.
+            # SGD's fused kernel takes only first steps or none in one call.
             first = cls is SGD and bool(fused or values.groups[number].get("fused")) and not _has_momentum(state)
             cut.setdefault(number, {}).setdefault((fused, first), []).append(index)
         groups = []
@@ -169,15 +172,15 @@ class PartialOptimizer:
         return groups
 
     def _run(self, groups: list[dict[str, Any]], state: State) -> None:
-        """One step of a fresh instance, which knows all that the user's instance knows now."""
+        """Run one step of a fresh instance with all present attributes of the user's instance."""
         cls = type(self._optimizer)
-        stand_in: Optimizer = object.__new__(cls)  # constructors fill the state, and ask for more than we know
+        stand_in: Optimizer = object.__new__(cls)  # constructors fill the state, and need arguments that we do not have
         given = vars(self._optimizer).copy()
         given.pop("step", None)  # a scheduler's wrapper, which would step the user's instance
         given.update(state=state, param_groups=groups, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
         vars(stand_in).update(given)
         if cls in KNOWN:
-            # Without what wraps it (a name for profilers, hooks, torch.compile), which costs as much as all the rest.
+            # Without its wrappers (a name for profilers, hooks, torch.compile), which cost as much as all the rest.
             with torch.no_grad():
                 inspect.unwrap(cls.step)(stand_in)
             return
@@ -193,7 +196,7 @@ def _has_momentum(state: Mapping[str, Any] | None) -> bool:
 
 
 def _refuse_writes(cls: type, owner: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """What a step keeps outside its parameters' state is lost with the stand-in, and would count pieces as steps."""
+    """Raise if a step wrote outside its parameters' state: the stand-in loses that, and would count pieces as steps."""
     for name, value in after.items():
         if name not in before or before[name] is not value:
             raise RoundPipeError(

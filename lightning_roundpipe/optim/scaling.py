@@ -1,8 +1,8 @@
 """Dynamic loss scaling with the bits of ``torch.amp.GradScaler``, for gradients that arrive one after another.
 
-In fp16 small gradients vanish, so the loss is multiplied by a large factor and the gradients are divided by it again.
-If any of them is not finite the factor was too large: the whole step is skipped, and the factor halved. torch's own
-class wants all gradients at once, in ``.grad``; its numbers, and what it saves, are used here.
+Small gradients underflow in fp16, so losses are multiplied by a large scale, and gradients divided by it. If a gradient
+is not finite, the scale was too large: the whole step is skipped and the scale reduced. torch's own class needs all
+gradients at once, in ``.grad``. This module uses its numbers and its saved state.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch.amp import GradScaler
 
 
 class LossScale:
-    """The factor, kept in a ``GradScaler`` that others may look at, save and load.
+    """The loss scale, kept in a ``GradScaler`` that other code may read, save and load.
 
     Args:
-        scaler: on the CPU.
+        scaler: a scaler on the CPU.
     """
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
 
     def now(self) -> float:
-        """What losses are multiplied by."""
+        """Return the present scale of losses."""
         return float(self._scaler.get_scale())
 
     def update(self, *, finite: bool) -> None:
-        """After a step, which was skipped if its gradients were not ``finite``; as ``GradScaler.update`` does."""
+        """Update the scale after a step as ``GradScaler.update`` does. The step was skipped if not ``finite``."""
         state = self._scaler.state_dict()
         unskipped = state["_growth_tracker"] + 1 if finite else 0
         if not finite:
@@ -44,13 +44,13 @@ class LossScale:
 
 @torch.no_grad()
 def unscale(gradients: Iterable[Tensor], scale: float) -> bool:
-    """Divide each of them by ``scale``, in place.
+    """Divide each gradient by ``scale``, in place.
 
     Returns:
-        Whether all of them are finite.
+        Whether all gradients are finite.
 
     Raises:
-        ValueError: for gradients in fp16, as torch does: the weights themselves are.
+        ValueError: a gradient is in fp16, because the weights themselves are. torch raises there too.
     """
     inverse = torch.tensor(scale, dtype=torch.float64).reciprocal().float()
     found = torch.zeros((), dtype=torch.float32)

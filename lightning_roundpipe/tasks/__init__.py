@@ -1,4 +1,4 @@
-"""Ordinary LightningModules that come with the package. None of them knows anything of RoundPipe."""
+"""Ordinary LightningModules that do not depend on RoundPipe."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Fine-tuning of a causal language model, as an ordinary LightningModule.
 
-Nothing here knows of RoundPipe: the same class trains with ``strategy="auto"``, which is the point. Its steps are those
-that a user would write: call the model with labels, log, return the loss.
+It does not depend on RoundPipe: the same class trains with ``strategy="auto"``. Its steps are those that a user would
+write: call the model with labels, log, return the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Batch = dict[str, Tensor]
 
 
 class MeanPerplexity(MeanMetric):
-    """exp of the mean loss per token. Takes losses with their token counts, so no second softmax over the logits."""
+    """The exponential of the mean loss per token, from losses and token counts, without a softmax over logits."""
 
     @override
     def compute(self) -> Tensor:
@@ -39,13 +39,13 @@ class CausalLM(LightningModule):
     """Trains ``model``, or only adapters in it.
 
     Args:
-        model: a Hugging Face causal language model; batches are its keyword arguments, ``labels`` among them.
+        model: a Hugging Face causal language model. Batches are its keyword arguments, including ``labels``.
         optimizer: makes the optimizer from the trainable parameters, e.g. ``partial(AdamW, lr=1e-3)``.
-        scheduler: makes a learning rate scheduler, stepped after every optimizer step, from the optimizer.
+        scheduler: makes a learning rate scheduler from the optimizer, stepped after every optimizer step.
         lora: a PEFT configuration: the model is frozen and gets these adapters. ``None``: all weights are trained.
-        max_new_tokens: length of the completions that ``predict_step`` makes.
-        lean_loss: the loss is computed without ever holding all logits, to rounding the same; see `model.lean_loss` for
-            what it asks of an output layer.
+        max_new_tokens: length of the completions of ``predict_step``.
+        lean_loss: compute the loss without ever holding all logits. The loss is the same up to rounding; see
+            `model.lean_loss` for the conditions on an output layer.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         self.model: PreTrainedModel | PeftModel = model if lora is None else get_peft_model(model, lora)
-        self.model.train()  # Hugging Face loads models in evaluation mode, and Lightning keeps the mode
+        self.model.train()  # Hugging Face loads models in eval mode, and Lightning keeps the mode
         if lean_loss:
             make_lean(self.model)
         self.lean_loss = lean_loss
@@ -71,7 +71,7 @@ class CausalLM(LightningModule):
         self.strict_loading = lora is None  # see on_save_checkpoint
 
     def loss_of(self, batch: Batch) -> Tensor:
-        """The model's own loss."""
+        """Return the model's own loss."""
         with lean_logits(self.model) if self.lean_loss else contextlib.nullcontext():
             loss: Tensor = self.model(**batch, use_cache=False).loss
             return loss
@@ -85,16 +85,16 @@ class CausalLM(LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        # Lightning resets metrics where it used them: after trainer.validate() in inference mode, whose tensors cannot
-        # be updated by the validation within fit. So they start afresh here, in the mode that they will be updated in.
+        # Lightning resets metrics in the mode that it used them in: after trainer.validate() that is inference mode,
+        # whose tensors the validation within fit cannot update. So they are reset here, in the mode of the update.
         self.val_loss.reset()
         self.val_perplexity.reset()
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         loss = self.loss_of(batch)
-        # The model's loss is a mean over its targets, which are the labels but each sequence's first. Weighted by their
-        # number, the mean over the validation set is that of its tokens, however it is cut into batches.
+        # The model's loss is a mean over its targets: all labels except each sequence's first. Weighting by their
+        # number makes the validation loss the mean over all tokens, however they are cut into batches.
         targets = (batch["labels"][:, 1:] != -100).sum()
         self.val_loss.update(loss, targets)
         self.val_perplexity.update(loss, targets)
@@ -103,7 +103,7 @@ class CausalLM(LightningModule):
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The prompts with their greedy completions: tokens of shape (prompts, length)."""
+        """Return the prompts with their greedy completions: tokens of shape (prompts, length)."""
         prompts = batch["input_ids"]
         completed: Tensor = cast(Any, self.model).generate(
             input_ids=prompts,
@@ -125,16 +125,16 @@ class CausalLM(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """With adapters, only what is trained is saved: the frozen weights are where they were loaded from."""
+        """Save only trained parameters if there are adapters. The frozen weights are where they were loaded from."""
         if self.strict_loading:
             return
-        named = self.named_parameters(remove_duplicate=False)  # tied weights are saved under all of their names
+        named = self.named_parameters(remove_duplicate=False)  # tied weights are saved under all their names
         frozen = {name for name, parameter in named if not parameter.requires_grad}
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in frozen}
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Loading adapters is not strict, so what would then be missing silently is looked for here."""
+        """Raise for missing parameters, because loading adapters is not strict."""
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         if missing := sorted(trained - checkpoint["state_dict"].keys()):
             raise ValueError(

@@ -1,7 +1,7 @@
-"""A model for demonstrations: small enough to learn some English from random weights while one watches.
+"""A model for demonstrations: small enough to learn some English from random weights in a minute or less.
 
-Nothing is downloaded: the tokenizer is made on the spot from the texts that the model is to learn, in less than a
-second. Its tokens are whole words where those are frequent, so that even a model of half a million weights completes in
+Nothing is downloaded: the tokenizer is trained on the texts that the model is to learn, in less than a second. Its
+tokens are whole words where those are frequent, so that even a model of half a million weights completes prompts in
 words.
 """
 
@@ -20,11 +20,11 @@ from lightning_roundpipe.model.loading import Pretrained, from_config
 END = "<end>"
 
 _PROSE = re.compile(r"[A-Z][a-z]*,? [\w ,;:'’()\"*.-]{80,}\.")
-"""A paragraph of words and sentences."""
+"""A paragraph of whole sentences."""
 
 
 def prose() -> dict[str, str]:
-    """What Python's help topics say in whole sentences, a line for each paragraph: no tables, grammars or examples."""
+    """Return the prose of Python's help topics, one line per paragraph, without tables, grammars or examples."""
     found = {}
     for name, text in pydoc_topics().items():
         paragraphs = (" ".join(block.split()) for block in text.split("\n\n"))
@@ -34,12 +34,12 @@ def prose() -> dict[str, str]:
 
 
 def from_texts(texts: Mapping[str, str], model_type: str, vocab_size: int, **settings: Any) -> Pretrained:
-    """A random model with a tokenizer of ``vocab_size`` tokens for ``texts``.
+    """Return a random model with a tokenizer of ``vocab_size`` tokens for ``texts``.
 
     Args:
-        texts: by name; what the tokenizer's words are found in.
-        model_type, settings: as ``from_config`` takes them.
-        vocab_size: bytes and the most frequent sequences of them (BPE).
+        texts: the texts by name, on which the tokenizer is trained.
+        model_type, settings: as in ``from_config``.
+        vocab_size: number of tokens: bytes, and their most frequent sequences (BPE).
     """
     tokenizer = train_tokenizer(texts, vocab_size)
     made = from_config(model_type, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **settings)
@@ -47,7 +47,7 @@ def from_texts(texts: Mapping[str, str], model_type: str, vocab_size: int, **set
 
 
 def train_tokenizer(texts: Mapping[str, str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, of which ``<end>`` ends a text."""
+    """Return a byte-level BPE tokenizer of at most ``vocab_size`` tokens. ``<end>`` ends a text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,7 +1,7 @@
-"""A fine-tuning run from a composed configuration: build it, and see what training changed.
+"""A fine-tuning run from a composed configuration: builds it, trains, and shows what training changed.
 
-Everything that is built comes from a ``_target_`` in the configuration. The steps are those of any script around a
-Trainer: validate, complete a prompt, fit, and both again.
+All objects are built from a ``_target_`` in the configuration. A run is what any script around a Trainer does:
+validate, complete a prompt, fit, and repeat the first two.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lightning_roundpipe.data import TextFiles
 from lightning_roundpipe.tasks.results import Completion, EvaluationResult, show_job, show_outcome, summarise
 
 _FILLED_IN = {"data.tokenizer", "data.vocab_size"}
-"""Settings that are left open because the model says them."""
+"""Settings that may be left open, because the model determines them."""
 
 _PROMPT_WITHOUT_TOKENIZER = (1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a run needs, ready to start."""
+    """The objects of a run, ready to start."""
 
     name: str
     folder: Path
@@ -49,14 +49,14 @@ class Job:
     prompt: str | None
     ckpt_path: str | None
     settings: dict[str, Any]
-    """All of the configuration, with what it refers to."""
+    """The whole configuration, resolved."""
 
 
 def build(cfg: DictConfig, folder: Path) -> Job:
-    """The job that ``cfg`` describes. Leaves the resolved configuration in ``folder``.
+    """Return the job that ``cfg`` describes. Writes the resolved configuration to ``folder``.
 
     Raises:
-        ValueError, OSError, ImportError, MisconfigurationException: something cannot be; the message says what.
+        ValueError, OSError, ImportError, MisconfigurationException: a setting is invalid; the message says which.
     """
     started = time.monotonic()
     _refuse_unset(cfg)
@@ -67,7 +67,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     facts = {"tokenizer": pretrained.tokenizer, "vocab_size": pretrained.config.get_text_config().vocab_size}
     data = _make(cfg.data, **{key: fact for key, fact in facts.items() if OmegaConf.is_missing(cfg.data, key)})
     if isinstance(data, TextFiles):
-        data.setup("fit")  # every record is looked at before the weights are read, which may take minutes
+        data.setup("fit")  # checks every record before the weights are loaded, which may take minutes
     task = _make(
         cfg.task,
         model=pretrained.model,
@@ -93,10 +93,10 @@ def build(cfg: DictConfig, folder: Path) -> Job:
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuses what cannot be a run, as far as that shows without a model and data: before the first run of a sweep.
+    """Check a configuration before the first run of a sweep, as far as possible without model and data.
 
     Raises:
-        ValueError, OSError, ImportError, MisconfigurationException: as `build`.
+        ValueError, OSError, ImportError, MisconfigurationException: as in `build`.
     """
     _refuse_unset(cfg)
     _check_types(cfg)
@@ -107,7 +107,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Trains, prints what it changed, and returns the summary that it leaves in ``summary.json``."""
+    """Train, print what that changed, and return the summary, which is also written to ``summary.json``."""
     trainer, task, data = job.trainer, job.task, job.data
     show_job(job.name, job.source, task, trainer, job.folder, job.settings)
     trainer.validate(task, datamodule=data, verbose=False)
@@ -119,7 +119,7 @@ def run(job: Job) -> dict[str, Any]:
     summary = summarise(trainer, job.measurements, before, after, wall_s=time.monotonic() - job.started)
     (job.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show_outcome(summary, job.prompt)
-    gc.collect()  # a sweep runs the next job in this process
+    gc.collect()  # a sweep runs its next job in this process
     return summary
 
 
@@ -129,7 +129,7 @@ def _refuse_unset(cfg: DictConfig) -> None:
 
 
 def _unset(node: Any, path: str = "") -> Iterator[str]:
-    """Where ``node`` says "???". (OmegaConf's own search fails where something else refers to such a setting.)"""
+    """Yield where ``node`` is "???". (OmegaConf's own search fails where other settings refer to such a setting.)"""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         yield from _unset(value, f"{path}.{key}" if path else str(key))
     if node == "???":
@@ -137,7 +137,7 @@ def _unset(node: Any, path: str = "") -> Iterator[str]:
 
 
 def _make(node: DictConfig, **objects: Any) -> Any:
-    """What a node's ``_target_`` makes of its settings and of ``objects``, which never go through OmegaConf."""
+    """Return what a node's ``_target_`` makes of its settings and of ``objects``, which bypass OmegaConf."""
     try:
         if node.get("_partial_"):
             return instantiate(node, _convert_="all", **objects)
@@ -154,10 +154,10 @@ _NUMBERS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _check_types(node: Any) -> None:
-    """A setting that is to be a number and is none would be found out late, by whoever computes with it.
+    """Raise for settings of the wrong type. Otherwise they would fail late, where they are used.
 
     Raises:
-        ValueError: a ``_target_`` annotates an argument with a number or a truth value, and it is given another kind.
+        ValueError: a ``_target_`` annotates an argument as a number or boolean, and its setting is of another type.
     """
     if not isinstance(node, DictConfig):
         return
@@ -180,7 +180,7 @@ def _check_types(node: Any) -> None:
 
 
 def _annotations(target: str) -> dict[str, Any]:
-    """What the arguments of ``target`` are to be; empty for a library whose annotations cannot be resolved."""
+    """Return the annotations of ``target``'s arguments; empty if they cannot be resolved."""
     made: Any = get_object(target)
     try:
         return get_type_hints(made if is_dataclass(made) or not isinstance(made, type) else vars(made)["__init__"])
@@ -203,7 +203,7 @@ def _make_trainer(cfg: DictConfig, measurements: Measurements) -> Trainer:
     strategy = cfg.strategy.name if named else _make(cfg.strategy)
     devices = cfg.strategy.get("devices") if named else None
     callbacks = [measurements, *(_make(node) for node in cfg.callbacks.values() if node)]
-    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)  # else Lightning would add one of its own
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)  # otherwise Lightning adds its own
     trainer: Trainer = _make(
         cfg.trainer,
         strategy=strategy,
@@ -221,14 +221,14 @@ def _outcome(job: Job) -> EvaluationResult:
 
 
 def _complete(job: Job) -> Completion:
-    """What the model makes of the prompt, greedily. Without a tokenizer the prompt is a few token numbers."""
+    """Return the model's greedy completion of the prompt. Without a tokenizer, the prompt is a few token ids."""
     prompt = list(_PROMPT_WITHOUT_TOKENIZER)
     if job.tokenizer is not None:
         prompt = job.tokenizer(job.prompt, add_special_tokens=False)["input_ids"]
     loader: DataLoader[dict[str, torch.Tensor]] = DataLoader([{"input_ids": torch.tensor(prompt)}])  # type: ignore[arg-type]
     bar = job.trainer.progress_bar_callback
     if isinstance(bar, ProgressBar):
-        bar.disable()  # one prompt is no progress
+        bar.disable()  # a single prompt needs no bar
     try:
         predictions = job.trainer.predict(job.task, dataloaders=loader)
     finally:

@@ -1,4 +1,4 @@
-"""Loggers of ``roundpipe-train`` that ask for more than the package does."""
+"""Loggers of ``roundpipe-train`` that need optional packages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_roundpipe.extras import need
 
 
 def tensorboard_logger(**settings: Any) -> TensorBoardLogger:
-    """Lightning's, if the package it writes with is there.
+    """Return Lightning's TensorBoard logger.
 
     Raises:
-        ImportError: it is not; the message names the extra.
+        ImportError: tensorboard is not installed; the message names the extra.
     """
     need("tensorboard", "logger=tensorboard writes with tensorboard")
     return TensorBoardLogger(**settings)

@@ -1,4 +1,4 @@
-"""What a run says for itself: a few lines at its start, and its summary, as data and on the screen."""
+"""What a run reports: a few lines at its start, and its summary, as data and on the screen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What the model can do at one moment: its validation loss, and its completion of the prompt."""
+    """The model's validation loss and its completion of the prompt, before or after training."""
 
     val_loss: float | None
     completion: Completion | None
@@ -39,11 +39,11 @@ class EvaluationResult:
 def summarise(
     trainer: Trainer, measurements: Measurements, before: EvaluationResult, after: EvaluationResult, wall_s: float
 ) -> dict[str, Any]:
-    """The run in numbers. What only a strategy with a report knows is ``None`` under another.
+    """Return the run in numbers. Values that only a strategy with a report knows are ``None`` under others.
 
-    Memory and uploads are in GiB, times in seconds; ``step_time_s`` is the median step and, like ``tokens_per_s``,
-    leaves the first step out; ``bubble_pct`` and the plan are the last step's. ``replay_bubble_pct`` and
-    ``replay_step_time_s`` are the same step's if each emulated device computed alone; see `replay`.
+    Memory and uploads are in GiB, times in seconds. ``step_time_s`` is the median step and, like ``tokens_per_s``,
+    excludes the first step. ``bubble_pct`` and the plan are those of the last step. ``replay_bubble_pct`` and
+    ``replay_step_time_s`` are those of the same step if each emulated device computed on its own; see `replay`.
     """
     report = strategy_report(trainer)
     replayed = replay_of(trainer.strategy) or {}
@@ -81,7 +81,7 @@ def summarise(
 def show_job(
     name: str, source: str, task: LightningModule, trainer: Trainer, folder: Path, settings: Mapping[str, Any]
 ) -> None:
-    """A few lines that say what is about to be trained, how and by what, and where the results will be."""
+    """Print what is about to be trained, how and on which devices, and where the results will be."""
     lines = {
         "run": name,
         "model": source,
@@ -155,14 +155,14 @@ def _checkpoints(trainer: Trainer) -> str:
 
 
 def show_outcome(summary: Mapping[str, Any], prompt: str | None) -> None:
-    """The summary as tables: what training changed, and what it cost."""
+    """Print the summary as tables: what training changed, and what it cost."""
     console = get_console()
     changed = Table("", "before", "after", title="What training changed", title_justify="left", show_lines=True)
     before, after = summary["val_loss_before"], summary["val_loss_after"]
     changed.add_row("validation loss", _number(before, 4), _number(after, 4))
     changed.add_row("perplexity", *(_number(None if loss is None else math.exp(loss)) for loss in (before, after)))
     if prompt is not None:
-        # Text: what a model writes may look like rich's markup.
+        # Text objects, because a model's output may look like rich's markup.
         changed.add_row(
             Text(prompt), Text(summary["completion_before"].strip()), Text(summary["completion_after"].strip())
         )
