@@ -96,6 +96,14 @@ def test_the_command_line_wins(call: Any) -> None:
     assert same == found
 
 
+def test_rounds_have_no_more_microbatches_than_the_command_line_says(call: Any) -> None:
+    """Fewer than there are workers, too."""
+    for most in (1, 2, 3):
+        found = json.loads(call("workers=2", "microbatches=6", f"max_round={most}")[1])
+        assert found["round_microbatches"] <= most
+        assert json.loads(call(workers=2, microbatches=6, max_round=most)[1]) == found
+
+
 def test_the_papers_algorithm_by_name(call: Any) -> None:
     paper = json.loads(call("partitioner=paper")[1])
     ours = json.loads(call()[1])
@@ -234,6 +242,7 @@ def test_a_case_of_a_list(call: Any) -> None:
         (["workers=100000"], {}, "is more than the 1024"),
         (["staleness=2"], {}, "staleness=2 must be 0 or 1"),
         (["min_round=7"], {}, "min_round=7 must be at most microbatches=6"),
+        (["min_round=4", "max_round=3"], {}, "max_round=3 must be at least min_round=4"),
         (["memory=1GB"], {}, "memory= needs sizes"),
         (["memory=much"], SIZES, "memory='much' is not a size"),
         (["search_seconds=-1"], {}, "search_seconds=-1 must be a number of at least 0"),

@@ -78,8 +78,9 @@ class PlanOptions:
         "of each worker; by default 90 % of a GPU's", default=None, read=parse_bytes, shown="SIZE"
     )
     min_round: int | None = option("least microbatches of a round", default=None, at_least=1)
+    max_round: int | None = option("most microbatches of a round", default=None, at_least=1)
     max_fused: int | None = option("most layers in the fused stage", default=None, at_least=0)
-    partitioner: Partitioner = option("search, or the paper's", default="search")
+    partitioner: Partitioner = option("search, or the paper's system", default="search")
     search_seconds: float = option("longest search", default=SEARCH_SECONDS, at_least=0)
     stage_seconds: float | None = option("longest stage, instead of a search", default=None)
     plan: str | None = option("judge this one: 'forward 0-3; ...'", default=None, shown="TEXT")
@@ -115,7 +116,7 @@ def _plan_costs(options: PlanOptions) -> Reply:
             raise ValueError(f"{shown}= is about model=NAME, and costs= has no model: leave it out.")
     path, case = find_cases(*((options.costs, "costs") if options.costs is not None else (options.case or "", "case")))
     check_targets({"costs": path}, {"picture": options.picture, "trace": options.trace})
-    names = ("workers", "microbatches", "staleness", "min_round", "max_fused")
+    names = ("workers", "microbatches", "staleness", "min_round", "max_round", "max_fused")
     given = {name: getattr(options, name) for name in names}
     question = read_question(path, case or options.case, options.memory, given)
     if (reply := does_not_fit(question, options.plan, options.format)) is not None:
@@ -133,7 +134,7 @@ def _refuse_search(options: PlanOptions) -> None:
     usual = {"partitioner": "search", "search_seconds": SEARCH_SECONDS}
     given = "stage_seconds="
     if options.plan is not None:
-        usual, given = usual | {"min_round": None, "max_fused": None, "stage_seconds": None}, "plan="
+        usual, given = usual | {"min_round": None, "max_round": None, "max_fused": None, "stage_seconds": None}, "plan="
     for name, default in usual.items():
         if getattr(options, name) != default:
             raise ValueError(f"{name}= is about finding a plan, and {given} gives its stages: leave one of them out.")
@@ -172,9 +173,11 @@ def _plan_model(options: PlanOptions) -> Reply:
         staleness=1 if options.staleness else 0,
         memory=options.memory,
         min_round=options.min_round,
+        max_round=options.max_round,
         max_fused=options.max_fused,
         search_seconds=options.search_seconds,
         search=options.partitioner == "search",
+        like_paper=options.partitioner == "paper",
         plan=options.plan,
         stage_seconds=options.stage_seconds,
         reduce_dtype=options.reduce_dtype,

@@ -22,9 +22,12 @@ from lightning_roundpipe.planning.search import SEARCH_SECONDS, paper_plan, sear
 from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.planning.timing import PERIOD_STEPS, Timing
 
-_FROM_FILE = {"workers": None, "microbatches": None, "staleness": 0, "min_round": None, "max_fused": None}
+_FROM_FILE = {
+    "workers": None, "microbatches": None, "staleness": 0, "min_round": None, "max_round": None, "max_fused": None,
+}  # fmt: skip
 """Options that the file may hold too, and what they are where nobody says."""
 _MOST = {"workers": 1024, "microbatches": 4096}
+_ROUNDS = ("min_round", "max_round")
 _MOST_TURNS = 200_000
 """Above this, turns are counted in batches: a little less exactly, see `planning.batch`."""
 Partitioner = Literal["search", "paper"]
@@ -64,7 +67,7 @@ def read_question(path: Path, case: str | None, memory: int | None, given: dict[
     for name, default in _FROM_FILE.items():
         value = given.get(name)
         if value is None and name in data:
-            value = whole(data, name, path, least=1 if name in _MOST or name == "min_round" else 0)
+            value = whole(data, name, path, least=1 if name in _MOST or name in _ROUNDS else 0)
         found[name] = default if value is None else value
     for name, most in _MOST.items():
         value = found[name]
@@ -82,7 +85,10 @@ def read_question(path: Path, case: str | None, memory: int | None, given: dict[
         raise ValueError(f"memory= needs sizes: {path} holds none of {', '.join(SIZES)}.")
     usual = Limits.usual(costs, workers, microbatches, memory)
     fused = found["max_fused"]
-    limits = Limits(found["min_round"] or usual.min_round, usual.max_fused if fused is None else fused, memory)
+    lowest, most_round = found["min_round"] or usual.min_round, found["max_round"]
+    if most_round is not None and found["min_round"] is None:
+        lowest = min(lowest, most_round)
+    limits = Limits(lowest, usual.max_fused if fused is None else fused, memory, most_round)
     return Question(
         costs, hop_s, workers, microbatches, 1 if found["staleness"] else 0, limits, str(data.get("model", path.stem))
     )

@@ -164,7 +164,7 @@ def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
     memory = memory_of(wish, machine)
     return ModelShape(
         wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
-        wish.reduce_dtype,
+        wish.reduce_dtype, wish.like_paper,
     )  # fmt: skip
 
 
@@ -222,8 +222,13 @@ class _Try:
         wish, memory = self.wish, memory_of(self.wish, self.shape.hardware)
         usual = Limits.usual(self.costs, self.workers, self.microbatches, memory)
         fused = usual.max_fused if wish.max_fused is None else wish.max_fused
-        lowest = min(wish.min_round or usual.min_round, self.microbatches)
-        return Limits(lowest, fused, memory, max(lowest, _host_round(self.costs, self.shape, self.microbatches)))
+        lowest = min(wish.min_round or min(usual.min_round, wish.max_round or usual.min_round), self.microbatches)
+        most = _host_round(self.costs, self.shape, self.microbatches)
+        if wish.max_round is not None:
+            if wish.max_round < lowest:
+                raise ValueError(f"max_round={wish.max_round} must be at least min_round={lowest}.")
+            most = min(most, wish.max_round)
+        return Limits(lowest, fused, memory, max(lowest, most))
 
     @property
     def smallest(self) -> Plan:

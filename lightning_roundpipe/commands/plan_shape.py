@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_roundpipe.commands.choices import make_model, read_config
 from lightning_roundpipe.commands.options import Settings
@@ -48,6 +48,7 @@ class Wish:
     staleness: Staleness
     memory: int | None
     min_round: int | None = None
+    max_round: int | None = None
     max_fused: int | None = None
     search_seconds: float = SEARCH_SECONDS
     search: bool = True
@@ -59,6 +60,7 @@ class Wish:
     lora_settings: Settings = ()
     model_settings: Settings = ()
     reduce_dtype: str | None = None
+    like_paper: bool = False
 
 
 class ModelShape:
@@ -68,16 +70,20 @@ class ModelShape:
         memory: bytes that each worker may use, which layers are cut to fit as in training; None: no limit.
         model_settings, lora_settings: what the command line changes of both.
         reduce_dtype: format that gradients travel in; None: fp32.
+        like_paper: whether the times are those of the paper's library: the loss takes no longer than the output layer's
+            products, the host issues the operations of one expert after another, and without staleness the optimizer
+            begins when backward is over.
     """
 
     def __init__(
         self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0,
         memory: int | None = None, model_settings: Settings = (), lora_settings: Settings = (),
-        reduce_dtype: str | None = None,
+        reduce_dtype: str | None = None, like_paper: bool = False,
     ) -> None:  # fmt: skip
         config = read_config(model, model_settings)
         self.longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
         self.hardware = hardware
+        self._like_paper = like_paper
         self._module = make_model(config, model, lora, precision, lora_settings)
         root = nn.Module()
         root.model = self._module  # as a LightningModule has it, so that layers have the names they will have
@@ -99,7 +105,11 @@ class ModelShape:
         """Of a microbatch of that many sequences."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
         with lean_logits(self._module) if self._lean else nullcontext():
-            costs = estimate_costs(self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware)
+            costs = self._estimate(input_ids=tokens, labels=tokens)
+        if self._like_paper:
+            head = self._estimate(input_ids=tokens).calls[-1]
+            last = replace(costs.calls[-1], forward_s=head.forward_s, backward_s=head.backward_s)
+            costs = Costs((*costs.calls[:-1], last))
         if self._reduced_bytes is None:
             return costs
         return Costs(
@@ -109,15 +119,19 @@ class ModelShape:
             )
         )
 
+    def _estimate(self, **batch: Tensor) -> Costs:
+        return estimate_costs(self._module, self._layers, batch, self.hardware, experts_in_turn=self._like_paper)
+
     def rules(self, staleness: Staleness) -> Rules:
         """What takes time beside computing."""
         machine = self.hardware
         traffic = _ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
         if self._reduced_bytes is not None:  # read where they have landed, and written as the sum
             traffic += self._reduced_bytes + GRADIENT_BYTES
-        rate = machine.host_memory_bandwidth * machine.memory_efficiency * 4 / traffic  # bytes of fp32 gradients
-        updates = UpdateModel(rate, piece_bytes=PART_BYTES)
-        return Rules(staleness=staleness, host=HostTime(hop_s=machine.hop_s), links=machine.links(), updates=updates)
+        blocking = self._like_paper and not staleness
+        updates = UpdateModel(machine.optimizer_rate(traffic), blocking=blocking, piece_bytes=PART_BYTES)
+        host = HostTime(machine.call_s, machine.turn_s, machine.hop_s, shared=True)
+        return Rules(staleness=staleness, host=host, links=machine.links(), updates=updates)
 
 
 def _is_lean(module: nn.Module) -> bool:

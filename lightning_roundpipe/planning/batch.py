@@ -48,12 +48,14 @@ class Pace:
 
     @classmethod
     def of(cls, costs: Costs, host: HostTime, ahead: bool = True) -> Pace:
-        calls, call_s = costs.calls, host.call_s
+        calls, call_s, turn_s = costs.calls, host.call_s, host.turn_s
+        if host.shared:  # the interpreter is ahead of the workers unless it is what limits them, whatever the plan
+            call_s = turn_s = 0.0
         recompute = [c.forward_s if c.needs_backward else 0.0 for c in calls]
         backward = [c.backward_s + call_s if c.needs_backward else 0.0 for c in calls]
         forward = [c.forward_s + call_s for c in calls]
         fused = [f + b for f, b in zip(forward, backward, strict=True)]
-        return cls(_sums(forward), _sums(fused), _sums(recompute), _sums(backward), host.turn_s, host.hop_s, ahead)
+        return cls(_sums(forward), _sums(fused), _sums(recompute), _sums(backward), turn_s, host.hop_s, ahead)
 
 
 def _sums(times: Sequence[float]) -> Floats:

@@ -30,7 +30,7 @@ Phase = Literal["forward", "fused", "backward"]
 
 _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
-    "input_bytes", "forward_bytes", "waiting_bytes", "returning_bytes", "reduced_bytes",
+    "input_bytes", "forward_bytes", "waiting_bytes", "returning_bytes", "reduced_bytes", "issue_s",
 )  # fmt: skip
 
 
@@ -55,6 +55,8 @@ class CallCost:
         returning_bytes: gradients of its outputs, which it holds while it waits for this one's backward.
         shared: of its inputs, what an earlier call has had, too: (how many calls before, bytes) for each such call.
         passed: the same for what an earlier call has given.
+        issue_s: seconds of the host's interpreter that a forward, and so a recomputation, takes to be issued.
+        is_synchronous: whether the host waits for the device within the forward, so that nothing is issued ahead.
         reduced_bytes: its gradients as they travel to the host, which sums them (``reduce_dtype``). None: they travel
             as they are on the worker, and a later round goes on from the sum of those before.
     """
@@ -75,6 +77,8 @@ class CallCost:
     shared: tuple[tuple[int, int], ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
     reduced_bytes: int | None = None
+    issue_s: float = 0.0
+    is_synchronous: bool = False
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def estimate_costs(
-    model: nn.Module, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor], hardware: Hardware
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batch: Mapping[str, Tensor],
+    hardware: Hardware,
+    *,
+    experts_in_turn: bool = False,
 ) -> Costs:
     """Costs of one microbatch.
 
@@ -42,12 +48,14 @@ def estimate_costs(
         layers: by name, the modules of it that are moved as one.
         batch: its keyword arguments, on the meta device, as large as a microbatch.
         hardware: the machine.
+        experts_in_turn: whether the host issues each expert's operations on their own, for the tokens that the device
+            has told it, instead of one operation for all experts.
 
     Raises:
         ValueError: it cannot run without data, or calls no layer.
     """
     with _autocast_knows_meta(), Meter(hardware) as meter:
-        walk = _Walk(meter, emulated=hardware.emulated)
+        walk = _Walk(meter, hardware, experts_in_turn=experts_in_turn)
         meter.ignore([*model.parameters(), *model.buffers()])
         try:
             for name, layer in layers.items():
@@ -106,6 +114,8 @@ class _Measured:
     peak: int
     forward_peak: int | None
     """Of a forward that keeps no graph, if it is known."""
+    issue_s: float
+    is_synchronous: bool
 
 
 @dataclass
@@ -119,9 +129,11 @@ class _Called:
 
 
 class _Walk:
-    def __init__(self, meter: Meter, *, emulated: bool) -> None:
+    def __init__(self, meter: Meter, hardware: Hardware, *, experts_in_turn: bool) -> None:
         self.meter = meter
-        self.emulated = emulated
+        self.emulated = hardware.emulated
+        self.issue_s = hardware.issue_s
+        self.experts_in_turn = experts_in_turn
         self.user_code = Work()
         self.calls: list[_Called] = []
         self.loss_backward_s = 0.0
@@ -165,6 +177,8 @@ class _Walk:
             kept_bytes=found.inputs + found.kept,
             forward_bytes=None if found.forward_peak is None else found.inputs + found.forward_peak,
             returning_bytes=found.returning,
+            issue_s=found.issue_s,
+            is_synchronous=found.is_synchronous,
             **asdict(call.crossed),
         )
 
@@ -200,9 +214,11 @@ class _Walk:
             if p.requires_grad
         ]
         work, backward = Work(), Work()
-        with self.meter.scope(work):
+        repeated = _Repeated(layer, work) if self.experts_in_turn else None
+        with self.meter.scope(work), repeated or nullcontext():
             args, kwargs = tree_map(cut, (args, kwargs))
             out = run(*args, **kwargs)
+        issued = work.operations + (repeated.operations if repeated else 0)
         leaves = _tensors(tree_flatten(out)[0])
         roots = [leaf for leaf in leaves if leaf.requires_grad]
         kept, outputs = work.live, tree_map(_described, out)
@@ -216,7 +232,41 @@ class _Walk:
         if self.emulated:
             peak, forward_peak = kept + returning, sum(leaf.nbytes for leaf in leaves)
         taken = sum(inputs.values())
-        return _Measured(work, backward, bool(roots), taken, kept, returning, peak, forward_peak), outputs
+        found = _Measured(
+            work, backward, bool(roots), taken, kept, returning, peak, forward_peak, issued * self.issue_s,
+            bool(repeated and repeated.operations),
+        )  # fmt: skip
+        return found, outputs
+
+
+class _Repeated:
+    """Operations that a layer's experts take more when each expert has its own.
+
+    Experts are modules with parameters of three dimensions, the first of which counts them.
+    """
+
+    def __init__(self, layer: nn.Module, work: Work) -> None:
+        self._layer, self._work = layer, work
+        self._begun = 0
+        self._hooks: list[Any] = []
+        self.operations = 0
+
+    def __enter__(self) -> None:
+        for module in self._layer.modules():
+            counts = [len(weight) for weight in module.parameters(recurse=False) if weight.ndim == 3]
+            if counts:
+                self._hooks.append(module.register_forward_pre_hook(self._begin))
+                self._hooks.append(module.register_forward_hook(partial(self._end, max(counts))))
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, *_: object) -> None:
+        self._begun = self._work.operations
+
+    def _end(self, experts: int, *_: object) -> None:
+        self.operations += (experts - 1) * (self._work.operations - self._begun)
 
 
 @dataclass(frozen=True)

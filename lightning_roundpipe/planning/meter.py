@@ -61,6 +61,7 @@ class Work:
         seconds: estimated time.
         flops: of matrix products and attention.
         nbytes: memory traffic.
+        operations: how many there were, views included.
         live: bytes of all storages that were made in it and are still alive.
         peak: the most that ``live`` was.
     """
@@ -68,6 +69,7 @@ class Work:
     seconds: float = 0.0
     flops: float = 0.0
     nbytes: float = 0.0
+    operations: int = 0
     live: int = 0
     peak: int = 0
 
@@ -99,6 +101,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self._scopes[-1].operations += 1
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         name = func._schema.name
         grouped = "grouped_mm" in name
@@ -120,10 +123,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self.add(_flops(func, args, kwargs, out), read + written, form)
 
-    def add(self, flops: float, nbytes: float, form: Format, filling: float = 1.0) -> None:
+    def add(self, flops: float, nbytes: float, form: Format, filling: float = 1.0, *, attention: bool = False) -> None:
         """One operation. ``filling``: how many times as much it computes, with what only fills its tiles."""
         work = self._scopes[-1]
-        work.seconds += self._hardware.product_s(flops * filling, nbytes, form)
+        efficiency = self._hardware.attention_efficiency if attention else None
+        work.seconds += self._hardware.product_s(flops * filling, nbytes, form, efficiency)
         work.flops += flops
         work.nbytes += nbytes
 
@@ -209,7 +213,7 @@ def _count(flops: float, tensors: Iterable[Tensor]) -> None:
     if meter is not None:
         tensors = list(tensors)
         form = _summed_in_fp32(_FORMATS.get(tensors[0].dtype, "fp32"))
-        meter.add(flops, sum(map(_touched, tensors)), form)
+        meter.add(flops, sum(map(_touched, tensors)), form, attention=True)
 
 
 def _summed_in_fp32(form: Format) -> Format:

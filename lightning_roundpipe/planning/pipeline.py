@@ -14,6 +14,7 @@ which can be switched on alone:
     what a turn takes in and gives out travels before all weights and gradients                            [9]
     a step begins, and weights are sent for it, when all losses of the last one are known; a microbatch of  [10]
     it begins when the same one of the last step is over
+    one interpreter issues the operations of all workers; where the host waits for the device, nothing is ahead  [11]
 
 Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
 the whole simulation. What is left at nothing (links, updates, host time) takes no time.
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
+from lightning_roundpipe.planning.interpreter import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.simulation import HostTime, calls_made
@@ -164,7 +166,11 @@ class _SimulatedStage:
         self.recompute_s = sum(call.forward_s for call in self.trained) if stage.phase == "backward" else 0.0
         backward = sum(call.backward_s for call in self.trained)
         self.compute_s = {"forward": forward, "fused": forward + backward, "backward": backward}[stage.phase]
-        self.host_s = rules.host.turn_s + calls_made(costs, stage) * rules.host.call_s
+        host = rules.host.turn_s + calls_made(costs, stage) * rules.host.call_s
+        run = self.trained if stage.phase == "backward" else calls
+        self.host_s = 0.0 if rules.host.shared else host
+        self.issue_s = sum(call.issue_s for call in run) + (host if rules.host.shared else 0.0)
+        self.waits_for_device = any(call.is_synchronous for call in run)
         # What a fused turn still does when the loss is known.
         self.behind_loss_s = backward + len(self.trained) * rules.host.call_s
         inputs = sum(call.boundary_bytes for call in (self.trained if stage.phase == "backward" else calls[:1]))
@@ -198,6 +204,7 @@ class _Pipeline:
             call.layer: stage.position for stage in self._stages for call in stage.trained
         }
         self._free = [0.0] * workers
+        self._interpreter = Interpreter()
         self._closed: dict[int, float] = {}
         links = rules.links
         self._up = [Lane(links.upload) for _ in range(workers)] if links else None
@@ -296,7 +303,7 @@ class _Pipeline:
             saved, given = self._inputs(stage, worker, microbatch)
             behind = 0.0 if self._ahead else given
             begin = max(free, saved, behind, ready)  # [4]
-            recomputed = begin + stage.recompute_s
+            recomputed = self._computed(stage, begin, stage.recompute_s)
             start = max(recomputed, given)
             self._wait(worker, free, max(saved, behind), updated, ready)
             if start > recomputed:
@@ -309,7 +316,7 @@ class _Pipeline:
             given = self._given(stage, worker, microbatch)
             begin = max(free, given, ready)  # [3]
             self._wait(worker, free, given, updated, ready)
-            end = begin + hosted + stage.compute_s  # [5]
+            end = self._computed(stage, begin, hosted + stage.compute_s)  # [5]
             self._note("host", worker, stage, microbatch, begin, begin + hosted)
             self._note(stage.phase, worker, stage, microbatch, begin + hosted, end)
             if stage.phase == "fused":
@@ -319,6 +326,11 @@ class _Pipeline:
         self._left[microbatch] = left, worker
         if stage.phase == "forward":
             self._saved[microbatch, stage.position] = left, worker
+
+    def _computed(self, stage: _SimulatedStage, begin: float, compute_s: float) -> float:
+        """When a forward or a recomputation that begins at ``begin`` has ended. [11]"""
+        issued = self._interpreter.take(begin, stage.issue_s)
+        return issued + compute_s if stage.waits_for_device else max(begin + compute_s, issued)
 
     def _inputs(self, stage: _SimulatedStage, worker: int, microbatch: int) -> tuple[float, float]:
         """When a backward turn has what it recomputes from, and when its gradient."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,6 +20,7 @@ Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 Format = Literal["fp32", "bf16", "fp16"]
 
 _SIZES = ("memory", "host_memory")
+_OPTIONAL = ("attention_efficiency", "optimizer_bandwidth")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class Hardware:
         memory_efficiency: share of the bandwidths that element-wise operations and the optimizer reach.
         kernel_s: seconds that every operation takes at least.
         hop_s: seconds from one device to another, beside the copies.
+        attention_efficiency: share of ``flops`` with fp32 accumulation that a fused attention kernel reaches; None: as
+            ``matmul_efficiency``.
+        issue_s: seconds of the host's interpreter that every operation takes to be issued; all devices share it.
+        call_s: seconds of the interpreter that the engine itself takes for a layer call.
+        turn_s: seconds of the interpreter that the engine itself takes for a turn.
+        optimizer_bandwidth: bytes of the host's memory that the optimizer's threads read and write a second; None: the
+            share ``memory_efficiency`` of ``host_memory_bandwidth``.
         emulated: whether devices are emulated. Their memory holds what crosses calls and what graphs keep; what is in
             between an operation and the next is the host's.
     """
@@ -57,17 +65,30 @@ class Hardware:
     memory_efficiency: float
     kernel_s: float
     hop_s: float
+    attention_efficiency: float | None = None
+    issue_s: float = 0.0
+    call_s: float = 0.0
+    turn_s: float = 0.0
+    optimizer_bandwidth: float | None = None
     emulated: bool = False
 
-    def product_s(self, flops: float, nbytes: float, form: Format) -> float:
-        """Seconds of one operation on a device, which is held up by its arithmetic or by its memory traffic."""
-        computing = flops / (self.flops[form] * self.matmul_efficiency)
+    def product_s(self, flops: float, nbytes: float, form: Format, efficiency: float | None = None) -> float:
+        """Seconds of one operation on a device, which is held up by its arithmetic or by its memory traffic.
+
+        ``efficiency``: share of ``flops`` that it reaches; None: ``matmul_efficiency``.
+        """
+        computing = flops / (self.flops[form] * (efficiency or self.matmul_efficiency))
         return self.kernel_s + max(computing, nbytes / (self.memory_bandwidth * self.memory_efficiency))
 
     def links(self) -> Links:
         """Each device's share of what the links carry, which together are no faster than the host's memory."""
         share = self.host_memory_bandwidth * self.memory_efficiency / self.workers
         return Links(min(self.upload, share), min(self.download, share))
+
+    def optimizer_rate(self, traffic: float) -> float:
+        """Bytes of fp32 gradients a second that the optimizer takes; ``traffic``: bytes of memory for each weight."""
+        bandwidth = self.host_memory_bandwidth * self.memory_efficiency
+        return min(bandwidth, self.optimizer_bandwidth or bandwidth) * 4 / traffic
 
 
 def read_hardware(path: Path) -> Hardware:
@@ -85,6 +106,7 @@ def read_hardware(path: Path) -> Hardware:
     except Exception as error:  # yaml's, OmegaConf's and Unicode's have nothing in common
         raise ValueError(f"hardware: {path} is not YAML: {error}.") from None
     names = [item.name for item in fields(Hardware)]
+    needed = [item.name for item in fields(Hardware) if item.default is MISSING]
     if not isinstance(data, Mapping):
         raise ValueError(f"hardware: {path} must hold the keys {', '.join(names)}.")
     for key in data:
@@ -92,9 +114,9 @@ def read_hardware(path: Path) -> Hardware:
             close = get_close_matches(str(key), names, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"hardware: {path} has an unknown key {key!r}.{hint} It takes {', '.join(names)}.")
-    for name in names:
-        if name not in data and name != "emulated":
-            raise ValueError(f"hardware: {path} lacks {name!r}; it needs {', '.join(names)}.")
+    for name in needed:
+        if name not in data:
+            raise ValueError(f"hardware: {path} lacks {name!r}; it needs {', '.join(needed)}.")
     try:
         return Hardware(**{str(name): _read(str(name), value) for name, value in data.items()})
     except ValueError as error:
@@ -113,6 +135,8 @@ def _read(name: str, value: Any) -> Any:
         if not isinstance(value, Mapping) or set(value) != set(formats):
             raise ValueError(f"flops={value!r} must have a number for each of {', '.join(formats)}.")
         return {form: _number(f"flops.{form}", value[form]) for form in formats}
+    if name in _OPTIONAL and value is None:
+        return None
     if name in _SIZES:
         return None if value is None and name == "memory" else parse_bytes(value, name)
     if name == "workers":

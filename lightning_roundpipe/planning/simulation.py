@@ -39,11 +39,13 @@ class HostTime:
         call_s: for every call that a turn makes; a recomputed call and its backward are one.
         turn_s: for every turn.
         hop_s: from one worker to another, for a microbatch that changes workers between two stages.
+        shared: whether calls and turns take the host's interpreter, ahead of the workers, and not the workers' time.
     """
 
     call_s: float = 0.0
     turn_s: float = 0.0
     hop_s: float = 0.0
+    shared: bool = False
 
     def __post_init__(self) -> None:
         for name in ("call_s", "turn_s", "hop_s"):

@@ -19,8 +19,9 @@ from lightning_roundpipe.planning.profile import Hardware
 SLOW_MEMORY: Hardware = replace(read_machine("rtx4090x8"), memory_bandwidth=1.0, memory_efficiency=1.0, kernel_s=0.0)
 """A second a byte."""
 SLOW_ARITHMETIC: Hardware = replace(
-    read_machine("rtx4090x8"), flops={"fp32": 1.0, "bf16": 1.0, "fp16": 0.5}, matmul_efficiency=1.0, kernel_s=0.0
-)
+    read_machine("rtx4090x8"), flops={"fp32": 1.0, "bf16": 1.0, "fp16": 0.5}, matmul_efficiency=1.0,
+    attention_efficiency=None, kernel_s=0.0,
+)  # fmt: skip
 """A second an operation, two in fp16."""
 
 

@@ -1,0 +1,159 @@
+"""Predicted over measured: ``roundpipe-plan ... partitioner=paper`` beside what the paper's system reached.
+
+`measured.json` holds the rows, with the batch and the microbatches that each was measured with. Nothing is fitted for a
+model; the numbers of a machine are those of ``conf/hardware``. Devices have no limit of memory here: that these rows
+fitted is known, and how the paper's system lays out its memory is not.
+
+    .venv/bin/python benchmarks/bench_validation.py [--rows FILE] [--markdown]
+
+``--rows`` takes another file of such rows. A row without ``batch``, ``microbatches`` and ``passes`` takes those of the
+nearest row of `measured.json`: the same model, and as much else as possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_roundpipe.commands.machines import read_machine
+from lightning_roundpipe.commands.plan_model import look_at, shape_of
+from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.planning.schedule import Plan
+
+ROWS = Path(__file__).with_name("measured.json")
+NO_LIMIT = 2**50
+LENGTH = 2048
+POSITIONS = 40960
+"""All models have so many; beyond, they are planned with more."""
+MACHINES = {"rtx4090": "rtx4090x8", "a800": "a800x8"}
+SETTINGS = ("batch", "microbatches", "passes")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement, and what the plan command makes of it."""
+
+    name: str
+    machine: str
+    devices: int
+    mode: str
+    sequence: int
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
+    """The file's rows, all with their settings."""
+    known = json.loads(ROWS.read_text())["rows"]
+    return [_with_settings(row, known) for row in json.loads(path.read_text())["rows"]]
+
+
+def _with_settings(row: dict[str, Any], known: list[dict[str, Any]]) -> dict[str, Any]:
+    if all(name in row for name in SETTINGS):
+        return row
+    same = [one for one in known if one["model"] == row["model"]]
+    if not same:
+        raise ValueError(f"{row['model']} is not in {ROWS.name}: its row needs {', '.join(SETTINGS)}.")
+
+    def likeness(one: dict[str, Any]) -> tuple[float, int, int]:
+        apart = max(one["sequence"], row["sequence"]) / min(one["sequence"], row["sequence"])
+        return -apart, one["hardware"] == row["hardware"], one["mode"] == row["mode"]
+
+    nearest = max(same, key=likeness)
+    found = {name: nearest[name] for name in (*SETTINGS, "layers") if name in nearest}
+    found["batch"] = max(1, round(found["batch"] * nearest["sequence"] / row["sequence"]))  # as many tokens
+    return {**found, **row}
+
+
+def predict(row: dict[str, Any]) -> Row:
+    """What the plan command says for a row."""
+    microbatches = row["microbatches"] * row["passes"]
+    wish = Wish(
+        model=row["model"].removesuffix("-lora").replace("-", "_").replace(".", "_"),
+        hardware=MACHINES[row["hardware"]],
+        lora="attention" if row["model"].endswith("-lora") else "none",
+        precision="16-true",
+        sequence_length=row["sequence"],
+        microbatch_size=max(1, round(row["batch"] / microbatches)),
+        microbatches=microbatches,
+        max_round=row["microbatches"],
+        workers=row["gpus"],
+        staleness=1 if row["mode"] == "async" else 0,
+        memory=NO_LIMIT,
+        host_memory=NO_LIMIT,
+        search=False,
+        like_paper=True,
+        model_settings=(("max_position_embeddings", str(row["sequence"])),) if row["sequence"] > POSITIONS else (),
+    )
+    shape = shape_at(replace(wish, sequence_length=None, microbatch_size=None, microbatches=None, max_round=None))
+    if row.get("layers"):
+        calls = len(shape.costs(1, LENGTH))
+        plan = replace(Plan.per_call(calls, row["microbatches"]), recompute_ahead=True)
+        wish = replace(wish, plan=str(plan))
+    found = look_at(shape, wish, longest=False)
+    return Row(
+        row["model"], row["hardware"], row["gpus"], row["mode"], row["sequence"], row["tokens_per_s"],
+        found.tokens_per_s,
+    )  # fmt: skip
+
+
+@cache
+def shape_at(wish: Wish) -> ModelShape:
+    machine = read_machine(str(wish.hardware))
+    return shape_of(wish, replace(machine, workers=wish.workers or machine.workers, host_memory=NO_LIMIT))
+
+
+def summary(rows: list[Row]) -> str:
+    errors = [abs(row.error) for row in rows]
+    return f"median error {100 * statistics.median(errors):.1f} %, worst {100 * max(errors):.1f} %"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.name, f"{row.devices} x {row.machine}", row.mode, f"{row.sequence:,}", f"{row.measured:,.0f}",
+        f"{row.predicted:,.0f}", f"{100 * row.error:+.1f} %",
+    )  # fmt: skip
+
+
+HEADINGS = ("model", "GPUs", "mode", "tokens", "measured", "predicted", "error")
+
+
+def markdown(rows: list[Row]) -> str:
+    lines = [f"| {' | '.join(HEADINGS)} |", "| --- | --- | --- | ---: | ---: | ---: | ---: |"]
+    return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=Path, default=ROWS, help="another file like measured.json")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/planning-estimates.md")
+    options = parser.parse_args()
+    console = Console()
+    with console.status("predicting"):
+        rows = [predict(row) for row in read_rows(options.rows)]
+    if options.markdown:
+        print(markdown(rows))
+    else:
+        table = Table(title="tokens a second, measured by the paper and predicted")
+        for number, heading in enumerate(HEADINGS):
+            table.add_column(heading, justify="left" if number < 3 else "right")
+        for row in rows:
+            table.add_row(*cells(row))
+        console.print(table)
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()

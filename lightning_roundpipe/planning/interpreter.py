@@ -1,0 +1,41 @@
+"""The host's interpreter, which issues the operations of all workers, one at a time.
+
+Python runs one thread at a time, so workers share it as they share nothing else. A turn takes its seconds of it in
+whatever pieces other turns leave free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+
+class Interpreter:
+    """Seconds that are taken, as intervals that do not touch."""
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    def take(self, ready: float, seconds: float) -> float:
+        """Takes the first free ``seconds`` from ``ready`` on, and returns when the last of them ends."""
+        if seconds <= 0:
+            return ready
+        first = at = bisect_right(self._ends, ready)  # intervals before it have ended
+        clock, start = ready, ready
+        if at < len(self._starts) and self._starts[at] <= ready:  # it begins within one
+            start, clock = self._starts[at], self._ends[at]
+            at += 1
+        left = seconds
+        while at < len(self._starts) and left > self._starts[at] - clock:
+            left -= self._starts[at] - clock
+            clock = self._ends[at]
+            at += 1
+        end = clock + left
+        if at < len(self._starts) and self._starts[at] <= end:
+            end_of_all = self._ends[at]
+            at += 1
+        else:
+            end_of_all = end
+        self._starts[first:at] = [start]
+        self._ends[first:at] = [end_of_all]
+        return end
