@@ -143,17 +143,19 @@ def test_memory_limits_stages(call: Any) -> None:
 
 
 def test_what_does_not_fit_is_an_answer(call: Any) -> None:
-    code, out, err = call("memory=500", **SIZES)
+    code, out, err = call("memory=300", **SIZES)
     assert (code, err) == (1, "")
-    assert json.loads(out) == {"fits": False, "needed_bytes": 610, "limit_bytes": 500, "would_fit": []}
+    assert json.loads(out) == {"fits": False, "needed_bytes": 310, "limit_bytes": 300, "would_fit": []}
+    code, out, err = call("memory=609", **SIZES)
+    assert (code, err) == (0, "") and "single" in json.loads(out)["plan"], "two arenas of each kind need 610"
     waiting = [call_of(f"layers.{n}", 1.0, 100) | {"waiting_bytes": 100} for n in range(6)]
     data = json.dumps({"calls": waiting, "workers": 4, "microbatches": 8})
-    code, out, _ = call("memory=600", "format=table", data=data)
+    code, out, _ = call("memory=400", "format=table", data=data)
     assert code == 1
     first, second = out.splitlines()
-    assert first == "Does not fit: a cut at every layer needs 705 bytes of each worker, and memory=600."
+    assert first == "Does not fit: a cut at every layer needs 505 bytes of each worker, and memory=400."
     assert second.startswith("What would fit: min_round=2, ")
-    assert call("memory=600", "min_round=2", data=data)[0] == 0
+    assert call("memory=400", "min_round=2", data=data)[0] == 0
 
 
 def test_the_printed_plan_recomputes_ahead_as_it_was_simulated_where_memory_allows(call: Any) -> None:

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from stress import CALLS, Case, check, train
 
+from lightning_roundpipe.planning.memory import BOTH, SINGLE
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
 
@@ -39,7 +40,8 @@ def plans(draw: st.DrawFn, microbatches: int) -> str:
         return tuple(Span(a, b - 1) for a, b in pairwise(ends)) if first else ()
 
     rounds, ahead = draw(st.integers(1, microbatches)), draw(st.booleans())
-    return str(Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], rounds, ahead))
+    plan = Plan(cuts(), Span(first, CALLS - 1), cuts()[::-1], rounds, ahead)
+    return str(plan.with_arenas(draw(st.sampled_from([BOTH, BOTH, (1, 2), (2, 1), SINGLE]))))
 
 
 @st.composite

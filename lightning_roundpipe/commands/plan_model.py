@@ -12,7 +12,6 @@ from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import (
-    ARENAS,
     Item,
     Parameters,
     StageRow,
@@ -115,7 +114,8 @@ class Outlook:
     def weights_fit(self) -> bool:
         """Whether what does not depend on microbatches fits: arenas on each worker, and all but boundary tensors."""
         stages = self.stages
-        arenas = ARENAS * (max(s.weight_bytes for s in stages) + max(s.gradient_bytes for s in stages))
+        of_weights, of_gradients = self.plan.arenas
+        arenas = of_weights * max(s.weight_bytes for s in stages) + of_gradients * max(s.gradient_bytes for s in stages)
         saved = sum(c.boundary_bytes for c in self.costs.calls[: self.plan.fused.first] if c.needs_backward)
         host = total(self.host_items) - self.plan.round_microbatches * saved
         return (self.memory is None or arenas <= self.memory) and host <= self.hardware.host_memory

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from lightning_roundpipe.planning.batch import Sizes, stage_ends
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase, StageBytes
-from lightning_roundpipe.planning.memory import ARENAS, device_bytes
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.memory import BOTH, device_bytes
+from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.shapes import PlanShape
 
 
@@ -64,8 +64,8 @@ class Limits:
 class MemoryTable:
     """The bytes of every possible stage, recomputed ahead or not, so that a batch of plans can be checked at once."""
 
-    def __init__(self, costs: Costs, workers: int, memory: int, ahead: bool = False) -> None:
-        self._workers, self._memory = workers, memory
+    def __init__(self, costs: Costs, workers: int, memory: int, ahead: bool = False, arenas: Arenas = BOTH) -> None:
+        self._workers, self._memory, self._arenas = workers, memory, arenas
         self._waiting = np.array([*(call.waiting_bytes for call in costs), 0])
         self._returning = np.array(list(accumulate(costs, _returning, initial=0)))
         self._needs = {phase: _needs(costs, phase, ahead) for phase in get_args(Phase)}
@@ -83,7 +83,9 @@ class MemoryTable:
         weights, gradients, activations = np.concatenate(needs, axis=2)
         left = np.concatenate([self._waiting[ends[:, :forward]], self._returning[starts[:, forward:]]], axis=1)
         waiting = (shape.round_microbatches - 1) * np.maximum(left, np.roll(left, self._workers, axis=1))
-        total = ARENAS * (weights.max(axis=1) + gradients.max(axis=1)) + (activations + waiting).max(axis=1)
+        of_weights, of_gradients = self._arenas
+        arenas = of_weights * weights.max(axis=1) + of_gradients * gradients.max(axis=1)
+        total = arenas + (activations + waiting).max(axis=1)
         return np.asarray(total <= self._memory)
 
 

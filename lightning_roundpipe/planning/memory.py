@@ -1,9 +1,10 @@
 """What a plan needs on each worker and on the host, before anything is allocated.
 
 A worker holds two arenas for weights (the running slot's and the next one's), two for gradients (the running slot's and
-those on their way down), each as large as the largest stage needs, the activations of the running stage, and tensors
-between stages: those that user code still holds of microbatches which wait for their next stage, and those that were
-brought for the microbatch whose turn is next. Any stage may come to any worker, so all workers need the same.
+those on their way down), or one of each where the plan says so, each as large as the largest stage needs, the
+activations of the running stage, and tensors between stages: those that user code still holds of microbatches which
+wait for their next stage, and those that were brought for the microbatch whose turn is next. Any stage may come to any
+worker, so all workers need the same.
 
 The host holds what outlives a stage: weights, gradients, the optimizer's state, and what recomputation starts from.
 """
@@ -15,11 +16,14 @@ from dataclasses import dataclass, replace
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.costs import Costs, StageBytes
 from lightning_roundpipe.planning.partition import check_calls_are_short, greedy_partition
-from lightning_roundpipe.planning.schedule import Plan, Stage
+from lightning_roundpipe.planning.schedule import Arenas, Plan, Stage
 from lightning_roundpipe.planning.span import Span
 
 ARENAS = 2
-"""Of each kind: one is used while the other is filled or emptied."""
+"""Of each kind at most: one is used while the other is filled or emptied."""
+
+BOTH: Arenas = (2, 2)
+SINGLE: Arenas = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,26 @@ MASTER_BYTES = 4
 def device_bytes(plan: Plan, costs: Costs, workers: int) -> int:
     """Bytes that ``plan`` takes on each worker at its worst; what is brought ahead of its turn comes on top."""
     needs = _needs(plan, costs)
-    arenas = max(need.weights for need in needs) + max(need.gradients for need in needs)
+    weights = plan.weight_arenas * max(need.weights for need in needs)
+    gradients = plan.gradient_arenas * max(need.gradients for need in needs)
     waiting = waiting_bytes(plan, costs, workers)
-    return ARENAS * arenas + max(need.activations + size for need, size in zip(needs, waiting, strict=True))
+    activations = max(need.activations + size for need, size in zip(needs, waiting, strict=True))
+    return weights + gradients + activations
+
+
+def arenas_within(plan: Plan, costs: Costs, workers: int, budget: int | None) -> list[Plan]:
+    """``plan`` with as many arenas as ``budget`` (None: no limit) has room for: one of a kind where both do not fit.
+
+    Returns:
+        One plan, or two, of which either kind of arena is double; none if even single arenas do not fit.
+    """
+    choices: tuple[tuple[Arenas, ...], ...] = ((BOTH,), ((2, 1), (1, 2)), (SINGLE,))
+    for arenas in choices:
+        plans = [plan.with_arenas(each) for each in arenas]
+        fitting = [one for one in plans if budget is None or device_bytes(one, costs, workers) <= budget]
+        if fitting:
+            return fitting
+    return []
 
 
 def _needs(plan: Plan, costs: Costs) -> list[StageBytes]:
@@ -137,10 +158,10 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None) -> 
     """The parts of `planned_bytes`, each with the stage that needs most of it."""
     stages, needs, waiting = plan.stages(), _needs(plan, costs), waiting_bytes(plan, costs, workers)
     items = []
-    for what in ("weights", "gradients"):
+    for what, arenas in zip(("weights", "gradients"), plan.arenas, strict=True):
         position = max(range(len(stages)), key=lambda position: int(getattr(needs[position], what)))
         size = getattr(needs[position], what)
-        items.append(Item(f"{ARENAS} arenas for {what}, of stage {position}", ARENAS * size))
+        items.append(Item(f"{plural(arenas, 'arena')} for {what}, of stage {position}", arenas * size))
     position = max(range(len(stages)), key=lambda position: needs[position].activations + waiting[position])
     stage, size = stages[position], needs[position].activations
     last = min(costs.calls[-1].activation_bytes, size) if stage.phase == "fused" else 0
@@ -234,17 +255,18 @@ def smallest_within(
 ) -> Plan:
     """The cut at every call, with as many microbatches a round as ``budget`` has room for (None: no limit).
 
-    Fewer a round leave less waiting on the workers, and take the weights to them more often. Rounds are all of a step's
-    microbatches, or equal parts of them, at most ``max_round`` (None: no limit), and have ``min_round`` at least: with
-    those the plan may not fit.
+    Where no round fits with two arenas of each kind, the plan has single ones. Fewer a round leave less waiting on the
+    workers, and take the weights to them more often. Rounds are all of a step's microbatches, or equal parts of them,
+    at most ``max_round`` (None: no limit), and have ``min_round`` at least: with those the plan may not fit.
     """
     lowest = min(min_round, microbatches)
     parts = {-(-microbatches // rounds) for rounds in range(1, microbatches + 1)}
-    for size in sorted({size for size in parts if lowest < size <= (max_round or microbatches)}, reverse=True):
-        plan = Plan.per_call(len(costs), size)
-        if budget is None or device_bytes(plan, costs, workers) <= budget:
-            return plan
-    return Plan.per_call(len(costs), lowest)
+    sizes = sorted({size for size in parts if lowest < size <= (max_round or microbatches)}, reverse=True)
+    plans = [
+        Plan.per_call(len(costs), size).with_arenas(arenas) for arenas in (BOTH, SINGLE) for size in (*sizes, lowest)
+    ]
+    fitting = (plan for plan in plans if budget is None or device_bytes(plan, costs, workers) <= budget)
+    return next(fitting, plans[-1])
 
 
 def partition_within(
@@ -262,8 +284,8 @@ def partition_within(
     The partitioner limits stages one by one, but the largest weights, gradients and activations may be those of
     different stages, so the limit is lowered until the whole plan fits. Where nobody says how many microbatches are a
     round, it is all of them, or, if that does not fit, fewer (see `smallest_within`), but ``min_round`` at least: by
-    default one for each worker, as with less some would have nothing to do; and ``max_round`` at most. ``stage_s``:
-    seconds that a stage may take for one microbatch.
+    default one for each worker, as with less some would have nothing to do; and ``max_round`` at most. Arenas are
+    single where a cut at every call needs that. ``stage_s``: seconds that a stage may take for one microbatch.
 
     Raises:
         ValueError: a cut at every call does not fit either, or is too long.
@@ -277,11 +299,14 @@ def partition_within(
         return greedy_partition(costs, workers, microbatches, round_microbatches, stage_s=stage_s)
     smallest = Plan.per_call(len(costs), round_microbatches)
     if device_bytes(smallest, costs, workers) > budget:
+        smallest = smallest.with_arenas(SINGLE)
+    if device_bytes(smallest, costs, workers) > budget:
         raise ValueError(_too_small(costs, smallest, workers, budget))
     stage_bytes = budget
     while True:
         try:
             plan = greedy_partition(costs, workers, microbatches, round_microbatches, stage_bytes, stage_s=stage_s)
+            plan = plan.with_arenas(smallest.arenas)
         except ValueError:  # some call does not fit into a stage of that size, though the arenas have room for it
             return smallest
         need = device_bytes(plan, costs, workers)
@@ -291,14 +316,14 @@ def partition_within(
 
 
 def _too_small(costs: Costs, smallest: Plan, workers: int, budget: int) -> str:
-    call = max(costs, key=lambda c: ARENAS * (c.weight_bytes + c.gradient_bytes) + c.activation_bytes)
+    call = max(costs, key=lambda c: c.weight_bytes + c.gradient_bytes + c.activation_bytes)
     waiting, others = max(waiting_bytes(smallest, costs, workers)), smallest.round_microbatches - 1
     held = f"; {plural(others, 'waiting microbatch')} with up to {waiting:,}" if waiting else ""
     fewer = " or round_microbatches" if waiting else ""
     return (
         f"memory_budget: workers may use {budget:,} bytes, and a cut at every layer needs "
-        f"{device_bytes(smallest, costs, workers):,}. The largest layer is {call.layer!r}: {ARENAS} x "
-        f"{call.weight_bytes:,} of weights, {ARENAS} x {call.gradient_bytes:,} of gradients, "
+        f"{device_bytes(smallest, costs, workers):,}. The largest layer is {call.layer!r}: "
+        f"{call.weight_bytes:,} of weights, {call.gradient_bytes:,} of gradients, "
         f"{call.activation_bytes:,} of activations{held}. Raise memory_budget, lower microbatch_size{fewer}, or name "
         "smaller modules in layers= so that the layer is split."
     )

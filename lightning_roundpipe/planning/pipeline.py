@@ -9,7 +9,9 @@ which can be switched on alone:
     a recomputation waits for what its stage saved, and may run before its gradient is there               [4]
     the fused slot is held from a microbatch's first call until its backward through the stage ends        [5]
     a call waits for its own layer's weights: of the last step (staleness 0) or of the one before (1)      [6]
-    weights travel while the slot before runs, into the other one of two arenas; so do gradients           [7]
+    weights travel while the slot before runs, into the other one of two arenas, layer by layer; so do     [7]
+    gradients. Of a single arena, what comes next waits: weights for the slot's end, gradients' sums for
+    those of the slot before to be on the host
     an update begins when a layer's gradients are on the host, first layers first; see `async_optimizer`           [8]
     what a turn takes in and gives out travels before all weights and gradients                            [9]
     a step begins, and weights are sent for it, when all losses of the last one are known; a microbatch of  [10]
@@ -161,10 +163,13 @@ class _SimulatedStage:
         self.trained = [call for call in calls if stage.phase != "forward" and call.needs_backward]
         need = costs.stage_bytes(stage.first, stage.last, stage.phase)
         self.weights, self.gradients = need.weights, need.gradients
+        self.arrivals = _arrivals(calls, stage.phase)
         self.downloads, self.resumed = need.downloads, need.resumed
         forward = sum(call.forward_s for call in calls)
         self.recompute_s = sum(call.forward_s for call in self.trained) if stage.phase == "backward" else 0.0
         backward = sum(call.backward_s for call in self.trained)
+        self.before_gradients_s = self.recompute_s if stage.phase == "backward" else forward
+        """Of a turn, what runs before the first gradient is summed."""
         self.compute_s = {"forward": forward, "fused": forward + backward, "backward": backward}[stage.phase]
         host = rules.host.turn_s + calls_made(costs, stage) * rules.host.call_s
         run = self.trained if stage.phase == "backward" else calls
@@ -179,6 +184,20 @@ class _SimulatedStage:
         self.bytes_in = inputs + (after if stage.phase == "backward" else 0)
         outputs = sum(call.boundary_bytes for call in calls[1:]) + after
         self.bytes_out = outputs if stage.phase == "forward" else calls[0].boundary_bytes
+
+
+def _arrivals(calls: Sequence[CallCost], phase: Phase) -> list[tuple[float, float]]:
+    """Of each layer, the share of the stage's weights that have come with it, and what the turn computes before."""
+    arrivals, seen = [], set[str]()
+    come = passed = 0.0
+    for call in calls:
+        if call.is_loaded(phase):
+            if call.layer not in seen:
+                seen.add(call.layer)
+                come += call.weight_bytes
+                arrivals.append((come, passed))
+            passed += call.forward_s
+    return [(part / come, before) for part, before in arrivals] if come else []
 
 
 def _leads(calls: Sequence[CallCost], phase: Phase, rules: Rules) -> dict[str, float]:
@@ -209,8 +228,9 @@ class _Pipeline:
         links = rules.links
         self._up = [Lane(links.upload) for _ in range(workers)] if links else None
         self._down = [Lane(links.download) for _ in range(workers)] if links else None
-        self._arena: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # when each of two is free again
-        self._gradient_arena: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        # When each arena of a worker is free again, the next one first.
+        self._arena: dict[int, list[float]] = defaultdict(lambda: [0.0] * plan.weight_arenas)
+        self._gradient_arena: dict[int, list[float]] = defaultdict(lambda: [0.0] * plan.gradient_arenas)
         self._updating = Updating(rules.updates, costs, links)
         self._published: list[dict[str, _Updated]] = []
         self._slot = 0
@@ -276,18 +296,20 @@ class _Pipeline:
         size = stage.weights + (stage.resumed if again else 0)
         start, end = self._up[worker].copy_behind(max(updated, arenas[0], self._begin), size)
         self._note("upload_weights", worker, stage, -1, start, end)
-        return end
+        if again and stage.resumed:
+            return end
+        return max((start + part * (end - start) - before for part, before in stage.arrivals), default=end)
 
     def _unload(self, stage: _SimulatedStage, worker: int, end: float, last: bool) -> None:
         """Gives the arenas back; gradients go to the host, and to the optimizer after the last round. [7]"""
         arenas = self._arena[worker]
-        arenas[:] = [arenas[1], end]
+        arenas[:] = [*arenas[1:], end]
         arrived = end
         if self._down is not None and stage.gradients:
             start, arrived = self._down[worker].copy_behind(end, stage.downloads)
             self._note("download_gradients", worker, stage, -1, start, arrived)
             gradients = self._gradient_arena[worker]
-            gradients[:] = [gradients[1], arrived]
+            gradients[:] = [*gradients[1:], arrived]
         if last:
             for call in stage.trained:
                 self._arrived[call.layer] = max(self._arrived.get(call.layer, 0.0), arrived)
@@ -298,7 +320,7 @@ class _Pipeline:
         free = self._free[worker]
         hosted = stage.host_s
         gradients = self._gradient_arena[worker][0] if stage.gradients else 0.0
-        ready = max(loaded, gradients)
+        ready = max(loaded, gradients - stage.before_gradients_s)
         if stage.phase == "backward":
             saved, given = self._inputs(stage, worker, microbatch)
             behind = 0.0 if self._ahead else given

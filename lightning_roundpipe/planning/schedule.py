@@ -7,7 +7,8 @@ A plan's text names the calls of the trace by number::
 
     forward 0-3 4-7; fused 8-11; backward 4-7 0-3; round 4
 
-    plan     = "forward" spans ";" "fused" span ";" "backward" spans ";" "round" number [ ";" "recompute" "ahead" ]
+    plan     = "forward" spans ";" "fused" span ";" "backward" spans ";" "round" number { ";" option }
+    option   = "recompute" "ahead" | "single" [ "weights" ] [ "gradients" ]
     spans    = "none" | span { " " span }
     span     = number | number "-" number            (first and last call, both included; 5 is short for 5-5)
 
@@ -15,24 +16,32 @@ Stages stand in the order in which they run: forward stages from the first call 
 ends with the last call, then backward stages from the deepest call down. ``none`` is a pass without stages of its own,
 which happens when the fused stage holds the whole model. Semicolons are for the reader: parsing needs only white space
 (and Hydra's command line takes the text unquoted without them). With ``recompute ahead`` a backward stage recomputes a
-microbatch before its gradient is there, and keeps the graph of the whole stage until it is.
+microbatch before its gradient is there, and keeps the graph of the whole stage until it is. With ``single weights`` a
+worker has one arena for weights instead of two: the next stage's weights come when this stage is over. With ``single
+gradients`` the next stage's gradients are summed when this stage's are on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from lightning_roundpipe.planning.costs import Costs, Phase
 from lightning_roundpipe.planning.span import Span
 from lightning_roundpipe.planning.validate import check_plan
+
+Arenas = tuple[Literal[1, 2], Literal[1, 2]]
+"""How many arenas a worker has for weights, and for gradients."""
 
 TABLE_COLUMNS = ("stage", "phase", "layers", "weights MiB", "ms per microbatch")
 """Headings of the rows that ``Plan.table`` returns."""
 
 _KEYWORDS = ("forward", "fused", "backward", "round")
 _OPTION = "recompute"
+_SINGLE = "single"
+_KINDS = ("weights", "gradients")
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,10 @@ class Stage:
 class Plan:
     """Forward stages, the fused stage, backward stages (deepest first), the microbatches of a round.
 
-    ``recompute_ahead``: whether a worker recomputes for the microbatch whose turn it is before its gradient is there.
+    Attributes:
+        recompute_ahead: whether a worker recomputes for the microbatch whose turn it is before its gradient is there.
+        weight_arenas: 2: the next stage's weights come while this stage runs; 1: when it is over.
+        gradient_arenas: 2: gradients leave while the next stage sums its own; 1: before.
     """
 
     forward: tuple[Span, ...]
@@ -57,6 +69,8 @@ class Plan:
     backward: tuple[Span, ...]
     round_microbatches: int
     recompute_ahead: bool = False
+    weight_arenas: Literal[1, 2] = 2
+    gradient_arenas: Literal[1, 2] = 2
 
     def __post_init__(self) -> None:
         if self.round_microbatches < 1:
@@ -68,9 +82,11 @@ class Plan:
         def spans(stages: tuple[Span, ...]) -> str:
             return " ".join(map(str, stages)) or "none"
 
+        single = [kind for kind, arenas in zip(_KINDS, self.arenas, strict=True) if arenas == 1]
         return (
             f"forward {spans(self.forward)}; fused {self.fused}; backward {spans(self.backward)}; "
             f"round {self.round_microbatches}{'; recompute ahead' if self.recompute_ahead else ''}"
+            f"{'; ' + ' '.join([_SINGLE, *single]) if single else ''}"
         )
 
     @classmethod
@@ -87,7 +103,16 @@ class Plan:
         option = parts.get(_OPTION)
         if option not in (None, ["ahead"]):
             raise ValueError(f"plan: recompute {_shown(option)} must be 'recompute ahead', or be left out.")
-        return cls(forward, fused[0], backward, int(round_[0]), recompute_ahead=option is not None)
+        single = parts.get(_SINGLE, [])
+        if (_SINGLE in parts and not single) or len(set(single)) < len(single) or not set(single) <= set(_KINDS):
+            raise ValueError(
+                f"plan: single {_shown(single)} must be 'single weights', 'single gradients' or 'single weights "
+                "gradients', or be left out."
+            )
+        return cls(
+            forward, fused[0], backward, int(round_[0]), recompute_ahead=option is not None,
+            weight_arenas=1 if "weights" in single else 2, gradient_arenas=1 if "gradients" in single else 2,
+        )  # fmt: skip
 
     # -- made by rule ------------------------------------------------------------------------------------------------
 
@@ -101,6 +126,15 @@ class Plan:
     def single(cls, n: int, round_microbatches: int = 1) -> Plan:
         """Everything in the fused stage: nothing is recomputed, and the whole model is resident."""
         return cls((), Span(0, n - 1), (), round_microbatches)
+
+    @property
+    def arenas(self) -> Arenas:
+        """Arenas of each worker, for weights and for gradients."""
+        return self.weight_arenas, self.gradient_arenas
+
+    def with_arenas(self, arenas: Arenas) -> Plan:
+        """The same plan with so many arenas for weights and for gradients."""
+        return replace(self, weight_arenas=arenas[0], gradient_arenas=arenas[1])
 
     # -- what the engine asks ----------------------------------------------------------------------------------------
 
@@ -166,7 +200,7 @@ def _split(text: str) -> dict[str, list[str]]:
     for word in text.replace(";", " ").split():
         if word in parts:
             raise ValueError(f"plan: {text!r} says {word!r} twice: {example}.")
-        if word in (*_KEYWORDS, _OPTION):
+        if word in (*_KEYWORDS, _OPTION, _SINGLE):
             words = parts[word] = []
         elif words is None:
             raise ValueError(f"plan: {text!r} starts with {word!r}: {example}.")

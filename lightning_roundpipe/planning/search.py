@@ -31,9 +31,16 @@ from lightning_roundpipe.planning.anneal import PlanTimer, anneal
 from lightning_roundpipe.planning.batch import Pace, Sizes
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits, MemoryTable
-from lightning_roundpipe.planning.memory import ahead_within, partition_within
+from lightning_roundpipe.planning.memory import (
+    BOTH,
+    SINGLE,
+    ahead_within,
+    arenas_within,
+    device_bytes,
+    partition_within,
+)
 from lightning_roundpipe.planning.moves import kicked, neighbours, recuts
-from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.schedule import Arenas, Plan
 from lightning_roundpipe.planning.seeds import seeds
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.simulation import HostTime
@@ -107,12 +114,22 @@ def search_partition(
     baseline = baseline_within(costs, workers, microbatches, limits)
     work = search_seconds * _WORK_PER_SECOND
     pace = Pace.of(costs, host or HostTime(), recompute_ahead)
-    timing = Timing(pace, workers, microbatches, staleness, search_seconds if by_clock else math.inf, work)
     best = paper_plan(costs, workers, microbatches, limits) if recompute_ahead else baseline
-    found = _PlanSearch(timing, costs, limits, work).run(baseline)
-    plans = [replace(plan, recompute_ahead=recompute_ahead and bool(plan.backward)) for plan in found]
+
+    def search(arenas: Arenas) -> list[Plan]:
+        timing = Timing(pace, workers, microbatches, staleness, search_seconds if by_clock else math.inf, work)
+        found = _PlanSearch(timing, costs, limits, work, arenas).run(baseline)
+        return [replace(plan, recompute_ahead=recompute_ahead and bool(plan.backward)) for plan in found]
+
     if judge is not None:
-        return min([best, *plans[:judged]], key=judge)
+        # Only the judge knows what a copy costs that does not run beside a stage.
+        plans = search(BOTH if limits.memory is None else SINGLE)[:judged]
+        both = limits.memory is not None and baseline.arenas == BOTH
+        if both and (not plans or device_bytes(plans[0].with_arenas(BOTH), costs, workers) > (limits.memory or 0)):
+            plans += search(BOTH)[:judged]
+        return min([best, *_with_arenas(plans, costs, workers, limits.memory)], key=judge)
+    plans = [plan.with_arenas(baseline.arenas) for plan in search(baseline.arenas)]
+    timing = Timing(pace, workers, microbatches, staleness, math.inf, 0.0)
     best_s = timing.settled(best)
     for plan in plans:
         plan_s = timing.settled(plan)
@@ -120,6 +137,11 @@ def search_partition(
         if plan_s.mean() < best_s.mean() * (1 - _CLEARLY) and (plan_s <= best_s * (1 + 1e-12)).all():
             best, best_s = plan, plan_s
     return best
+
+
+def _with_arenas(plans: Iterable[Plan], costs: Costs, workers: int, memory: int | None) -> list[Plan]:
+    """The plans with as many arenas as fit, each once."""
+    return list(dict.fromkeys(one for plan in plans for one in arenas_within(plan, costs, workers, memory)))
 
 
 def baseline_within(
@@ -140,7 +162,7 @@ def baseline_within(
         rest = Span(plan.fused.first, first - 1)
         plan = Plan(
             (*plan.forward, rest), Span(first, plan.fused.last), (rest, *plan.backward), plan.round_microbatches
-        )
+        ).with_arenas(plan.arenas)
     return plan
 
 
@@ -151,10 +173,12 @@ def paper_plan(costs: Costs, workers: int, microbatches: int, limits: Limits, st
 
 
 class _PlanSearch:
-    def __init__(self, timing: Timing, costs: Costs, limits: Limits, work: float) -> None:
+    def __init__(self, timing: Timing, costs: Costs, limits: Limits, work: float, arenas: Arenas) -> None:
         self._timing, self._limits = timing, limits
         self._table = (
-            None if limits.memory is None else MemoryTable(costs, timing.workers, limits.memory, timing.pace.ahead)
+            None
+            if limits.memory is None
+            else MemoryTable(costs, timing.workers, limits.memory, timing.pace.ahead, arenas)
         )
         self._random = np.random.default_rng(0)
         self._seeding_ends = work * (1 - _SEEDING)

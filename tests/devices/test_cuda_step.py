@@ -120,7 +120,7 @@ BY_HAND = {"plan": "forward none; fused 0-5; backward none; round 4", "num_micro
     [
         (70, 8, {}, "workers may use 10,240 bytes"),
         (50, 8, {}, "workers may use 0 bytes"),
-        (140, 256, {}, "workers may use 81,920 bytes"),
+        (110, 256, {}, "workers may use 51,200 bytes"),
         (150, 8, BY_HAND, "memory_budget allows 92,160"),
         (None, 8, {}, "workers may use 10,240 bytes"),
     ],

@@ -35,6 +35,8 @@ def assert_no_races(found: HappensBefore) -> None:
     [
         ("llama", False, {"plan": PLAN + "; recompute ahead"}),
         ("llama", True, {"plan": PLAN, "staleness": 1}),
+        ("llama", False, {"plan": PLAN + "; recompute ahead; single weights gradients"}),
+        ("llama", False, {"plan": PLAN.replace("round 4", "round 2") + "; single gradients", "staleness": 1}),
         pytest.param("gpt2", False, {"plan": PLANS["gpt2"][1], "staleness": 1}, marks=pytest.mark.slow),
         pytest.param("llama", True, {"plan": PLAN + "; recompute ahead"}, marks=pytest.mark.slow),
         pytest.param("vit", False, {"plan": PLAN + "; recompute ahead"}, marks=pytest.mark.slow),

@@ -1,22 +1,29 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.making import call, even
 
 from lightning_roundpipe.planning import CallCost, Costs, Plan, greedy_partition
+from lightning_roundpipe.planning.limits import MemoryTable
 from lightning_roundpipe.planning.memory import (
+    BOTH,
+    SINGLE,
     Parameters,
     ahead_bytes,
+    arenas_within,
     device_bytes,
     device_items,
     host_items,
     lead_within,
     partition_within,
     planned_bytes,
+    smallest_within,
     waiting_bytes,
 )
+from lightning_roundpipe.planning.shapes import sizes_of
 
 
 def test_counted_by_hand() -> None:
@@ -45,9 +52,11 @@ def test_large_weights_and_large_gradients_of_different_stages() -> None:
 
 def test_a_budget_that_nothing_fits_into() -> None:
     costs = Costs((*even(2), call("table", weights=900)))
-    with pytest.raises(ValueError, match=r"may use 1,500 bytes, .* needs 1,890.*'table'.*Raise memory_budget"):
-        partition_within(costs, 2, 2, None, 1500)
-    assert device_bytes(partition_within(costs, 2, 2, None, 1890), costs, 2) == 1890
+    with pytest.raises(ValueError, match=r"may use 900 bytes, .* needs 950.*'table'.*Raise memory_budget"):
+        partition_within(costs, 2, 2, None, 900)
+    for budget, arenas in ((950, SINGLE), (1889, SINGLE), (1890, BOTH)):
+        plan = partition_within(costs, 2, 2, None, budget)
+        assert plan.arenas == arenas and device_bytes(plan, costs, 2) in (950, 1890)
 
 
 def test_rounds_are_as_large_as_fits() -> None:
@@ -59,12 +68,28 @@ def test_rounds_are_as_large_as_fits() -> None:
             plan = partition_within(costs, 3, 8, None, exact + room)
             assert plan.round_microbatches == size
             assert device_bytes(plan, costs, 3) <= exact + room
+    exact = device_bytes(Plan.per_call(4, 3).with_arenas(SINGLE), costs, 3)
     with pytest.raises(ValueError, match="2 waiting microbatches with up to 20"):
         partition_within(costs, 3, 8, None, exact - 1)
     with pytest.raises(ValueError, match="3 waiting microbatches"):
         partition_within(costs, 3, 8, None, exact, min_round=4)
     with pytest.raises(ValueError, match="7 waiting microbatches"):
         partition_within(costs, 3, 8, 8, exact)
+
+
+def test_arenas_are_single_only_where_two_do_not_fit() -> None:
+    """Of weights, of gradients, or of both; a plan says so, and takes less by exactly one arena."""
+    costs = even(4)  # 100 of weights, 40 of gradients, 10 of activations
+    plan = Plan.per_call(4)
+    assert [one.arenas for one in arenas_within(plan, costs, 1, None)] == [BOTH]
+    for budget, arenas in ((290, [BOTH]), (289, [(2, 1), (1, 2)]), (249, [(1, 2)]), (189, [SINGLE]), (149, [])):
+        fitting = arenas_within(plan, costs, 1, budget)
+        assert [one.arenas for one in fitting] == arenas, budget
+        assert all(device_bytes(one, costs, 1) <= budget for one in fitting)
+        shape, sizes = sizes_of(plan)
+        assert MemoryTable(costs, 1, budget, arenas=SINGLE).fits(shape, np.array([sizes])) == bool(arenas)
+        assert MemoryTable(costs, 1, budget).fits(shape, np.array([sizes])) == (arenas == [BOTH])
+    assert smallest_within(costs, 1, 4, 1, 189).arenas == SINGLE
 
 
 CALLS = st.builds(
@@ -90,7 +115,7 @@ CALLS = st.builds(
 @given(calls=st.lists(CALLS, min_size=1, max_size=7), budget=st.integers(0, 1500), workers=st.integers(1, 4))
 def test_whatever_the_model_the_plan_fits_or_nothing_does(calls: list[CallCost], budget: int, workers: int) -> None:
     costs = Costs(tuple(calls))
-    least = device_bytes(Plan.per_call(len(calls), min(workers, 3)), costs, workers)
+    least = device_bytes(Plan.per_call(len(calls), min(workers, 3)).with_arenas(SINGLE), costs, workers)
     if least > budget:
         with pytest.raises(ValueError, match="memory_budget"):
             partition_within(costs, workers, 3, None, budget)

@@ -14,7 +14,9 @@ from lightning_roundpipe.planning import batch as batched
 from lightning_roundpipe.planning.anneal import PlanTimer
 from lightning_roundpipe.planning.costs import CallCost
 from lightning_roundpipe.planning.links import Lane, Links
+from lightning_roundpipe.planning.memory import BOTH, SINGLE
 from lightning_roundpipe.planning.pipeline import COMPUTE, Rules, SimulatedRun, run_steps
+from lightning_roundpipe.planning.schedule import Arenas
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.simulation import HostTime, simulate
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
@@ -221,6 +223,43 @@ def test_weights_come_while_the_slot_before_runs() -> None:
         assert begins[slot] >= end
         assert start >= closes.get(slot - 2, 0.0)  # two arenas: this slot's and the next one's
     assert any(start < closes[slot - 1] for slot, start, _ in uploads[1:])
+
+
+def heavy(weights: int, gradients: int) -> Costs:
+    """Two layers of a second forward and two backward, and nothing between them."""
+    return Costs(tuple(CallCost(f"{i}", 1.0, 2.0, weights, gradients, 0, 0, needs_backward=True) for i in range(2)))
+
+
+def test_a_single_arena_is_filled_when_the_slot_before_is_over() -> None:
+    """Stages of 1, 3 and 3 seconds on one worker, with 2 bytes of weights each, at a byte a second.
+
+    With two arenas, weights come while the stage before runs. With one, the fused stage's come from 3 to 5, and the
+    backward stage's from 8 to 10.
+    """
+    plan, rules = Plan.parse("forward 0; fused 1; backward 0; round 1"), Rules(links=Links(1.0, 1.0))
+
+    def loads(arenas: Arenas) -> list[tuple[float, float]]:
+        run = run_steps(plan.with_arenas(arenas), heavy(2, 2), 1, 1, rules)
+        return [(e.start_s, e.end_s) for e in run.events if e.kind == "upload_weights"]
+
+    assert loads(BOTH) == loads((2, 1)) == [(0, 2), (2, 4), (4, 6)]
+    assert loads(SINGLE) == [(0, 2), (3, 5), (8, 10)]
+
+    def end(arenas: Arenas, gradients: int) -> float:
+        return run_steps(plan.with_arenas(arenas), heavy(2, gradients), 1, 1, rules).makespan_s
+
+    # The fused stage runs from 4 to 7. The backward stage recomputes until 8, and may sum when `gradients` have left.
+    assert end(BOTH, 9) == end(BOTH, 1) == 10
+    assert end((2, 1), 1) == 10, "the recomputation hides a second of the download"
+    assert end((2, 1), 9) == 10 + 8
+
+
+def test_weights_come_layer_by_layer() -> None:
+    """A stage of two layers begins with the first of them, and the second comes while that runs."""
+    plan = Plan.parse("forward none; fused 0-1; backward none; round 1")
+    for weights, begin in ((1, 1), (2, 3)):  # the second one's come until 2, or until 4
+        run = run_steps(plan, heavy(weights, 0), 1, 1, Rules(links=Links(1.0, 1.0)))
+        assert run.makespan_s == begin + 6
 
 
 def test_small_copies_go_first() -> None:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from planning.making import call, even
 
 from lightning_roundpipe.planning import TABLE_COLUMNS, Costs, Plan, Span, Stage
+from lightning_roundpipe.planning.schedule import Arenas
 
 GOLDENS = [
     (
@@ -80,6 +81,17 @@ def test_stages_stand_in_slot_order() -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "arenas"),
+    [("", (2, 2)), ("single weights", (1, 2)), ("single gradients", (2, 1)), ("single weights gradients", (1, 1))],
+)
+def test_arenas_are_read_and_printed(option: str, arenas: Arenas) -> None:
+    text = "forward 0; fused 1; backward 0; round 2; recompute ahead" + (option and f"; {option}")
+    plan = Plan.parse(text)
+    assert plan.arenas == arenas and plan.recompute_ahead and str(plan) == text
+    assert plan.with_arenas((2, 2)) == Plan.parse("forward 0; fused 1; backward 0; round 2; recompute ahead")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "lacks 'forward'"),
@@ -95,6 +107,9 @@ def test_stages_stand_in_slot_order() -> None:
         ("forward 0; fused 1; backward 0; round", "round '' must be one number"),
         ("forward 0; fused 1; backward 0; round many", "round 'many' must be one number"),
         ("forward 0; fused 1; backward 0; round 0", "round 0 would run no microbatch"),
+        ("forward 0; fused 1; backward 0; round 2; single", "single '' must be 'single weights'"),
+        ("forward 0; fused 1; backward 0; round 2; single layers", "single 'layers' must be 'single weights'"),
+        ("forward 0; fused 1; backward 0; round 2; single weights weights", "must be 'single weights'"),
     ],
 )
 def test_text_that_is_no_plan(text: str, message: str) -> None:

@@ -49,6 +49,8 @@ SUMMED = Case(harness.per_call(CALLS, 4), 2, 4, (6, 6, 6, 6), accumulate=2)
 """Sums of two batches are added: nothing else holds the second one's back."""
 ON = replace(CUT, sizes=(6, 6, 6, 6), drops=False)
 """Steps go on when the next one begins."""
+ALONE = replace(CUT, plan=f"{CUT.plan}; single weights gradients")
+"""One arena of each kind: the sums of an earlier round come up where others have just left."""
 ARRIVAL = Case(None, 2, 1, (6, 6, 6))
 
 
@@ -98,16 +100,16 @@ WAITS = [
     Wait("runtime.core.worker:Arena.release", "self.last_use.wait()", "numbers", FUSED, "gradients_down"),
     # Memory of the gradients: an arena is used again, a sum is continued, a sum is read.
     Wait(
-        "runtime.core.worker:Worker._open_gradients",
-        "self.device.compute.wait(arena.last_use)",
+        "runtime.core.worker:Worker._wait_for_gradients",
+        "self.device.compute.wait(event)",
         "numbers",
-        CUT,
+        ALONE,
         "gradients_down",
     ),
-    # On an emulated device the line before it has waited for the same already, in the thread that enqueues the upload.
-    Wait("runtime.core.worker:Worker._open_gradients", "stream.wait(arena.last_use)", "order"),
+    Wait(
+        "runtime.core.worker:Worker._open_gradients", "stream.wait(arena.last_use)", "numbers", ALONE, "gradients_down"
+    ),
     Wait("runtime.core.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
-    Wait("runtime.core.worker:Worker._open_gradients", "self.device.compute.wait(end)", "numbers", WIDE, "weights_up"),
     Wait("runtime.core.worker:Worker._send_gradients", "stream.wait(self.device.compute.record())", "order"),
     Wait("runtime.memory.grad_buffers:HostGradSums.wait", "arrived.wait()", "numbers", CUT, "gradients_down"),
     Wait("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()", "numbers", CUT, "gradients_down"),

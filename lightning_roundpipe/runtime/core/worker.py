@@ -4,6 +4,9 @@
     run:          each call waits only for the upload of its own layer ── [3]
     close slot i: download gradients from their arena ── [4]          arena A is free for slot i+2N ── [5]
 
+With a single arena for weights, slot i+N is uploaded when it opens. With a single one for gradients, its first backward
+waits for the downloads of slot i [6].
+
 All of this runs on the worker's own thread, in the order of submission, so it needs no lock. The one exception is the
 upload of a layer that is still being updated, which the optimizer's thread enqueues (`_LaterUpload`). `turns` decides
 which slot may be opened, and when.
@@ -23,6 +26,8 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.model.replica import Replica
 from lightning_roundpipe.model.rounded import RoundedWeight
+from lightning_roundpipe.planning.memory import BOTH
+from lightning_roundpipe.planning.schedule import Arenas
 from lightning_roundpipe.runtime.core.activation_store import PrefetchBudget
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
@@ -144,8 +149,9 @@ class Worker:
         device: the device.
 
     Attributes:
-        weights: two arenas for weights: of the open slot and of the next one.
-        gradients: two arenas for gradients: of the open slot and of the last one, which may still be downloading.
+        weights: arenas for weights: of the open slot and of the next one. The plan may use the first one only.
+        gradients: arenas for gradients: of the open slot and of the last one, which may still be downloading. The plan
+            may use the first one only.
         thread: the thread on which everything here runs.
     """
 
@@ -156,8 +162,13 @@ class Worker:
         self.gradients = [Arena(device, "gradients"), Arena(device, "gradients of the last stage")]
         self.room = PrefetchBudget()
         """Budget for prefetched tensors."""
+        self._arenas: Arenas = BOTH
+        """How many arenas of each kind are used."""
         self._turn = 0
         self._gradient_turn = 0
+        self._is_open = False
+        self._gradients_free: list[Event] = []
+        """Events that the first backward of the open slot waits for."""
         self._replicas: dict[int, tuple[Replica, ReplicaBuffers]] = {}
         self._device_gradients: dict[int, DeviceGradSums] = {}
         self._segments: dict[int, Tensor] = {}
@@ -226,7 +237,9 @@ class Worker:
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def reserve(self, weights: int, gradients: int, room: int | None = 0, lead: int = 0) -> None:
+    def reserve(
+        self, weights: int, gradients: int, room: int | None = 0, lead: int = 0, arenas: Arenas | None = None
+    ) -> None:
         """Grow the arenas to what the largest stage needs. Nothing may be in flight.
 
         Args:
@@ -234,14 +247,21 @@ class Worker:
             gradients: bytes of gradients of the largest stage.
             room: bytes that the memory budget leaves for prefetched tensors; None means no limit.
             lead: bytes that the memory budget leaves for calls in flight.
+            arenas: arenas to use for weights and for gradients; None: as many as now.
         """
         self.room.limit, self.lead = room, lead
-        needed = [(arena, weights) for arena in self.weights]
-        needed += [(arena, gradients) for arena in self.gradients if gradients]
+        if arenas is not None and arenas != self._arenas:
+            self._arenas, self._turn, self._gradient_turn = arenas, 0, 0
+        of_weights, of_gradients = self._arenas
+        needed = [(arena, weights) for arena in self.weights[:of_weights]]
+        needed += [(arena, gradients) for arena in self.gradients[:of_gradients] if gradients]
         growing = [(arena, nbytes) for arena, nbytes in needed if not arena.has(nbytes)]
-        if growing:
+        spare = [
+            arena for arena in (*self.weights[of_weights:], *self.gradients[of_gradients:]) if arena.buffer is not None
+        ]
+        if growing or spare:
             self.forget()  # replicas hold views of the arenas
-        for arena, _ in growing:  # free all before allocating any: old and new may not fit together
+        for arena in (*spare, *(arena for arena, _ in growing)):  # free all first: old and new may not fit together
             arena.release()
         for arena, nbytes in growing:
             arena.make(nbytes)
@@ -251,9 +271,13 @@ class Worker:
 
         If a layer is still being updated, the optimizer's thread enqueues its upload when it publishes the update. This
         thread must not wait for that, as the update may depend on work that this thread has yet to do.
+
+        With a single arena that an open slot uses, nothing happens: `open` prepares the slot.
         """
+        if self._is_open and self._arenas[0] == 1:
+            return
         slot.arena = self._turn
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % self._arenas[0]
         arena = self.weights[slot.arena]
         stream = self.device.weights_up
         if arena.last_use is not None:
@@ -293,7 +317,9 @@ class Worker:
 
         The next slot reuses the arena. Its uploads run on the same stream, so they overwrite those of this one.
         """
-        assert slot.arena == 1 - self._turn, "only what was prepared last can be taken back"
+        if slot.arena is None:
+            return  # there was no free arena
+        assert slot.arena == (self._turn - 1) % self._arenas[0], "only what was prepared last can be taken back"
         with slot.uploading:
             slot.cancelled = True
         self._turn = slot.arena
@@ -312,6 +338,7 @@ class Worker:
         if slot.arena is None:
             self.prepare(slot)
         assert slot.arena is not None
+        self._is_open = True
         arena = self.weights[slot.arena]
         cuts = arena.cut(layer.nbytes for layer in slot.layers)
         self._segments = {layer.index: cut for layer, cut in zip(slot.layers, cuts, strict=True)}
@@ -332,8 +359,9 @@ class Worker:
         arena = self.gradients[self._gradient_turn]
         stream = self.device.weights_up
         if arena.last_use is not None:
-            self.device.compute.wait(arena.last_use)
-            stream.wait(arena.last_use)
+            self._gradients_free.append(arena.last_use)  # [6]
+            if any(any(DeviceGradSums.continued(host)) for host in sums.values()):
+                stream.wait(arena.last_use)
         for (call, host), segment in zip(sums.items(), arena.cut(s.layout.nbytes for s in sums.values()), strict=True):
             gradients = self._device_gradients[call] = DeviceGradSums(host, segment)
             if any(gradients.present):
@@ -342,7 +370,7 @@ class Worker:
                 start = stream.record(timed=True)
                 gradients.upload(stream)
                 end = stream.record(timed=True)
-                self.device.compute.wait(end)
+                self._gradients_free.append(end)
                 where = EventSource(slot.index, slot.phase, call, host.layer.name)
                 slot.recorder.add("upload_gradients", self.index, start, end, -1, host.layout.nbytes, where)
 
@@ -360,10 +388,12 @@ class Worker:
             self.device.compute.poison(arena.buffer)
             arena.last_use = self.device.compute.record()
         self._segments = {}
+        self._is_open = False
         slot.close()
 
     def _send_gradients(self, slot: Slot) -> None:
         stream = self.device.gradients_down
+        self._wait_for_gradients()  # sums that no microbatch added to are downloaded as they came
         for gradients in self._device_gradients.values():
             gradients.narrow()
         stream.wait(self.device.compute.record())
@@ -381,7 +411,7 @@ class Worker:
         if arena.buffer is not None:
             stream.poison(arena.buffer)
         arena.last_use = stream.record()
-        self._gradient_turn = 1 - self._gradient_turn
+        self._gradient_turn = (self._gradient_turn + 1) % self._arenas[1]
         self._device_gradients = {}
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -421,7 +451,14 @@ class Worker:
         return layer.read(master).detach().to(self.device.torch_device, copy=True)
 
     def gradients_of(self, call: int) -> DeviceGradSums | None:
+        """Return the sum that a backward adds to. The compute stream waits until the arena is free for it."""
+        self._wait_for_gradients()
         return self._device_gradients.get(call)
+
+    def _wait_for_gradients(self) -> None:
+        for event in self._gradients_free:
+            self.device.compute.wait(event)
+        self._gradients_free = []
 
     def ready(self, slot: Slot, layer: HostLayer) -> Event:
         """Make the compute stream wait for the upload of ``layer`` [3].
@@ -474,7 +511,9 @@ class Worker:
             replica.unbind()
         self._replicas.clear()
         self._device_gradients.clear()
+        self._gradients_free.clear()
         self._segments.clear()
+        self._is_open = False
         self._in_flight = InFlight()
 
     def abandon(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.messages import gib
+from lightning_roundpipe.messages import gib, plural
 from lightning_roundpipe.model.layers import find_layers, find_requested
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
@@ -112,13 +112,13 @@ def layers_that_fit(
         setting = "emulation.memory (or use devices with more memory)"
     stuck = refined.stuck
     sizes = {name: _size_of(layer, formats) for name, layer in refined.layers.items()}
-    need = ARENAS * arenas_of(sizes)
+    need = arenas_of(sizes)
     if stuck is None or need <= limit:
         return refined
     weights, gradients = max(s.weights for s in sizes.values()), max(s.gradients for s in sizes.values())
     raise ValueError(
         f"layer {stuck.name!r} is too large: workers may use {limit:,} bytes, and a layer at a time needs {need:,} "
-        f"({ARENAS} x {weights:,} for weights, {ARENAS} x {gradients:,} for gradients). It cannot be cut: {stuck.why}. "
+        f"({weights:,} for weights, {gradients:,} for gradients). It cannot be cut: {stuck.why}. "
         f"Raise {setting}, or {stuck.remedy}.{libraries_note(options, devices)}"
     )
 
@@ -137,8 +137,9 @@ def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequenc
         return
     if (need := device_bytes(plan, costs, len(devices))) > limit:
         raise ValueError(
-            f"plan: it needs {need:,} bytes on each worker (two arenas each for weights and gradients of the largest "
-            "stages, activations, and boundary tensors of microbatches that wait), but memory_budget allows "
-            f"{limit:,}. Cut it into more stages or smaller rounds, or raise memory_budget."
+            f"plan: it needs {need:,} bytes on each worker ({plural(plan.weight_arenas, 'arena')} for weights and "
+            f"{plural(plan.gradient_arenas, 'arena')} for gradients of the largest stages, activations, and boundary "
+            f"tensors of microbatches that wait), but memory_budget allows {limit:,}. Cut it into more stages or "
+            "smaller rounds, add '; single weights gradients', or raise memory_budget."
             f"{libraries_note(options, devices)}"
         )

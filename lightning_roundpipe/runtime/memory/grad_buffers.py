@@ -413,7 +413,12 @@ class DeviceGradSums:
         self.host = host
         self.segment = segment
         self.views = [s.view(segment) for s in host.layout.segments]
-        self.present = [False] * len(self.views) if host.landing is not None else list(host.present)
+        self.present = self.continued(host)
+
+    @staticmethod
+    def continued(host: HostGradSums) -> list[bool]:
+        """Return, per trainable parameter, whether a slot goes on from the sum of an earlier round."""
+        return [False] * len(host.present) if host.landing is not None else list(host.present)
 
     def upload(self, stream: Stream) -> None:
         """Enqueue the upload of the earlier rounds' sum, which this round continues."""

@@ -10,6 +10,9 @@ from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.memory import (
+    ARENAS,
+    BOTH,
+    SINGLE,
     ahead_within,
     boundary_bytes,
     device_bytes,
@@ -149,16 +152,21 @@ class Planner:
             if stage.phase != "forward":
                 gradients = max(gradients, sum(HostGradSums.bytes_of(c.layer) for c in calls if c.taped))
         for worker in self._workers:
-            worker.reserve(weights, gradients, room, lead)
+            worker.reserve(weights, gradients, room, lead, plan.arenas)
         self._devices[0].reserve_host(boundary_bytes(plan, costs))
 
     def reserve_for_layers(self) -> None:
-        """Make the arenas as large as the largest layer: without a plan, workers hold one layer at a time."""
+        """Make the arenas as large as the largest layer: without a plan, workers hold one layer at a time.
+
+        Where two arenas of each kind do not fit, there is one of each.
+        """
         layers = self._engine.model.layers
         weights = max((layer.nbytes for layer in layers), default=0)
         gradients = max((HostGradSums.bytes_of(layer) for layer in layers), default=0)
+        limit = worker_bytes(self._options, self._devices)
+        arenas = BOTH if limit is None or ARENAS * (weights + gradients) <= limit else SINGLE
         for worker in self._workers:
-            worker.reserve(weights, gradients)
+            worker.reserve(weights, gradients, arenas=arenas)
 
     def forget(self) -> None:
         """Drop traces and plan, to learn them again.

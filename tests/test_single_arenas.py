@@ -1,0 +1,91 @@
+"""One arena of a kind instead of two: the same bits, less memory, and nothing is uploaded or summed too early."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import harness
+import pytest
+from harness import assert_identical, assert_same, ours, run
+from test_overlap import BATCHES, Gate, Gated
+
+from lightning_roundpipe.planning.memory import BOTH, SINGLE
+from lightning_roundpipe.planning.schedule import Arenas, Plan
+from lightning_roundpipe.runtime.core.turns import Slot
+from lightning_roundpipe.runtime.core.worker import Worker
+
+PLAN = Plan.parse("forward 0 1 2; fused 3; backward 2 1 0; round 2")
+ALL: tuple[Arenas, ...] = (BOTH, (2, 1), (1, 2), SINGLE)
+
+
+def fit(plan: Plan, devices: int = 2, **options: object) -> harness.Result:
+    strategy = ours(num_microbatches=2, layers=["Layer"], plan=str(plan), watchdog_timeout=60, **options)
+    return run(strategy, Gated(Gate(-1)), BATCHES, devices=devices, watch=False)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_arenas_change_no_bit(devices: int, staleness: int) -> None:
+    results = [fit(PLAN.with_arenas(arenas), devices, staleness=staleness) for arenas in ALL]
+    for result in results[1:]:
+        assert_identical(results[0], result)
+
+
+def test_each_arena_that_is_left_out_is_saved() -> None:
+    """By what is counted and by what is planned, on a worker that holds little else."""
+    counted, planned = [], []
+    for arenas in ALL:
+        report = fit(PLAN.with_arenas(arenas)).report
+        assert report is not None
+        counted.append(max(report["peak_device_bytes"]))
+        planned.append(report["planned_device_bytes"])
+    for found in (counted, planned):
+        assert found[0] > max(found[1:3]) and min(found[1:3]) > found[3], found
+    assert all(few <= plan for few, plan in zip(counted, planned, strict=True))
+
+
+@pytest.mark.parametrize("arenas", [BOTH, (1, 2)])
+def test_weights_wait_for_the_end_of_the_slot_before(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a single arena no upload is enqueued while a slot is open; with two, that of the next one is."""
+    open_slots: dict[Worker, Slot] = {}
+    early = 0
+    opened, closed, upload = Worker.open, Worker.close_slot, Worker.upload
+
+    def open_it(worker: Worker, slot: Slot, following: Slot | None = None) -> bool:
+        if slot.arena is None:
+            worker.prepare(slot)
+        open_slots[worker] = slot
+        return opened(worker, slot, following)
+
+    def close(worker: Worker, slot: Slot) -> None:
+        del open_slots[worker]
+        closed(worker, slot)
+
+    def up(worker: Worker, slot: Slot, *args: object, **kwargs: object) -> None:
+        nonlocal early
+        early += open_slots.get(worker, slot) is not slot
+        upload(worker, slot, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Worker, "open", open_it)
+    monkeypatch.setattr(Worker, "close_slot", close)
+    monkeypatch.setattr(Worker, "upload", up)
+    fit(PLAN.with_arenas(arenas))
+    assert (early > 0) == (arenas == BOTH)
+
+
+def test_a_budget_with_room_for_single_arenas_only_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two of each kind do not fit, training goes on with one, and the plan says so."""
+    report = fit(PLAN).report
+    assert report is not None
+    both, single = (
+        fit(PLAN.with_arenas(arenas)).report["planned_device_bytes"]  # type: ignore[index]
+        for arenas in (BOTH, SINGLE)
+    )
+    strategy = ours(num_microbatches=2, layers=["Layer"], memory_budget=(both + single) // 2, round_microbatches=2)
+    result = run(strategy, Gated(Gate(-1)), BATCHES, devices=2, watch=False)
+    assert result.report is not None and "single" in result.report["plan"]
+    assert max(result.report["peak_device_bytes"]) <= (both + single) // 2
+    assert_same(fit(replace(PLAN)), result)
+    with pytest.raises(ValueError, match="add '; single weights gradients'"):
+        fit(PLAN, memory_budget=single + 1)
+    fit(PLAN.with_arenas(SINGLE), memory_budget=single + 1)
