@@ -56,6 +56,8 @@ _WORK_PER_SECOND = 0.25
 """Work, in estimated seconds of an ordinary core, that is done for each second allowed."""
 _SEEDING = 0.4
 """The part of the work that finding starts may take."""
+_OTHERS = 0.5
+"""The part of the work that each further search may take, where memory decides what the first one finds."""
 _HOPEFUL = 1.02
 """A start is not looked at if even its work alone takes that much longer than the best so far."""
 _CLEARLY = 1e-4
@@ -116,18 +118,23 @@ def search_partition(
     pace = Pace.of(costs, host or HostTime(), recompute_ahead)
     best = paper_plan(costs, workers, microbatches, limits) if recompute_ahead else baseline
 
-    def search(arenas: Arenas) -> list[Plan]:
-        timing = Timing(pace, workers, microbatches, staleness, search_seconds if by_clock else math.inf, work)
-        found = _PlanSearch(timing, costs, limits, work, arenas).run(baseline)
-        return [replace(plan, recompute_ahead=recompute_ahead and bool(plan.backward)) for plan in found]
+    def search(arenas: Arenas, ahead: bool = recompute_ahead, share: float = 1.0) -> list[Plan]:
+        ahead_pace, most = replace(pace, ahead=ahead), share * work
+        timing = Timing(ahead_pace, workers, microbatches, staleness, search_seconds if by_clock else math.inf, most)
+        found = _PlanSearch(timing, costs, limits, most, arenas).run(baseline)
+        return [replace(plan, recompute_ahead=ahead and bool(plan.backward)) for plan in found]
 
     if judge is not None:
         # Only the judge knows what a copy costs that does not run beside a stage.
-        plans = search(BOTH if limits.memory is None else SINGLE)[:judged]
-        both = limits.memory is not None and baseline.arenas == BOTH
-        if both and (not plans or device_bytes(plans[0].with_arenas(BOTH), costs, workers) > (limits.memory or 0)):
-            plans += search(BOTH)[:judged]
-        return min([best, *_with_arenas(plans, costs, workers, limits.memory)], key=judge)
+        memory = limits.memory
+        plans = search(BOTH if memory is None else SINGLE)[:judged]
+        if memory is not None and (not plans or device_bytes(plans[0].with_arenas(BOTH), costs, workers) > memory):
+            # Memory decides: without a second arena, or without graphs of whole stages, stages are larger.
+            others: list[tuple[Arenas, bool]] = [(BOTH, recompute_ahead)] if baseline.arenas == BOTH else []
+            others += [(arenas, False) for arenas in (SINGLE, BOTH) if recompute_ahead and arenas <= baseline.arenas]
+            for arenas, ahead in others:
+                plans += search(arenas, ahead, _OTHERS)[:judged]
+        return min([best, *_with_arenas(plans, costs, workers, memory)], key=judge)
     plans = [plan.with_arenas(baseline.arenas) for plan in search(baseline.arenas)]
     timing = Timing(pace, workers, microbatches, staleness, math.inf, 0.0)
     best_s = timing.settled(best)
