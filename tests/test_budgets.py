@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import zoo
@@ -100,10 +101,12 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 700\nactive_file 300\n")
     (tmp_path / "memory.max").write_text("9000\n")
     assert host_memory.free_bytes(tmp_path, mine) == 4700
+    assert host_memory.total_bytes(tmp_path, mine) == 9000
     mine.write_text("0::/a/container/that/is/not/there\n")
     assert host_memory.free_bytes(tmp_path, mine) == 4700
     (tmp_path / "memory.max").write_text("max\n")
     assert host_memory.free_bytes(tmp_path, mine) == pytest.approx(whole, rel=0.5)
+    assert host_memory.total_bytes(tmp_path, mine) == psutil.virtual_memory().total
 
 
 def test_a_jobs_limit_counts(tmp_path: Path) -> None:
@@ -118,6 +121,7 @@ def test_a_jobs_limit_counts(tmp_path: Path) -> None:
     assert host_memory.free_bytes(tmp_path, mine) == 4700
     (step / "memory.max").write_text("4000\n")
     assert host_memory.free_bytes(tmp_path, mine) == 0, "less than is in use"
+    assert host_memory.total_bytes(tmp_path, mine) == 4000
 
 
 def test_limits_of_the_first_version_of_control_groups_count(tmp_path: Path) -> None:

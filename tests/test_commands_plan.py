@@ -294,7 +294,7 @@ def test_commands_in_the_documents_are_right() -> None:
         for text in (options.costs, options.case):
             if text is not None and not text.endswith(".json"):
                 find_cases(text, "costs")
-        if options.gpu or not (options.hardware or "my-machine.yaml").endswith(".yaml"):
+        if options.gpu or not (options.hardware or "my-machine.yaml").endswith((".yaml", "auto")):
             choose_machine(options.hardware, options.gpu, options.gpus, options.workers, options.host_memory)
 
 

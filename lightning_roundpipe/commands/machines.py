@@ -1,4 +1,5 @@
-"""Machines: a choice of ``conf/hardware``, any number of a GPU that one of them has, or a file of one's own.
+"""Machines: a choice of ``conf/hardware``, any number of a GPU that one of them has, or a file of one's own
+(`this_machine` makes one by measuring).
 
 A file says what one device and one host can do. For another number of the same GPU, the rates of a device stay, and the
 host grows with the number: each GPU brings as much host memory and as much of its bandwidth as in the file (up to
@@ -16,6 +17,8 @@ from pathlib import Path
 from lightning_roundpipe.commands.options import did_you_mean
 from lightning_roundpipe.planning.profile import Hardware, read_hardware
 
+AUTO = "auto"
+"""In place of a name, the machine that the command runs on; `this_machine` measures it."""
 MOST_WORKERS = 1024
 MOST_BANDWIDTH = 614.4e9
 """Bytes a second of a host's memory that a number of GPUs makes it have at most: two server processors with eight
@@ -53,8 +56,9 @@ def read_machine(text: str) -> Hardware:
     if gpu not in _gpus():
         known = sorted({*_shipped(), *_gpus()})
         raise ValueError(
-            f"There is no hardware={text}.{did_you_mean(name, known)} Allowed are {', '.join(sorted(_shipped()))}, any "
-            f"other number of these GPUs ({_example()}), and a YAML file like those in conf/hardware."
+            f"There is no hardware={text}.{did_you_mean(name, [*known, AUTO])} Allowed are "
+            f"{', '.join(sorted(_shipped()))}, any other number of these GPUs ({_example()}), a YAML file like those "
+            "in conf/hardware, and auto, which measures this machine."
         )
     return _scaled(gpu, count, f"hardware={text}")
 
@@ -69,7 +73,10 @@ def choose_machine(
     """
     if hardware is None and gpu is None:
         what = f"gpus={gpus} says how many: say which" if gpus else "the machine is missing: give gpu=NAME gpus=NUMBER"
-        raise ValueError(f"{what}, as in gpu=rtx4090 gpus=4, or in hardware=rtx4090x4. Known are {', '.join(_gpus())}.")
+        raise ValueError(
+            f"{what}, as in gpu=rtx4090 gpus=4, or in hardware=rtx4090x4. Known are {', '.join(_gpus())}. "
+            "hardware=auto measures this machine."
+        )
     if hardware is not None and (gpu is not None or gpus is not None):
         name = "gpu" if gpu is not None else "gpus"
         raise ValueError(

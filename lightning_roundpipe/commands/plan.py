@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from lightning_roundpipe.commands.case_files import find_cases
 from lightning_roundpipe.commands.console import console_command
+from lightning_roundpipe.commands.machines import AUTO
 from lightning_roundpipe.commands.options import Reply, Settings, as_json, did_you_mean, option, run
 from lightning_roundpipe.commands.plan_costs import Partitioner, answer, does_not_fit, read_question, show
 from lightning_roundpipe.commands.targets import check_targets
@@ -17,8 +18,8 @@ from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 
 _OF_MODELS = (
-    "hardware", "gpu", "gpus", "host_memory", "lora", "lora_settings", "model_settings", "precision", "sequence_length",
-    "microbatch_size", "reduce_dtype",
+    "hardware", "hardware_file", "gpu", "gpus", "host_memory", "lora", "lora_settings", "model_settings", "precision",
+    "sequence_length", "microbatch_size", "reduce_dtype",
 )  # fmt: skip
 _MOST = {"workers": 1024, "microbatches": 4096, "microbatch_size": 65536, "sequence_length": 2**24}
 
@@ -56,7 +57,8 @@ class PlanOptions:
     gpu: str | None = option("GPU: a800, h200, rtx3090, rtx4090", default=None)
     gpus: int | None = option("how many of them; by default 1", default=None, at_least=1)
     host_memory: int | None = option("of the host, as 256GiB", default=None, read=parse_bytes, shown="SIZE")
-    hardware: str | None = option("instead: rtx4090x4, cpu, or a YAML file", default=None)
+    hardware: str | None = option("instead: rtx4090x4, cpu, auto (this one), or a file", default=None)
+    hardware_file: Path | None = option("that auto writes; by default HOSTNAME.yaml", default=None)
     lora: str = option("adapters: choice of conf/lora", default="none")
     lora_settings: Settings = option("change the adapters, as lora.r=16", below="lora")
     precision: Precision | None = option("by default bf16-mixed", default=None, read=read_precision, shown="NAME")
@@ -99,14 +101,29 @@ def plan(options: PlanOptions) -> Reply:
     if options.model is not None and (options.costs is not None or options.case is not None):
         name = "costs" if options.costs is not None else "case"
         raise ValueError(f"model= is estimated, and {name}= was measured: leave one out; --help explains both.")
+    if options.hardware_file is not None and options.hardware != AUTO:
+        raise ValueError("hardware_file= is what hardware=auto writes: give that, too, or leave hardware_file= out.")
     if options.model is None and options.costs is None and options.case is None:
+        if options.hardware == AUTO:
+            return _write_machine(options)
         raise ValueError(
             "Say what to plan for: model=NAME gpu=NAME gpus=NUMBER, as in model=llama3_1_8b gpu=rtx4090 gpus=4, or "
-            "costs=FILE; --help explains both."
+            "costs=FILE; --help explains both. hardware=auto alone measures this machine."
         )
     if options.plan is not None or options.stage_seconds is not None:
         _refuse_search(options)
     return _plan_costs(options) if options.model is None else _plan_model(options)
+
+
+def _write_machine(options: PlanOptions) -> Reply:
+    """The file that says what this machine can do."""
+    for item in fields(options):
+        if item.name not in ("hardware", "hardware_file", "workers") and getattr(options, item.name) != item.default:
+            name = item.name.replace("_settings", ".")
+            raise ValueError(f"{name}= is about a plan: say for which model=NAME, or leave it out.")
+    from lightning_roundpipe.commands.this_machine import measure_to_file
+
+    return Reply(measure_to_file(options.hardware_file, options.workers)[1])
 
 
 def _plan_costs(options: PlanOptions) -> Reply:
@@ -149,6 +166,16 @@ def _plan_model(options: PlanOptions) -> Reply:
         if (getattr(options, name) or 1) > most:
             raise ValueError(f"{name}={getattr(options, name)} is more than the {most:,} that can be planned for.")
     check_targets({}, {"picture": options.picture, "trace": options.trace})
+    if options.hardware == AUTO:
+        assert options.model is not None
+        if options.gpu is not None or options.gpus is not None:
+            raise ValueError("hardware=auto is this machine with its GPUs: leave gpu= and gpus= out.")
+        from lightning_roundpipe.commands.choices import read_config
+        from lightning_roundpipe.commands.this_machine import measure_to_file
+
+        read_config(options.model, options.model_settings)  # before what takes seconds and leaves a file
+        path, _ = measure_to_file(options.hardware_file, options.workers)
+        options = replace(options, hardware=str(path))
     # Imports that take longer than all else that costs= needs.
     from lightning_roundpipe.commands.plan_model import look
     from lightning_roundpipe.commands.plan_model_table import as_dict, as_table

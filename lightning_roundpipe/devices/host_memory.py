@@ -56,6 +56,20 @@ def free_bytes(root: Path = _ROOT, mine: Path = _MINE) -> int:
     return max(0, free)
 
 
+def total_bytes(root: Path = _ROOT, mine: Path = _MINE) -> int:
+    """Return the bytes of the machine's memory, at most what the process's control groups allow.
+
+    Args:
+        root: where control groups are mounted.
+        mine: the file that names the process's control groups.
+    """
+    total = int(psutil.virtual_memory().total)
+    for group, files in _groups(root, mine):
+        with suppress(OSError, ValueError):  # a group without a limit
+            total = min(total, int((group / files.limit).read_text()))
+    return total
+
+
 def _groups(root: Path, mine: Path) -> Iterator[tuple[Path, _Files]]:
     """Yield the process's control groups and their parents, each of which may have a limit.
 

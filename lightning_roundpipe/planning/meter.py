@@ -208,6 +208,11 @@ class _Attention(torch.autograd.Function):
         return made[0], made[1], made[2], None
 
 
+def attention_flops(batch: int, heads: int, length: int, size: int) -> float:
+    """Operations of causal attention, forward and backward, as they are counted here."""
+    return (1 + _BACKWARD_FLOPS) * 2 * batch * heads * _pairs(length, length, None) * 2 * size
+
+
 def _count(flops: float, tensors: Iterable[Tensor]) -> None:
     meter = _current()
     if meter is not None:

@@ -1,0 +1,546 @@
+"""What this machine reaches: the probes behind ``roundpipe-plan hardware=auto``, some seconds in all.
+
+Every probe goes through the façade that training uses (`devices`), on all devices at once, because what they share
+(the processor's cores, the host's memory, a switch of the links) shows only then. Each figure is what one device
+reaches of it, and of unequal devices what the slowest reaches.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_roundpipe.config import Emulation
+from lightning_roundpipe.devices import Device, make_devices
+from lightning_roundpipe.devices.host_memory import free_bytes, total_bytes
+from lightning_roundpipe.devices.intraop_threads import apply_num_threads
+from lightning_roundpipe.messages import plural
+from lightning_roundpipe.planning.meter import Counter, attention_flops
+from lightning_roundpipe.planning.nominal import EMULATED
+from lightning_roundpipe.planning.profile import Format, Hardware
+
+EMULATED_WORKERS = 4
+"""Emulated devices where nobody says how many, as in ``conf/hardware/cpu.yaml``."""
+
+ENGINE_S = 0.5e-3
+"""Seconds of the interpreter that the engine takes for a layer call and for a turn; ``benchmarks/bench_engine.py``."""
+
+SHARE = 0.25
+"""Of free memory, what a probe takes at most."""
+
+_SECONDS = 0.15
+"""That a measurement takes about, of which the best of `_REPEATS` counts."""
+_REPEATS = 3
+_LONG_ENOUGH = 0.01
+"""Seconds of one repetition from which on larger matrices are no faster."""
+_DTYPES: dict[Format, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MIB = 2**20
+_ADAMW_BYTES = 28
+"""Memory traffic of an update, as `plan_shape` counts it."""
+
+clock = time.perf_counter
+
+T = TypeVar("T")
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Probed:
+    """This machine.
+
+    Args:
+        hardware: its numbers, as they are written to a file.
+        notes: by key of the file, what is said beside a number.
+        remarks: sentences about the whole.
+    """
+
+    hardware: Hardware
+    notes: dict[str, str]
+    remarks: tuple[str, ...]
+
+
+def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
+    """Measures the machine that it runs on: its CUDA devices, or emulated ones where there are none.
+
+    Args:
+        workers: how many devices; None: all CUDA devices, or `EMULATED_WORKERS` emulated ones. Of CUDA devices, those
+            that exist are measured at most.
+        say: is told the name of each probe that begins.
+
+    Raises:
+        ValueError: a probe failed; the message names it.
+    """
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() > 0
+    count = (min(workers or 1024, torch.cuda.device_count()) if cuda else workers) or EMULATED_WORKERS
+    say(plural(count, "CUDA device" if cuda else "emulated device") + ("" if cuda else ", as torch sees no GPU"))
+    host = HostProbe(say)
+    with ExitStack() as stack:
+        torch_devices = [torch.device("cuda", index) if cuda else torch.device("cpu") for index in range(count)]
+        made = make_devices("cuda" if cuda else "cpu", torch_devices, Emulation())
+        for device in made:
+            stack.callback(device.close)
+        for context in (made[0].process_settings(), made[0].step_settings()):
+            stack.enter_context(context)
+        return DeviceProbe(made, emulated=not cuda, say=say, stack=stack).measured(host)
+
+
+@contextmanager
+def _naming(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Says what is measured, and names it where it fails."""
+    say(what)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"hardware=auto: the probe of {what} failed: {line} Let nothing else run on the devices, or describe the "
+            "machine in a file like those in conf/hardware: hardware=FILE."
+        ) from error
+
+
+def _best(work: Work, repeats: int = _REPEATS) -> float:
+    """Seconds of the fastest of some repetitions, after one that does not count."""
+    work()
+    times = []
+    for _ in range(repeats):
+        start = clock()
+        work()
+        times.append(clock() - start)
+    return min(times)
+
+
+# -- the host --------------------------------------------------------------------------------------------------------
+
+
+class HostProbe:
+    """The host's memory, while no device exists: with all of torch's threads.
+
+    Attributes:
+        bandwidth: bytes a second that an addition in place reads and writes.
+        total: bytes.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.total = total_bytes()
+        with _naming("the host's memory", say):
+            elements = min(32 * _MIB, int(SHARE * free_bytes()) // 8)
+            total, more = torch.zeros(elements), torch.ones(elements)
+            self.bandwidth = 12 * elements / _best(lambda: total.add_(more))  # in place: nothing else is read
+
+
+def optimizer_rate() -> float:
+    """Bytes a second of an update by AdamW, in the calling thread: fp32 weights, gradients and two moments."""
+    elements = min(32 * _MIB, int(SHARE * free_bytes()) // 16)
+    weights = [nn.Parameter(part.clone()) for part in torch.ones(elements).chunk(4)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    step = torch.optim.AdamW(weights, fused=True).step
+    return _ADAMW_BYTES * elements / _best(step)
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# -- devices ---------------------------------------------------------------------------------------------------------
+
+
+class DeviceProbe:
+    """The devices, each with a thread as in training.
+
+    Args:
+        devices: all that are measured together.
+        emulated: whether they share the processor.
+        say: as for `probe`.
+        stack: ends the threads.
+    """
+
+    def __init__(self, devices: list[Device], *, emulated: bool, say: Callable[[str], None], stack: ExitStack) -> None:
+        self.devices, self.emulated, self._say = devices, emulated, say
+        self._threads = [stack.enter_context(ThreadPoolExecutor(1, "probe", apply_num_threads)) for _ in devices]
+        limits = [device.capacity() for device in devices]
+        free = min([free_bytes() // len(devices), *(limit for limit in limits if limit is not None)])
+        self._room = int(SHARE * free)
+        """Bytes that a probe may take on each device."""
+
+    def measured(self, host: HostProbe) -> Probed:
+        """All numbers."""
+        notes: dict[str, str] = {}
+        remarks: list[str] = []
+        flops: dict[Format, float] = {}
+        for form, dtype in _DTYPES.items():
+            with self._naming(f"{form} products"):
+                size, flops[form] = self._products(dtype)
+                notes[f"flops.{form}"] = f"products of {size:,} x {size:,} matrices{_sums(form, self.emulated)}"
+        with self._naming("attention"):
+            reached = self._attention(torch.bfloat16)
+            share = min(1.0, reached / flops["bf16"])
+            notes["attention_efficiency"] = "share of bf16's FLOP/s that attention reaches, with its backward"
+            if self.emulated:
+                other = self._attention(torch.float32) / flops["fp32"]
+                notes["attention_efficiency"] += f"; of fp32's {other:.2g}"
+        with self._naming("device memory"):
+            bandwidth = self._elementwise()
+        with self._naming("operations"):
+            issue_s = self._issuing()
+            kernel_s = self._tiny() if self.emulated else self._queued(flops["bf16"])
+        with self._naming("links"):
+            upload, download = self._links(remarks)
+            hop_s = self._hop()
+        with self._naming("optimizer"), self.devices[0].host_thread_settings():
+            optimizer = optimizer_rate()
+        title, memory = self._identity(remarks)
+        hardware = Hardware(
+            title=title,
+            workers=len(self.devices),
+            flops=flops,
+            memory=memory,
+            memory_bandwidth=bandwidth,
+            upload=upload,
+            download=download,
+            host_memory=host.total,
+            host_memory_bandwidth=max(host.bandwidth, optimizer),  # cores that others use held up the threads of one
+            matmul_efficiency=1.0,
+            memory_efficiency=1.0,
+            kernel_s=kernel_s,
+            hop_s=hop_s,
+            attention_efficiency=share,
+            issue_s=issue_s,
+            call_s=ENGINE_S,
+            turn_s=ENGINE_S,
+            optimizer_bandwidth=optimizer,
+            emulated=self.emulated,
+        )
+        return Probed(rounded(hardware), notes, tuple(remarks))
+
+    def _naming(self, what: str) -> Any:
+        return _naming(what, self._say)
+
+    def _identity(self, remarks: list[str]) -> tuple[str, int | None]:
+        """The title, and the memory of the smallest device; with a remark if they are not equal."""
+        count = len(self.devices)
+        if self.emulated:
+            return f"{plural(count, 'emulated device')} on {processor()}", None
+        gpus = [device.torch_device for device in self.devices]
+        kinds = [torch.cuda.get_device_name(gpu).removeprefix("NVIDIA ") for gpu in gpus]
+        memory = min(torch.cuda.mem_get_info(gpu)[1] for gpu in gpus)
+        if len(set(kinds)) == 1:
+            return f"{count} x {kinds[0]}", memory
+        remarks.append(f"The GPUs are not equal ({', '.join(kinds)}): each number is that of the slowest or smallest.")
+        return f"{count} unequal GPUs", memory
+
+    # -- computing
+
+    def together(self, make: Callable[[torch.device], Work]) -> float:
+        """Seconds of what ``make`` returns for a device, while all devices do the same.
+
+        It is repeated as often as fits into `_SECONDS`. Emulated devices take turns at the processor meanwhile.
+        """
+        works = self._made(make)
+        self._repeat(works, 1)
+        repetitions = max(1, min(1000, int(_SECONDS / max(self._repeat(works, 1), 1e-9))))
+        return min(self._repeat(works, repetitions) for _ in range(_REPEATS)) / repetitions
+
+    def _made(self, make: Callable[[torch.device], Work]) -> list[Work]:
+        return self._on_each(lambda device: make(device.torch_device))
+
+    def _repeat(self, works: list[Work], times: int) -> float:
+        def run(device: Device) -> None:
+            for _ in range(times):
+                with device.acquire_core():
+                    works[device.index]()
+            device.compute.synchronize()
+
+        start = clock()
+        self._on_each(run)
+        return clock() - start
+
+    def _on_each(self, function: Callable[[Device], T]) -> list[T]:
+        """Calls it for all devices at once, each in its own thread, and waits."""
+
+        def run(device: Device) -> T:
+            with device.activate():
+                return function(device)
+
+        calls = [thread.submit(run, device) for thread, device in zip(self._threads, self.devices, strict=True)]
+        return [call.result() for call in calls]
+
+    def _products(self, dtype: torch.dtype) -> tuple[int, float]:
+        """Size of the matrices, and FLOP/s of the three products of a linear layer: forward and both gradients."""
+        size, most = 128, self._size_within(8192)
+        while size < most:
+            works = self._made(partial(_linear, dtype=dtype, size=size))
+            self._repeat(works, 1)
+            if self._repeat(works, 1) >= _LONG_ENOUGH:
+                break
+            size *= 2
+        return size, 6 * size**3 / self.together(partial(_linear, dtype=dtype, size=size))
+
+    def _size_within(self, most: int) -> int:
+        """Of the matrices of `_linear`, for which there is room."""
+        while most > 128 and 6 * most**2 * 4 > self._room:
+            most //= 2
+        return most
+
+    def _attention(self, dtype: torch.dtype) -> float:
+        """FLOP/s of causal attention, forward and backward, of one sequence."""
+        heads, length, width = (4, 512, 64) if self.emulated else (16, 4096, 128)
+        length = max(1, min(length, self._room // (64 * heads * width)))
+
+        def make(device: torch.device) -> Work:
+            query, key, value = (
+                torch.randn(1, heads, length, width, device=device).to(dtype).requires_grad_() for _ in range(3)
+            )
+            grad = torch.randn(1, heads, length, width, device=device).to(dtype)
+
+            def work() -> None:
+                out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+                torch.autograd.grad(out, (query, key, value), grad)
+
+            return work
+
+        return attention_flops(1, heads, length, width) / self.together(make)
+
+    def _elementwise(self) -> float:
+        """Bytes a second of what stands between the products of a layer, counted as estimates count them."""
+        rows, width = (256 if self.emulated else 16384), 4096
+        rows = max(1, min(rows, self._room // (width * 64)))
+        with Counter(EMULATED) as counter:
+            _between_products(torch.device("meta"), rows, width)()
+        nbytes: float = counter.work.nbytes
+        return nbytes / self.together(partial(_between_products, rows=rows, width=width))
+
+    def _issuing(self) -> float:
+        """Seconds of the interpreter for an operation of a layer's forward, views included, while all devices issue."""
+        with Counter(EMULATED) as counter:
+            _narrow_layer(torch.device("meta"), 1)()
+        times = 10
+        operations: int = counter.work.operations
+        return self.together(partial(_narrow_layer, times=times)) / (times * operations * len(self.devices))
+
+    def _tiny(self, times: int = 200) -> float:
+        """Seconds of an operation on next to nothing, on an emulated device."""
+
+        def make(device: torch.device) -> Work:
+            x = torch.zeros(16, device=device)
+            return lambda: [x.add_(1) for _ in range(times)]
+
+        return self.together(make) / times
+
+    def _queued(self, flops: float, times: int = 200) -> float:
+        """Seconds of such an operation on a GPU: it waits behind products meanwhile, or issuing it would take longer.
+
+        Devices are measured one by one, as all of them share the interpreter. ``flops``: of bf16 products, a second.
+        """
+        size = self._size_within(4096)
+        products = math.ceil(0.03 * flops / (6 * size**3))
+
+        def run(device: Device) -> float:
+            with device.activate():
+                return measure(device)
+
+        def measure(device: Device) -> float:
+            x, work = torch.zeros(16, device=device.torch_device), _linear(device.torch_device, torch.bfloat16, size)
+            found = []
+            for _ in range(1 + _REPEATS):
+                for _ in range(products):
+                    work()
+                begin = device.compute.record(timed=True)
+                for _ in range(times):
+                    x.add_(1)
+                end = device.compute.record(timed=True)
+                end.wait()
+                found.append((end.time() - begin.time()) / times)
+            return min(found[1:])
+
+        return max(
+            thread.submit(run, device).result() for thread, device in zip(self._threads, self.devices, strict=True)
+        )
+
+    # -- copies
+
+    def _links(self, remarks: list[str]) -> tuple[float, float]:
+        """Bytes a second to each device and back while all devices copy, in the engine's streams and host memory."""
+        nbytes = min((64 if self.emulated else 256) * _MIB, self._room // 4)
+        there = [device.allocate(nbytes, "a probe of the link") for device in self.devices]
+        start = clock()
+        here = [device.host_buffer(nbytes) for device in self.devices]
+        locking = (clock() - start) / (len(here) * nbytes / 2**30)
+        for buffer in here:
+            buffer.zero_()
+
+        def up(devices: list[Device]) -> None:
+            for device in devices:
+                device.weights_up.copy(there[device.index], here[device.index])
+
+        def down(devices: list[Device]) -> None:
+            for device in devices:
+                device.gradients_down.copy(here[device.index], there[device.index])
+
+        def rate(*ways: Callable[[list[Device]], None], devices: list[Device]) -> float:
+            def work() -> None:
+                for way in ways:
+                    way(devices)
+                for device in devices:
+                    device.weights_up.synchronize()
+                    device.gradients_down.synchronize()
+
+            return nbytes / _best(work)
+
+        alone = [(rate(up, devices=[device]), rate(down, devices=[device])) for device in self.devices]
+        together = rate(up, devices=self.devices), rate(down, devices=self.devices)
+        both = rate(up, down, devices=self.devices)
+        ups, downs = zip(*alone, strict=True)
+        said = f"A link alone carries {_span(ups)} GB/s up and {_span(downs)} down; all at once, both ways {_gb(both)}"
+        if not self.emulated:
+            pageable = torch.zeros(nbytes, dtype=torch.uint8)
+            with self.devices[0].activate():
+                slow = nbytes / _best(lambda: (there[0].copy_(pageable), self.devices[0].compute.synchronize()))
+            locked = f"locked in {locking:.2g} s/GiB" if here[0].is_pinned() else "refused: no copy is of locked memory"
+            said += f"; from pageable memory, alone, {_gb(slow)}. Page-locking: {locked}"
+        remarks.append(f"{said}.")
+        for device, arena in zip(self.devices, there, strict=True):
+            device.free(arena)
+        return together
+
+    def _hop(self) -> float:
+        """Seconds that next to nothing takes from one worker to the next, thread included."""
+        first, last = self.devices[0], self.devices[-1]
+        there, back = first.allocate(1024, "a probe"), last.allocate(1024, "a probe")
+        here = first.host_buffer(1024).zero_()
+
+        def send() -> Any:
+            with first.activate():
+                first.activations_down.wait(first.compute.record())
+                first.activations_down.copy(here, there)
+                return first.activations_down.record()
+
+        def receive(sent: Any) -> None:
+            with last.activate():
+                last.activations_up.wait(sent)
+                last.activations_up.copy(back, here)
+                last.activations_up.synchronize()
+
+        def hop() -> None:
+            sent = self._threads[0].submit(send).result()
+            self._threads[-1].submit(receive, sent).result()
+
+        found = _best(hop, repeats=20)
+        first.free(there)
+        last.free(back)
+        return found
+
+
+def rounded(hardware: Hardware) -> Hardware:
+    """Three digits of what was measured, which is more than would be the same the next time."""
+    figures: dict[str, Any] = {
+        name: float(f"{value:.3g}") for name, value in vars(hardware).items() if isinstance(value, float)
+    }
+    flops = {form: float(f"{value:.3g}") for form, value in hardware.flops.items()}
+    return replace(hardware, flops=flops, **figures)
+
+
+def _sums(form: Format, emulated: bool) -> str:
+    """In which format products sum up, as torch is set."""
+    if emulated:
+        return ""
+    if form == "fp32":
+        return ", with TF32" if torch.get_float32_matmul_precision() != "highest" else ", without TF32"
+    narrow = form == "fp16" and getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
+    return ", sums in fp16" if narrow else ", sums in fp32"
+
+
+def _span(rates: tuple[float, ...]) -> str:
+    """The lowest and the highest, in GB/s."""
+    return " to ".join(dict.fromkeys((_gb(min(rates)), _gb(max(rates)))))
+
+
+def _gb(rate: float) -> str:
+    return f"{rate / 1e9:.3g}"
+
+
+# -- what is measured ------------------------------------------------------------------------------------------------
+
+
+def _linear(device: torch.device, dtype: torch.dtype, size: int) -> Work:
+    """Forward of a linear layer on as many tokens as it is wide, and the gradients of its input and its weights."""
+    tokens, weights, grad = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
+
+    def work() -> None:
+        tokens @ weights.t()
+        grad @ weights
+        grad.t() @ tokens
+
+    return work
+
+
+def _norm(x: Tensor, weights: Tensor) -> Tensor:
+    """RMSNorm as Hugging Face's layers compute it."""
+    wide = x.float()
+    normal = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return weights * normal
+
+
+def _between_products(device: torch.device, rows: int, width: int) -> Work:
+    """Normalisation, SiLU, gate and residual sum, forward and backward, in bf16."""
+    x, weights, grad = (
+        torch.ones(shape, device=device, dtype=torch.bfloat16) for shape in ((rows, width), (width,), (rows, width))
+    )
+    x.requires_grad_()
+    weights.requires_grad_()
+
+    def work() -> None:
+        normal = _norm(x, weights)
+        torch.autograd.grad(x + F.silu(normal) * normal, (x, weights), grad)
+
+    return work
+
+
+class _Narrow(nn.Module):
+    """A decoder layer that computes next to nothing, in as many operations as a wide one."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ParameterList(torch.ones(width) for _ in range(2))
+        self.queries, self.keys, self.values, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = _norm(x, self.norms[0])
+        split = (*x.shape[:-1], self.heads, -1)
+        query, key, value = (f(normal).view(split).transpose(1, 2) for f in (self.queries, self.keys, self.values))
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(x.shape))
+        normal = _norm(x, self.norms[1])
+        out: Tensor = x + self.down(F.silu(self.gate(normal)) * self.up(normal))
+        return out
+
+
+def _narrow_layer(device: torch.device, times: int) -> Work:
+    """So many forwards that keep a graph."""
+    layer, x = _Narrow().to(device), torch.ones(1, 4, 16, device=device)
+
+    def work() -> None:
+        for _ in range(times):
+            layer(x)
+
+    return work

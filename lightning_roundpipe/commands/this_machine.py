@@ -1,0 +1,149 @@
+"""``hardware=auto``: measures this machine, and writes it down as a file like those in ``conf/hardware``.
+
+The plan is made from the file, so giving it back as ``hardware=FILE`` gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import platform
+import re
+import sys
+import textwrap
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from lightning_roundpipe.commands.machines import MOST_WORKERS
+from lightning_roundpipe.commands.probes import Probed, probe
+from lightning_roundpipe.planning.profile import Hardware
+
+_MARKS = {"call_s": "A", "turn_s": "A", "memory": "S", "host_memory": "S"}
+"""What is not measured here."""
+
+_NOTES = {
+    "flops": "of one worker: what products reach; matmul_efficiency is 1",
+    "memory": "bytes",
+    "upload": "bytes/s of each worker, while all copy",
+    "download": "bytes/s of each worker, while all copy",
+    "memory_bandwidth": "bytes/s that RMSNorm, SiLU and sums reach; memory_efficiency is 1",
+    "host_memory": "bytes",
+    "host_memory_bandwidth": "bytes/s of an addition in place with all threads, or of AdamW",
+    "matmul_efficiency": "share of flops",
+    "memory_efficiency": "share of both bandwidths",
+    "kernel_s": "seconds that any operation takes at least",
+    "hop_s": "seconds from one worker to another, beside the copies",
+    "issue_s": "seconds of the host's interpreter an operation, views included",
+    "call_s": "seconds of the interpreter a layer call; benchmarks/bench_engine.py elsewhere",
+    "turn_s": "seconds of the interpreter a turn, likewise",
+    "optimizer_bandwidth": "bytes/s of fused AdamW with the threads that training leaves it",
+}
+
+
+def default_path() -> Path:
+    """Named after the host, in the current folder."""
+    name = re.sub(r"[^\w.-]+", "-", platform.node()) or "machine"
+    return Path(f"{name}.yaml")
+
+
+def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
+    """The file that was written, and its text. Progress is one line on standard error.
+
+    Args:
+        path: the file; None: `default_path`.
+        workers: as for `probe`.
+
+    Raises:
+        ValueError: the file exists or cannot be written, or a probe failed.
+    """
+    path = default_path() if path is None else path
+    again = f"Plan with it by hardware={path}, remove it to measure again, or set hardware_file=OTHER.yaml."
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"hardware_file={path} must be the name of a file that ends in .yaml, as hardware= reads it.")
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
+        raise ValueError(f"hardware_file={path} {what}. Give the name of a file in a folder that exists.")
+    if (workers or 1) > MOST_WORKERS:
+        raise ValueError(f"workers={workers} must be 1 to {MOST_WORKERS}.")
+    if path.exists():
+        raise ValueError(f"hardware=auto would overwrite {path}. {again}")
+    probed = _probe_aloud(workers)
+    text = written(probed)
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ValueError(f"hardware=auto would overwrite {path}, which somebody has just made. {again}") from None
+    print(f"roundpipe-plan: {path} has the numbers: hardware={path} plans with them again.", file=sys.stderr)
+    return path, text
+
+
+def _probe_aloud(workers: int | None) -> Probed:
+    """Names each probe as it begins, in one line."""
+    start, heads = time.perf_counter(), itertools.chain(["roundpipe-plan: measuring ", ": "], itertools.repeat(", "))
+
+    def say(what: str) -> None:
+        print(next(heads), what, sep="", end="", file=sys.stderr, flush=True)
+
+    try:
+        probed = probe(workers, say)
+    except BaseException:
+        print(file=sys.stderr)
+        raise
+    print(f" ({time.perf_counter() - start:.0f} s)", file=sys.stderr)
+    return probed
+
+
+def written(probed: Probed) -> str:
+    """The file: every number with a mark that says where it is from."""
+    machine = probed.hardware
+    kind = "an emulated device" if machine.emulated else "a GPU"
+    today = datetime.date.today().isoformat()
+    head = [
+        f"{machine.title}: what roundpipe-plan hardware=auto measured on {platform.node()} on {today}, with torch "
+        f"{torch.__version__}.",
+        f"[M]: measured there and then, on all {machine.workers} at once; it is what {kind} reaches while the others "
+        "work, too. [S]: what the system says. [A]: assumed, change it to what your machine has.",
+        *probed.remarks,
+    ]
+    lines = [line for paragraph in head for line in textwrap.wrap(paragraph, 118)]
+    text = [f"# {line}" for line in lines]
+    for item in fields(Hardware):
+        text += _entry(item.name, machine, probed.notes)
+    return "\n".join(text) + "\n"
+
+
+def _entry(name: str, machine: Hardware, notes: dict[str, str]) -> list[str]:
+    value = getattr(machine, name)
+    note = notes.get(name) or _NOTES.get(name, "")
+    mark = f"[{_MARKS.get(name, 'M')}]"
+    if name == "flops":
+        rows = [(f"  {form}: {_number(rate)}", f"{mark} {notes[f'flops.{form}']}") for form, rate in value.items()]
+        rows.insert(0, ("flops:", note))
+    elif name == "title":
+        rows = [(f"title: {json.dumps(value)}", "")]
+    elif name == "workers":
+        rows = [(f"workers: {value}", "")]
+    elif name == "emulated":
+        rows = [("emulated: true", "what a worker may hold is counted as emulated devices do")] if value else []
+    elif value is None:
+        rows = [(f"{name}: null", "without a limit, unless RoundPipeStrategy(emulation=...) sets one")]
+    else:
+        rows = [(f"{name}: {_number(value)}", f"{mark} {note}")]
+    return [f"{left:32}# {right}" if right else left for left, right in rows]
+
+
+def _number(value: float) -> str:
+    """Exactly, and as in ``conf/hardware``."""
+    if isinstance(value, int):
+        return str(value)
+    for exponent, least in ((12, 1e12), (9, 1e9), (6, 1e6), (0, 0.01), (-3, 1e-4), (-6, 0.0)):
+        if value >= least:
+            scaled = float(f"{value / 10.0**exponent:.12g}")
+            text = f"{scaled:g}e{exponent}" if exponent else f"{scaled:g}"
+            return text if float(text) == value else repr(value)
+    return repr(value)

@@ -1,0 +1,321 @@
+"""``roundpipe-plan hardware=auto``: the file that it writes, probes on emulated and on played GPUs, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.commands import plan, probes, this_machine
+from lightning_roundpipe.commands.probes import Probed, probe
+from lightning_roundpipe.devices import DeviceOutOfMemory
+from lightning_roundpipe.devices.cuda import CudaDevice
+from lightning_roundpipe.planning.nominal import EMULATED, GPU
+from lightning_roundpipe.planning.profile import Hardware, read_hardware
+
+TICK = 1e-3
+"""Seconds between two readings of the clock."""
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with little free memory, and a clock that goes on by `TICK` whenever it is read."""
+    monkeypatch.setattr(probes, "clock", map(TICK.__mul__, itertools.count()).__next__)
+    monkeypatch.setattr(probes, "_SECONDS", TICK)
+    monkeypatch.setattr(probes, "free_bytes", lambda: 8 * 2**20)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, quick: None) -> Iterator[dict[int, str]]:
+    """By number, the names of two GPUs that are played."""
+    names = dict.fromkeys(range(2), "NVIDIA H100")
+    made: list[CudaDevice] = []
+
+    def make(kind: str, torch_devices: list[torch.device], *_: Any) -> list[CudaDevice]:
+        assert (kind, torch_devices) == ("cuda", [torch.device("cuda", i) for i in range(len(torch_devices))])
+        made[:] = [CudaDevice(i, torch.device("cpu"), "off", 1) for i in range(len(torch_devices))]
+        numbers = iter(names)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: names[next(numbers)])
+        return made
+
+    fake_cuda.play_cuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**22, 3 * 2**30))
+    monkeypatch.setattr(probes, "make_devices", make)
+    yield names
+    assert all(device._closed for device in made)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *arguments])
+        code = plan.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def is_plausible(machine: Hardware) -> bool:
+    numbers = [value for value in vars(machine).values() if isinstance(value, float)]
+    return all(0 < number < math.inf for number in [*numbers, *machine.flops.values(), machine.host_memory])
+
+
+def test_emulated_devices_share_the_processor(quick: None) -> None:
+    said: list[str] = []
+    found = probe(2, said.append)
+    machine = found.hardware
+    assert is_plausible(machine) and machine.emulated
+    assert (machine.workers, machine.memory) == (2, None)
+    assert machine.host_memory == probes.total_bytes() > 2**28
+    # Both are done with a repetition after a tick, so each does it in that time.
+    size = 128
+    assert machine.flops == dict.fromkeys(("fp32", "bf16", "fp16"), pytest.approx(6 * size**3 / TICK, rel=0.01))
+    assert machine.kernel_s == pytest.approx(TICK / 200, rel=0.01)
+    assert machine.upload == machine.download == pytest.approx(2**20 // 4 / TICK, rel=0.01)
+    assert machine.matmul_efficiency == machine.memory_efficiency == 1
+    assert 0 < (machine.attention_efficiency or 0) <= 1
+    assert said[0] == "2 emulated devices, as torch sees no GPU" and "bf16 products" in said
+
+
+def test_without_a_number_there_are_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(probes, "make_devices", lambda kind, torch_devices, _: made.append(len(torch_devices)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        probe(None, lambda what: None)
+    assert made == [probes.EMULATED_WORKERS]
+
+
+def test_devices_compute_with_the_threads_that_training_gives_them(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int]] = []
+    linear, step = probes._linear, probes.optimizer_rate
+
+    def with_threads(*args: Any, **kwargs: Any) -> Callable[[], object]:
+        seen.append(("worker", torch.get_num_threads()))
+        return linear(*args, **kwargs)
+
+    monkeypatch.setattr(probes, "_linear", with_threads)
+    monkeypatch.setattr(probes, "optimizer_rate", lambda: seen.append(("host", torch.get_num_threads())) or step())
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        probe(2, lambda what: None)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    from lightning_roundpipe.devices import intraop_threads
+
+    share = max(1, intraop_threads.cores() // intraop_threads.CONCURRENT_DEVICES)
+    assert set(seen) == {("worker", min(3, share)), ("host", min(3, share))}
+
+
+class TestGpus:
+    """Played on the CPU: what is enqueued is done at once."""
+
+    def test_all_of_them_are_measured_together(self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        computing: list[int] = []
+        acquire = CudaDevice.acquire_core
+        monkeypatch.setattr(
+            CudaDevice, "acquire_core", lambda device: computing.append(device.index) or acquire(device)
+        )
+        said: list[str] = []
+        found = probe(None, said.append)
+        machine = found.hardware
+        assert is_plausible(machine) and not machine.emulated
+        assert (machine.title, machine.workers, machine.memory) == ("2 x H100", 2, 3 * 2**30)
+        assert computing.count(0) == computing.count(1) > 0
+        assert said[0] == "2 CUDA devices"
+        assert any("pageable memory" in remark for remark in found.remarks), "and page-locked memory beside it"
+        assert "sums in fp32" in found.notes["flops.fp16"] and "without TF32" in found.notes["flops.fp32"]
+
+    def test_workers_are_the_first_of_them(self, gpus: dict[int, str]) -> None:
+        assert probe(1, lambda what: None).hardware.title == "1 x H100"
+        assert probe(8, lambda what: None).hardware.workers == 2
+
+    def test_of_unequal_ones_the_slowest_counts(self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        gpus[1] = "NVIDIA GeForce RTX 3090"
+        memory = iter([3 * 2**30, 2 * 2**30])
+        real = probes.DeviceProbe._identity
+
+        def identity(self: Any, remarks: list[str]) -> Any:
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**22, next(memory)))
+            return real(self, remarks)
+
+        monkeypatch.setattr(probes.DeviceProbe, "_identity", identity)
+        found = probe(None, lambda what: None)
+        assert (found.hardware.title, found.hardware.memory) == ("2 unequal GPUs", 2 * 2**30)
+        text = " ".join(this_machine.written(found).replace("\n# ", " ").split())
+        assert (
+            "The GPUs are not equal (H100, GeForce RTX 3090): each number is that of the slowest or smallest." in text
+        )
+
+    def test_fp16_is_measured_as_torch_is_set(self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        class Narrow:
+            allow_fp16_accumulation = True
+
+        monkeypatch.setattr(torch.backends.cuda, "matmul", Narrow())
+        assert "sums in fp16" in probe(1, lambda what: None).notes["flops.fp16"]
+
+    def test_a_full_gpu_is_named(self, gpus: dict[int, str], monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+        def full(device: CudaDevice, nbytes: int, purpose: str) -> Tensor:
+            raise DeviceOutOfMemory(f"{nbytes} bytes for {purpose} do not fit.")
+
+        monkeypatch.setattr(CudaDevice, "allocate", full)
+        code, out, err = command("hardware=auto")
+        assert (code, out) == (2, "")
+        progress, message = err.splitlines()
+        assert progress.endswith(", operations, links")
+        assert re.match(r"roundpipe-plan: hardware=auto: the probe of links failed: \d+ bytes for a probe", message)
+        assert "hardware=FILE" in message
+        assert not list(Path().iterdir())
+
+
+def test_an_operation_that_torch_lacks_is_named(quick: None, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    def missing(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], object]:
+        if dtype is torch.float16:
+            raise RuntimeError("\"addmm\" not implemented for 'Half'\nmore lines")
+        return lambda: None
+
+    monkeypatch.setattr(probes, "_linear", missing)
+    code, out, err = command("hardware=auto", "workers=1")
+    assert (code, out) == (2, "")
+    assert "the probe of fp16 products failed: \"addmm\" not implemented for 'Half' Let nothing else run" in err
+    assert not list(Path().iterdir())
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", [EMULATED, GPU], ids=["emulated", "gpu"])
+def test_the_file_gives_the_same_numbers(machine: Hardware, tmp_path: Path) -> None:
+    odd = replace(
+        machine, kernel_s=1.03e-05, hop_s=9.51e-05, issue_s=1.94e-06, upload=956e6, download=0.1 + 0.2,
+        memory_efficiency=1.0, attention_efficiency=0.182, optimizer_bandwidth=37.2e9, call_s=5e-4, turn_s=0.0,
+        host_memory=25276502016, title='4 x "GPU": #1',
+    )  # fmt: skip
+    notes = {f"flops.{form}": "products" for form in odd.flops}
+    file = tmp_path / "machine.yaml"
+    file.write_text(this_machine.written(Probed(odd, notes, ("A remark.",))))
+    assert read_hardware(file) == odd
+
+
+@pytest.mark.parametrize("kind", ["emulated", "gpu"])
+def test_every_number_has_a_mark(kind: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("quick" if kind == "emulated" else "gpus")
+    text = this_machine.written(probe(2, lambda what: None))
+    head = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("#"))
+    assert re.search(r"hardware=auto measured on .+ on \d{4}-\d\d-\d\d, with torch \d", head)
+    body = [line for line in text.splitlines() if not line.startswith("#")]
+    unmarked = [line.split(":")[0] for line in body if not re.search(r"# \[[MSA]\] \w", line)]
+    assert unmarked == ["title", "workers", "flops", *(["memory", "emulated"] if kind == "emulated" else [])]
+    named = {line.split(":")[0].strip() for line in body}
+    assert named >= {item.name for item in fields(Hardware)} - {"emulated"}
+    assert max(map(len, text.splitlines())) <= 120
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The workers that were asked for; nothing is measured."""
+    asked: list[int | None] = []
+
+    def instead(workers: int | None, say: Callable[[str], None]) -> Probed:
+        asked.append(workers)
+        for what in ("4 emulated devices", "links", "optimizer"):
+            say(what)
+        machine = replace(EMULATED, workers=workers or 4, optimizer_bandwidth=21e9, attention_efficiency=0.5)
+        return Probed(machine, {f"flops.{form}": "products" for form in machine.flops}, ("A remark.",))
+
+    monkeypatch.setattr(this_machine, "probe", instead)
+    monkeypatch.setattr(this_machine.platform, "node", lambda: "my host.local")
+    return asked
+
+
+def test_alone_it_writes_and_prints_the_file(command: Any, measured: list[int | None]) -> None:
+    code, out, err = command("hardware=auto", "workers=3")
+    assert (code, measured) == (0, [3])
+    assert out == Path("my-host.local.yaml").read_text()
+    progress, other = err.splitlines()
+    assert re.fullmatch(r"roundpipe-plan: measuring 4 emulated devices: links, optimizer \(\d+ s\)", progress)
+    assert other == (
+        "roundpipe-plan: my-host.local.yaml has the numbers: hardware=my-host.local.yaml plans with them again."
+    )
+
+
+def test_with_a_model_it_plans_with_the_file(command: Any, measured: list[int | None]) -> None:
+    options = ("model=tiny_llama", "sequence_length=64", "search_seconds=0", "microbatch_size=1", "format=json")
+    code, out, err = command(*options, "hardware=auto", "hardware_file=here.yaml")
+    assert code == 0 and "here.yaml has the numbers" in err
+    again = command(*options, "hardware=here.yaml")
+    assert again == (0, out, "")
+    assert json.loads(out)["workers"] == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("hardware=auto",), "would overwrite my-host.local.yaml. Plan with it by hardware=my-host.local.yaml"),
+        (("hardware=auto", "model=tiny_llama"), "hardware=auto would overwrite my-host.local.yaml."),
+        (("hardware=auto", "hardware_file=my-host.local.yaml"), "hardware_file=OTHER.yaml"),
+        (("hardware=auto", "hardware_file=machine.json"), "must be the name of a file that ends in .yaml"),
+        (("hardware=auto", "hardware_file=nowhere/a.yaml"), "cannot be written: there is no folder nowhere"),
+        (("hardware=auto", "hardware_file=folder.yaml"), "hardware_file=folder.yaml is a folder"),
+        (("hardware=auto", "workers=1025"), "workers=1025 must be 1 to 1024"),
+        (("hardware=auto", "precision=32-true"), "precision= is about a plan: say for which model=NAME"),
+        (("hardware=auto", "lora.r=4"), "lora.= is about a plan"),
+        (("hardware=auto", "costs=paper"), "hardware= is about model=NAME"),
+        (("hardware=auto", "model=tiny_llama", "gpus=2"), "leave gpu= and gpus= out"),
+        (("hardware=auto", "model=tiny_lama"), "Did you mean tiny_llama?"),
+        (("hardware=cpu", "model=tiny_llama", "hardware_file=a.yaml"), "hardware_file= is what hardware=auto writes"),
+        (("hardware=atuo", "model=tiny_llama"), "Did you mean auto?"),
+        (("model=tiny_llama",), "hardware=auto measures this machine"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_found_before_anything_is_measured(
+    command: Any, measured: list[int | None], given: tuple[str, ...], message: str
+) -> None:
+    Path("my-host.local.yaml").write_text("mine")
+    Path("folder.yaml").mkdir()
+    code, out, err = command(*given)
+    assert (code, out, measured) == (2, "", [])
+    assert err.count("\n") == 1 and message in err
+    assert Path("my-host.local.yaml").read_text() == "mine"
+
+
+def test_a_file_that_appears_meanwhile_is_kept(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def another(workers: int | None, say: Callable[[str], None]) -> Probed:
+        Path("a.yaml").write_text("theirs")
+        return Probed(EMULATED, {f"flops.{form}": "products" for form in EMULATED.flops}, ())
+
+    monkeypatch.setattr(this_machine, "probe", another)
+    code, out, err = command("hardware=auto", "hardware_file=a.yaml")
+    assert (code, out) == (2, "") and "which somebody has just made" in err
+    assert Path("a.yaml").read_text() == "theirs"
+
+
+@pytest.mark.slow
+def test_this_machine(command: Any) -> None:
+    """For real; how fast it is, is not tested."""
+    assert command("hardware=auto", "hardware_file=a.yaml", "workers=2")[0] == 0
+    machine = read_hardware(Path("a.yaml"))
+    assert is_plausible(machine)
+    assert machine.emulated is not torch.cuda.is_available()
