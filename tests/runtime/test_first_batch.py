@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,14 @@ from harness import ours, run
 
 from lightning_roundpipe.planning.limits import Limits
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.runtime.profile import first_batch
 
 clocks: list[bool] = []
 """Whether each of the searches could be ended by the clock."""
+
+judges: list[Callable[[Plan], float]] = []
+"""What each of the searches judged plans by."""
 
 FOUND = harness.per_call(6, 4)
 
@@ -33,15 +38,32 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Limits]:
     made: list[Limits] = []
 
     def search(
-        costs: Any, workers: int, microbatches: int, limits: Limits, staleness: int, *, by_clock: bool = True
-    ) -> Plan:
+        costs: Any, workers: int, microbatches: int, limits: Limits, staleness: int, host: HostTime, *,
+        by_clock: bool = True, judge: Callable[[Plan], float], judged: int,
+    ) -> Plan:  # fmt: skip
         made.append(limits)
         clocks.append(by_clock)
+        judges.append(judge)
+        assert 1 <= judged <= 16
         return Plan.parse(FOUND)
 
     monkeypatch.setattr(first_batch, "search_partition", search)
     clocks.clear()
+    judges.clear()
     return made
+
+
+@pytest.fixture
+def faster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What plans are simulated to take, `FOUND` less than others."""
+    seconds = {FOUND: 0.9}
+
+    def run_steps(plan: Plan, *_: Any) -> SimpleNamespace:
+        taken = seconds.get(str(plan), 1.0)
+        return SimpleNamespace(makespan_s=taken, period_s=lambda steps: taken)
+
+    monkeypatch.setattr(first_batch, "run_steps", run_steps)
+    return seconds
 
 
 def test_short_steps_are_cut_by_the_papers_algorithm(asked: list[Limits]) -> None:
@@ -49,7 +71,9 @@ def test_short_steps_are_cut_by_the_papers_algorithm(asked: list[Limits]) -> Non
     assert not asked
 
 
-def test_long_steps_are_worth_a_search(asked: list[Limits], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_steps_are_worth_a_search(
+    asked: list[Limits], faster: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(first_batch, "WORTH_S", 0.0)
     assert plan_of(staleness=1) == FOUND
     assert plan_of(staleness=1, memory_budget="1GiB") == FOUND
@@ -63,7 +87,7 @@ def test_long_steps_are_worth_a_search(asked: list[Limits], monkeypatch: pytest.
 
 
 def test_the_clock_does_not_end_the_search_for_a_static_plan(
-    asked: list[Limits], monkeypatch: pytest.MonkeyPatch
+    asked: list[Limits], faster: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_batch, "WORTH_S", 0.0)
     assert plan_of(staleness=1, plan="static") == FOUND
@@ -71,11 +95,26 @@ def test_the_clock_does_not_end_the_search_for_a_static_plan(
 
 
 @pytest.mark.parametrize("found_s", [0.9, 1.1])
-def test_a_slower_plan_is_not_taken(found_s: float, asked: list[Limits], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_slower_plan_is_not_taken(
+    found_s: float, staleness: int, asked: list[Limits], faster: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(first_batch, "WORTH_S", 0.0)
-    seconds = {FOUND: found_s}
-    monkeypatch.setattr(
-        first_batch, "run_steps", lambda plan, *_: SimpleNamespace(makespan_s=seconds.get(str(plan), 1.0))
-    )
-    assert (plan_of() == FOUND) == (found_s < 1.0)
+    faster[FOUND] = found_s
+    assert (plan_of(staleness=staleness) == FOUND) == (found_s < 1.0)
     assert asked
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_plans_are_judged_with_their_copies(
+    staleness: int, asked: list[Limits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link of 1 MB/s takes longer than anything that is computed; one without a stated rate takes no time."""
+    monkeypatch.setattr(first_batch, "WORTH_S", 0.0)
+    for bandwidth in (None, "1MB"):
+        plan_of(staleness=staleness, emulation={"bandwidth": bandwidth})
+    free, slow = judges
+    plan = Plan.parse(FOUND)
+    assert slow(plan) > 0.02 > free(plan) > 0
+    assert slow(plan.with_arenas((1, 1))) > slow(plan)
+    assert free(plan.with_arenas((1, 1))) == free(plan)

@@ -93,6 +93,8 @@ class Trace:
     has_skipped_calls: bool = False
     portions: list[str] = field(default_factory=list)
     crossing: Crossing = field(default_factory=Crossing, compare=False, repr=False)
+    _uses: Counter[int] = field(default_factory=Counter, compare=False, repr=False)
+    """By the layer's index, how many calls there are."""
 
     @property
     def names(self) -> list[str]:
@@ -104,8 +106,8 @@ class Trace:
         return range(mine[0], mine[-1] + 1) if mine else range(0)
 
     def append(self, layer: HostLayer) -> TracedCall:
-        uses = Counter(c.layer.index for c in self.calls)
-        self.calls.append(TracedCall(layer, uses[layer.index]))
+        self.calls.append(TracedCall(layer, self._uses[layer.index]))
+        self._uses[layer.index] += 1
         return self.calls[-1]
 
     def has(self, position: int, layer: HostLayer) -> bool:
@@ -180,7 +182,7 @@ class Trace:
         for call in calls:
             call.use = uses[call.layer.index]
             uses[call.layer.index] += 1
-        self.calls = calls
+        self.calls, self._uses = calls, uses
 
     def _refuse_order(self, other: Trace, microbatch: int) -> None:
         """Raise for the first call of ``other`` that is out of order. Layers that are new here may come anywhere."""

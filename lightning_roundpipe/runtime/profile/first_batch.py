@@ -9,6 +9,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.errors import DoesNotFit
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.limits import Limits
+from lightning_roundpipe.planning.links import Links
 from lightning_roundpipe.planning.memory import (
     ARENAS,
     BOTH,
@@ -21,10 +22,11 @@ from lightning_roundpipe.planning.memory import (
 )
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.planning.nominal import nominal, with_times_of_bytes
-from lightning_roundpipe.planning.pipeline import run_steps
+from lightning_roundpipe.planning.pipeline import Rules, run_steps
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.search import SEARCH_SECONDS, search_partition
+from lightning_roundpipe.planning.simulation import HostTime
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.learned import Learned
 from lightning_roundpipe.runtime.core.trace import Trace, distinct_layers
@@ -37,6 +39,10 @@ from lightning_roundpipe.runtime.reporting.events import Recorder
 
 WORTH_S = 5.0
 """A step that takes at least this many seconds is worth a search for a better plan, which takes some seconds."""
+_STEPS = 4
+"""With staleness 1, plans are compared by the mean of so many steps, after as many that fill the pipeline."""
+_MOST_TURNS = 60_000
+"""Turns that are simulated, with copies, to choose among the plans that the search has found."""
 
 
 class Planner:
@@ -113,6 +119,14 @@ class Planner:
         plan = partition_within(costs, workers, microbatches, size, limit, stage_s=stage_s)
         if fuses:  # else no gradient comes before all outputs are there, and recomputing ahead gains nothing
             plan = ahead_within(plan, costs, workers, limit)
+        stale = bool(options.staleness)
+        rules = Rules(1 if stale else 0, host=HostTime(hop_s=self._hop_s()), links=self._links())
+
+        def step_s(plan: Plan) -> float:
+            """Seconds of a step with its copies: of one alone, or with staleness of each of several."""
+            run = run_steps(plan, costs, workers, microbatches, rules, 2 * _STEPS if stale else 1)
+            return run.period_s(_STEPS) if stale else run.makespan_s
+
         seconds = run_steps(plan, costs, workers, microbatches).makespan_s
         if workers == 1 or size is not None or stage_s is not None or seconds < WORTH_S:
             return plan
@@ -127,10 +141,24 @@ class Planner:
         limits = Limits.usual(costs, workers, microbatches)
         if limit is not None:  # memory decides how much is fused
             limits = Limits(limits.min_round, len(costs) - 1, limit)
-        stale = bool(options.staleness)
-        found = search_partition(costs, workers, microbatches, limits, 1 if stale else 0, by_clock=not static)
-        better = stale or run_steps(found, costs, workers, microbatches).makespan_s < seconds
-        return found if better and not trace.torn_buffer(found) else plan
+        turns = (2 * _STEPS if stale else 1) * microbatches * (2 * len(costs) - 1)
+        found = search_partition(
+            costs, workers, microbatches, limits, 1 if stale else 0, rules.host, by_clock=not static, judge=step_s,
+            judged=max(1, min(16, _MOST_TURNS // turns)),
+        )  # fmt: skip
+        return found if step_s(found) < step_s(plan) and not trace.torn_buffer(found) else plan
+
+    def _links(self) -> Links | None:
+        """Return the links that plans are made for: a GPU's are not measured, and take their nominal rates."""
+        if self._devices[0].torch_device.type != "cpu":
+            return rates_of(self._devices[0]).links()
+        rate = self._options.emulation.bandwidth
+        return None if rate is None else Links(float(rate), float(rate))
+
+    def _hop_s(self) -> float:
+        if self._devices[0].torch_device.type != "cpu":
+            return rates_of(self._devices[0]).hop_s
+        return 2 * self._options.emulation.latency  # from the device to the host, and to the next device
 
     def run_in_order(self, why: str, remedy: str) -> None:
         """From now on, run microbatches one after another without a plan.
