@@ -342,17 +342,21 @@ class Watched:
         self.broken: list[str] = []
         self.seen = 0
         self._lock = threading.Lock()
-        upload, apply = Worker.upload, AsyncOptimizer._apply
+        upload, copy, apply = Worker.upload, HostLayer.upload, AsyncOptimizer._apply
 
         def uploading(worker: Worker, slot: Any, layer: HostLayer, *args: Any) -> None:
             masters = layer.bucket.version
             if masters != slot.version and layer.bucket.masters:
                 self.note(f"[5] layer {layer.index} was uploaded in version {masters}, not {slot.version}")
-            before = self.content(layer)
-            upload(worker, slot, layer, *args)
-            slot.uploaded[layer.index].wait()
             with self._lock:
                 self.seen += 1
+            upload(worker, slot, layer, *args)
+
+        def copying(layer: HostLayer, stream: Any, *args: Any) -> None:
+            """The optimizer is told of the upload later, and may then write at once."""
+            before = self.content(layer)
+            copy(layer, stream, *args)
+            stream.record().wait()
             if not torch.equal(before, self.content(layer)):
                 self.note(f"[1] layer {layer.index} changed while it was uploaded")
 
@@ -371,6 +375,7 @@ class Watched:
             apply(updates, step, gathered)
 
         patch.setattr(Worker, "upload", uploading)
+        patch.setattr(HostLayer, "upload", copying)
         patch.setattr(AsyncOptimizer, "_apply", applying)
 
     @staticmethod

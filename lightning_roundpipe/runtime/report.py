@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +92,7 @@ def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Rep
                 "peak_device_bytes": peaks,
                 "planned_device_bytes": planned,
                 "alloc_retries": retries,
-                "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "peak_host_bytes": _peak_host_bytes(),
                 "bubble_pct": bubble_percent(rows, workers),
                 "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,
                 "step_time_s": took,
@@ -102,3 +103,8 @@ def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Rep
         )
 
     return report
+
+
+def _peak_host_bytes() -> int:
+    """Return the peak memory of this process. macOS counts bytes, other systems KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
