@@ -324,7 +324,7 @@ def test_long_sequences_on_one_worker_are_no_slower_than_under_the_papers_plan()
         sequence_length=32768, microbatch_size=2, microbatches=None, staleness=0, memory=None, search_seconds=1,
     )  # fmt: skip
     ours, papers = rates(shape_of(wish, read_machine("rtx3090x4")), wish)
-    assert ours >= papers == pytest.approx(2 * 2 * 32768 / 204.6, rel=1e-3)
+    assert ours >= papers == pytest.approx(2 * 2 * 32768 / 204.2, rel=1e-3)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -19,7 +19,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +37,9 @@ _Float = float
 LOSS_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 """The arguments of ``torch.nn.functional.cross_entropy`` and ``nll_loss``, in order."""
 
+Steps = tuple[tuple[str, Any], ...]
+"""Operations on logits: names of `_STEPS` with their operands."""
+
 _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "to": lambda logits, dtype: logits.to(dtype),
     "mul": lambda logits, factor: logits * factor,
@@ -51,12 +54,12 @@ class LossOf:
     """The loss to compute from the logits.
 
     Attributes:
-        steps: operations to apply to the logits first: names of `_STEPS` with their operands.
+        steps: operations to apply to the logits first.
         ignore_index, reduction, label_smoothing: of `F.cross_entropy`; the reduction is mean or sum.
         rows: tokens per chunk; None: see `chunk_rows`.
     """
 
-    steps: tuple[tuple[str, Any], ...]
+    steps: Steps
     ignore_index: int
     reduction: str
     label_smoothing: float
@@ -141,7 +144,7 @@ class Logits:
         rows: see `lean_logits`.
     """
 
-    def __init__(self, head: LeanHead, hidden: Tensor, steps: tuple[tuple[str, Any], ...], rows: int | None) -> None:
+    def __init__(self, head: LeanHead, hidden: Tensor, steps: Steps, rows: int | None) -> None:
         self._head, self._hidden, self._steps, self._rows = head, hidden, steps, rows
 
     # -- attributes of a tensor that do not depend on its values
@@ -278,11 +281,12 @@ def chunk_rows(tokens: int, features: int, classes: int, *, trained: bool) -> in
     return max(-(-tokens * features // classes), min(features // 2, ENOUGH) if trained else features // 8, 1)
 
 
+def _is_autocast(tensor: Tensor) -> bool:
+    return tensor.device.type != "meta" and torch.is_autocast_enabled(tensor.device.type)
+
+
 def _computed_in(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return weight.dtype
+    return torch.get_autocast_dtype(hidden.device.type) if _is_autocast(hidden) else weight.dtype
 
 
 Multiply = Callable[..., Tensor]
@@ -309,23 +313,26 @@ def _multiplies(device: torch.device) -> tuple[bool, bool]:
         return _accepts(torch.addmm, device, torch.float32, narrow, narrow), _accepts(torch.mm, device, narrow, narrow)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, fresh: bool) -> None:
     """Compute ``total += left @ right`` in fp32, whatever the product's dtype.
 
-    A sum over thousands of tokens may overflow in fp16, and loses much precision in bf16.
+    A sum over thousands of tokens may overflow in fp16, and loses much precision in bf16. ``fresh``: nothing is in
+    ``total`` yet, and the product is all that will be.
     """
+    beta = 0 if fresh else 1  # zero: what is there is not read
     if left.dtype is total.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=beta)
         return
     added, alone = _multiplies(total.device)
     if added:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)
     elif alone:
         rows = max(1, PIECE // total.shape[1])
         for part, factor in zip(torch.split(total, rows), torch.split(left, rows), strict=True):
-            part += torch.mm(factor, right, out_dtype=total.dtype)
+            product = torch.mm(factor, right, out_dtype=total.dtype)
+            part.copy_(product) if fresh else part.add_(product)
     else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
 
 
 def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -350,7 +357,8 @@ class _Loss(torch.autograd.Function):
         chunks = _Chunks(hidden, weight.to(dtype), None if bias is None else bias.to(dtype), wanted)
         loss = chunks.loss(target, how)
         count = (target != how.ignore_index).sum()
-        ctx.formats = (hidden.dtype, hidden.shape)
+        ctx.shape = hidden.shape
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.mean = how.reduction == "mean"
         ctx.spent = False
         ctx.save_for_backward(count, *chunks.gradients)
@@ -364,9 +372,16 @@ class _Loss(torch.autograd.Function):
         ctx.spent = True
         count, *found = ctx.saved_tensors
         factor = grad / count.clamp(min=1) if ctx.mean else grad  # without targets, gradients are zero, not 0/0
-        hidden, weight, bias = (None if g is None else g.mul_(factor) for g in found)
-        dtype, shape = ctx.formats
-        return None if hidden is None else hidden.to(dtype).view(shape), weight, bias, None, None, None
+        found = [None if g is None else _times(g, factor, dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
+        hidden, weight, bias = found
+        return None if hidden is None else hidden.view(ctx.shape), weight, bias, None, None, None
+
+
+def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product in ``dtype``, cast in the same pass. ``gradient`` is used up."""
+    if gradient.dtype is dtype:
+        return gradient.mul_(factor)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
 class _Chunks:
@@ -378,7 +393,8 @@ class _Chunks:
         wanted: which of the three gradients to compute.
 
     Attributes:
-        gradients: the gradients of the sum of all tokens' losses. Those of the parameters are summed in fp32.
+        gradients: the gradients of the sum of all tokens' losses, after `loss`. Those of the parameters are summed in
+            fp32.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:
@@ -386,45 +402,103 @@ class _Chunks:
         self.weight, self.bias = weight, bias
         self.exact = torch.promote_types(weight.dtype, torch.float32)
         dtypes = (weight.dtype, self.exact, self.exact)
+        blank = torch.empty if len(self.hidden) else torch.zeros  # the first chunk writes all of them
         self.gradients = [
-            torch.zeros(like.shape, dtype=dtype, device=like.device) if needed and like is not None else None
+            blank(like.shape, dtype=dtype, device=like.device) if needed and like is not None else None
             for like, dtype, needed in zip((self.hidden, weight, bias), dtypes, wanted, strict=True)
         ]
 
     def loss(self, target: Tensor, how: LossOf) -> Tensor:
-        """Return the summed loss, and add to ``gradients``."""
+        """Return the summed loss, and write ``gradients``."""
         classes, features = self.weight.shape
         trained = self.gradients[1] is not None
         rows = how.rows or chunk_rows(len(self.hidden), features, classes, trained=trained)
-        total = torch.zeros((), dtype=self.exact, device=self.hidden.device)
-        dtype = self.exact
+        steps, dtype = _without_last_casts(how.steps, self.weight.dtype)
+        if _is_autocast(self.hidden):
+            dtype = torch.promote_types(dtype, torch.float32)  # as cross_entropy does
+        how = replace(how, steps=steps)
+        scored = (target != how.ignore_index)[:, None]
+        target = target[:, None].masked_fill(~scored, 0)
+        losses = self.hidden.new_empty(target.shape, dtype=torch.promote_types(dtype, torch.float32))
         for start in range(0, len(self.hidden), rows):
-            chunk = self.hidden[start : start + rows].to(self.weight.dtype)
-            loss, slope = self._loss_and_slope(chunk, target[start : start + rows], how)
-            total, dtype = total + loss, loss.dtype
-            if slope is not None:
-                with _without_autocast(slope):
-                    self._add(start, chunk, slope)
-        return total.to(dtype)
+            part = slice(start, start + rows)
+            # A token without a target is zero here. So its row of the logits' gradient, which is not zero, adds nothing
+            # to that of the weights. What it gives the token is cleared in the end. Both are small beside the logits.
+            chunk = self.hidden[part].to(self.weight.dtype) * scored[part]
+            losses[part] = self._chunk(start, chunk, target[part], scored[part], how)
+        if self.gradients[0] is not None:
+            self.gradients[0].mul_(scored)
+        return losses.masked_fill_(~scored, 0).sum().to(dtype)
 
-    def _loss_and_slope(self, chunk: Tensor, target: Tensor, how: LossOf) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a chunk, and its gradient with respect to the logits if any gradient is wanted."""
+    def _chunk(self, start: int, chunk: Tensor, target: Tensor, scored: Tensor, how: LossOf) -> Tensor:
+        """Return the losses of tokens from ``start`` on, and add to ``gradients``. What it makes is freed with it."""
         differentiate = any(g is not None for g in self.gradients)
         logits = F.linear(chunk, self.weight, self.bias)
-        with torch.set_grad_enabled(differentiate):
-            logits.requires_grad_(differentiate)
+        with torch.set_grad_enabled(differentiate and bool(how.steps)):
+            logits.requires_grad_(torch.is_grad_enabled())
             ready = functools.reduce(lambda made, step: _STEPS[step[0]](made, step[1]), how.steps, logits)
-            loss = F.cross_entropy(
-                ready, target, ignore_index=how.ignore_index, reduction="sum", label_smoothing=how.label_smoothing
-            )
-            slope = torch.autograd.grad(loss, logits)[0] if differentiate else None
-        return loss.detach(), slope
+        with _without_autocast(chunk):
+            losses, slope = _losses_and_slope(ready.detach(), target, how.label_smoothing, differentiate)
+            if slope is not None:
+                if ready.requires_grad:
+                    (slope,) = torch.autograd.grad(ready, logits, slope)
+                if self.gradients[2] is not None:
+                    slope.mul_(scored)
+                self._add(start, chunk, slope)
+        return losses
 
     def _add(self, start: int, chunk: Tensor, slope: Tensor) -> None:
         hidden, weight, bias = self.gradients
         if hidden is not None:
             torch.mm(slope, self.weight, out=hidden[start : start + len(chunk)])
         if weight is not None:
-            _add_product(weight, slope.t(), chunk)
+            _add_product(weight, slope.t(), chunk, fresh=start == 0)
         if bias is not None:
-            bias += slope.sum(0, dtype=bias.dtype)
+            terms = slope.sum(0, dtype=bias.dtype)
+            bias.copy_(terms) if start == 0 else bias.add_(terms)
+
+
+def _without_last_casts(steps: Steps, dtype: torch.dtype) -> tuple[Steps, torch.dtype]:
+    """Return the steps without the casts at their end that lose nothing, and the dtype that all of them give.
+
+    The loss widens the logits itself. ``dtype``: of the logits.
+    """
+    dtypes = [dtype]
+    for name, operand in steps:
+        dtypes.append(operand if name == "to" else dtypes[-1])
+    kept = len(steps)
+    while kept and steps[kept - 1][0] == "to" and torch.promote_types(dtypes[kept - 1], dtypes[kept]) is dtypes[kept]:
+        kept -= 1
+    return steps[:kept], dtypes[-1]
+
+
+def _losses_and_slope(
+    logits: Tensor, target: Tensor, smoothing: float, differentiate: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the cross entropy of each token, in fp32 or wider, and the gradient of their sum, in the logits' dtype.
+
+    There are three passes over the logits. The first widens them, the second makes the logarithms of the probabilities,
+    and the third makes the probabilities, narrowed as they are written. These are the gradient, except for one number
+    of each token: its target's is the probability less one, which is computed before it is narrowed.
+
+    Args:
+        logits: of shape (tokens, classes).
+        target: of shape (tokens, 1).
+        smoothing: of the labels.
+        differentiate: whether to compute the gradient.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    each = smoothing / logits.shape[1]
+    logarithms = F.log_softmax(logits, -1, dtype=wide)
+    found = logarithms.gather(1, target)
+    losses = (smoothing - 1) * found
+    if smoothing:
+        losses -= each * logarithms.sum(1, keepdim=True)
+    if not differentiate:
+        return losses, None
+    if smoothing:
+        slope = logarithms.exp_().sub_(each).to(logits.dtype)
+    else:
+        slope = torch.exp(logarithms, out=logarithms if logits.dtype is wide else torch.empty_like(logits))
+    at_target = found.expm1_().add_(smoothing - each)
+    return losses, slope.scatter_(1, target, at_target.to(slope.dtype))

@@ -17,8 +17,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_roundpipe.commands.machines import read_machine
 from lightning_roundpipe.model import lean_loss
-from lightning_roundpipe.model.lean_loss import LeanHead, _Chunks, chunk_rows, lean_logits, make_lean
+from lightning_roundpipe.model.lean_loss import (
+    LeanHead,
+    LossOf,
+    _Chunks,
+    _losses_and_slope,
+    chunk_rows,
+    lean_logits,
+    make_lean,
+)
+from lightning_roundpipe.planning.meter import Meter
 
 CLASSES, FEATURES = 50, 6
 
@@ -52,6 +62,18 @@ def scaled(logits: Any) -> Any:
     return (0.25 * logits)[:, :-1, :].to(torch.float32)
 
 
+def widened(logits: Any) -> Any:
+    return (0.5 * logits.float())[:, :-1]
+
+
+def squashed(logits: Any) -> Any:
+    return torch.tanh(logits[:, :-1])
+
+
+def narrowed(logits: Any) -> Any:
+    return logits[:, :-1].float().to(torch.bfloat16)
+
+
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     hidden = 2 * torch.randn(3, 8, FEATURES, dtype=dtype)
@@ -79,7 +101,7 @@ def both(
 
 
 @pytest.mark.parametrize("rows", [1, 4, 100, None])
-@pytest.mark.parametrize("change", [shifted, capped, scaled])
+@pytest.mark.parametrize("change", [shifted, capped, scaled, widened, squashed])
 def test_equals_the_plain_loss(change: Any, rows: int | None) -> None:
     plain, lean = both(Model(change), rows=rows)
     harness.assert_tensors_same(plain, lean, rtol=2e-6, atol=1e-6)
@@ -118,6 +140,107 @@ def test_formats(dtype: torch.dtype, autocast: bool, tolerance: float) -> None:
     plain, lean = both(Model(change), dtype, rows=4, autocast=autocast)
     harness.assert_tensors_same(plain, lean, rtol=tolerance, atol=tolerance)
     assert torch.allclose(plain[0], lean[0], rtol=1e-6 if dtype is not torch.float64 else 1e-14)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("change", [capped, widened, squashed, narrowed, lambda logits: logits[:, :-1]])
+def test_formats_of_other_steps(change: Any, autocast: bool) -> None:
+    """Where the model leaves its logits in 16 bits, its loss is in 16 bits too; under autocast it is not."""
+    plain, lean = both(Model(change), torch.float32 if autocast else torch.bfloat16, rows=4, autocast=autocast)
+    harness.assert_tensors_same(plain, lean, rtol=2e-2, atol=2e-2)
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("change", [shifted, capped, scaled])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_is_as_exact_as_the_plain_loss(dtype: torch.dtype, change: Any, smoothing: float) -> None:
+    """Both beside the same weights and hidden states in fp64."""
+    torch.manual_seed(1)
+    model = Model(change, label_smoothing=smoothing).to(dtype)
+    make_lean(model)
+    hidden = (4 * torch.randn(4, 65, FEATURES)).to(dtype)
+    labels = model.head(hidden)[:, :-1].argmax(-1)  # most are likely
+    labels[:, ::3] = torch.randint(0, CLASSES, labels[:, ::3].shape)
+    labels[:, ::5] = -100
+    weights = [parameter.detach().double() for parameter in model.parameters()]
+
+    def gradients(module: Model, hidden: Tensor) -> list[Tensor]:
+        hidden = hidden.clone().requires_grad_()
+        loss = module(hidden, labels)
+        return [loss.detach(), *torch.autograd.grad(loss, [hidden, *module.parameters()])]
+
+    plain = gradients(model, hidden)
+    with lean_logits(model, 16):
+        lean = gradients(model, hidden)
+    double = Model(lambda logits: change(logits).double(), label_smoothing=smoothing).double()
+    if change is not capped:  # a cast to fp32 would round
+        factor = 0.25 if change is scaled else 1.0
+        double.change = lambda logits: factor * logits[:, :-1]
+    for parameter, weight in zip(double.parameters(), weights, strict=True):
+        parameter.data = weight
+    for one, other, exact in zip(plain, lean, gradients(double, hidden.double()), strict=True):
+        assert relative_error(other, exact) <= 1.25 * relative_error(one, exact) + 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_the_logits_is_rounded_once(dtype: torch.dtype) -> None:
+    """Also that of a target whose probability is nearly one, and is one in 16 bits."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(64, 1000)
+    target = torch.randint(0, 1000, (64, 1))
+    logits[:32].scatter_(1, target[:32], 20.0)
+    logits = logits.to(dtype)
+    exact = logits.double().softmax(-1).scatter_add(1, target, -torch.ones(64, 1, dtype=torch.float64))
+    losses, slope = _losses_and_slope(logits, target, 0.0, differentiate=True)
+    assert slope is not None and slope.dtype is dtype
+    assert (exact.gather(1, target)[:32].abs() < 1e-2).all()
+    limits = torch.finfo(dtype)
+    allowed = exact.abs() * limits.eps / 2 * 1.01 + limits.smallest_normal * limits.eps
+    allowed.scatter_add_(1, target, torch.full((64, 1), 20 * torch.finfo(torch.float32).eps, dtype=torch.float64))
+    assert ((slope.double() - exact).abs() <= allowed).all()
+    expected = F.cross_entropy(logits.double(), target[:, 0], reduction="none")
+    torch.testing.assert_close(losses[:, 0].double(), expected, rtol=1e-6, atol=4e-6)
+
+
+def test_an_unlikely_target() -> None:
+    """Its probability is 0 in fp32, and its loss is the difference of two logits."""
+    logits = torch.zeros(1, 4).index_fill(1, torch.tensor([2]), 500.0)
+    losses, slope = _losses_and_slope(logits, torch.tensor([[1]]), 0.0, differentiate=True)
+    assert losses.item() == 500.0
+    assert slope is not None and slope.tolist() == [[0.0, -1.0, 1.0, 0.0]]
+
+
+def test_no_tokens() -> None:
+    model = Model(lambda logits: logits, reduction="sum")
+    make_lean(model)
+    hidden = torch.zeros(0, FEATURES, requires_grad=True)
+    with lean_logits(model):
+        loss = model(hidden, torch.zeros(0, dtype=torch.long))
+    loss.backward()
+    assert loss == 0
+    for parameter in model.parameters():
+        assert parameter.grad is not None and not parameter.grad.any()
+
+
+def test_what_is_no_number_stays_so() -> None:
+    """Also where there is no target: a plain loss passes it on, and that of a part of the tokens must not hide it."""
+    model = Model(shifted)
+    make_lean(model)
+    found = []
+    for lean in (False, True):
+        hidden, labels = inputs()
+        hidden.data[0, 6, 1] = float("nan")
+        assert labels[0, 6] == -100
+        with lean_logits(model, 4) if lean else contextlib.nullcontext():
+            loss = model(hidden, labels)
+        found.append([t.isnan() for t in (loss, *torch.autograd.grad(loss, [hidden, *model.parameters()]))])
+    assert found[0][1].any() and not found[0][1].all() and found[0][2].all()
+    for plain, ours in zip(*found, strict=True):
+        assert torch.equal(plain, ours)
 
 
 def test_small_gradients_survive_fp16() -> None:
@@ -363,6 +486,55 @@ def test_products_add_to_the_sums_without_memory_of_their_own() -> None:
     with Operations() as seen:
         chunks._add(rows, hidden[rows:], slope)
     assert seen.made == [("aten.mm.out", 0), ("aten.addmm.dtype_out", 0)]
+
+
+def chunks_on_meta(dtype: torch.dtype) -> tuple[list[Tensor], LossOf, int]:
+    """Hidden states, weights and targets of three chunks, and the number of logits of each."""
+    features, classes, rows = 2048, 50_000, 256
+    hidden = torch.empty(3 * rows, features, dtype=dtype, device="meta")
+    weight = torch.empty(classes, features, dtype=dtype, device="meta")
+    target = torch.empty(3 * rows, dtype=torch.long, device="meta")
+    return [hidden, weight, target], LossOf((("to", torch.float32),), -100, "mean", 0.0, rows), rows * classes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.bfloat16, ["mm", "_to_copy", "_log_softmax", "gather", "exp", "scatter_", "mm", "addmm"]),
+        (torch.float32, ["mm", "_log_softmax", "gather", "exp", "scatter_", "mm", "addmm_"]),
+    ],
+)
+def test_passes_over_the_logits(dtype: torch.dtype, expected: list[str]) -> None:
+    """What touches the logits of a chunk. (gather and scatter_ do so at one number of each token.)"""
+    (hidden, weight, target), how, logits = chunks_on_meta(dtype)
+    chunks = _Chunks(hidden, weight, None, [True, True, False])
+    chunks.loss(target, how)  # after which is known what the device is able to
+
+    class Passes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            involved = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            if not func.is_view and "empty" not in str(func) and any(t.numel() == logits for t in involved):
+                seen.append(func._schema.name.removeprefix("aten::"))
+            return out
+
+    seen: list[str] = []
+    with Passes():
+        chunks.loss(target, how)
+    assert seen == 3 * expected
+
+
+@pytest.mark.parametrize(("dtype", "bytes_of_a_logit"), [(torch.bfloat16, 10), (torch.float32, 8)])
+def test_memory_of_a_chunk(dtype: torch.dtype, bytes_of_a_logit: int) -> None:
+    """It holds the logits, their cast and their logarithms at most, and nothing of the chunk before."""
+    tensors, how, logits = chunks_on_meta(dtype)
+    hidden, weight, target = tensors
+    chunks = _Chunks(hidden, weight, None, [True, True, False])
+    chunks.loss(target, how)
+    with Meter(read_machine("rtx4090x8")) as meter:
+        meter.ignore([*tensors, *(gradient for gradient in chunks.gradients if gradient is not None)])
+        chunks.loss(target, how)
+    assert bytes_of_a_logit * logits <= meter.work.peak < (bytes_of_a_logit + 0.5) * logits
 
 
 @pytest.mark.parametrize("abilities", [(False, True), (False, False)])
