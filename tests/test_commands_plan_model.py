@@ -274,7 +274,46 @@ def test_where_nothing_fits_that_is_said(command: Any) -> None:
     text = " ".join(out.split())
     assert code == 1 and "What would fit" not in out
     assert "Nothing that was tried fits (tried: lora=all_linear; lora=attention; " in text
-    assert "Take devices with more memory, or a smaller model." in text
+    assert "Take memory=2MiB or more, or a smaller model." in text
+
+
+def test_a_host_that_is_too_small_is_told_how_much_is_enough(command: Any) -> None:
+    """It is enough, 1 KiB less is not, and the figure beside a larger amount is reached with it."""
+    options = ("model=tiny_llama", "gpu=rtx4090", "gpus=2", "sequence_length=256", "search_seconds=0", "microbatches=8")
+    code, out, _ = command(*options, "host_memory=1MiB", "format=json")
+    hosts = [one for one in json.loads(out)["would_fit"] if set(one["changes"]) == {"host_memory"}]
+    assert code == 1 and len(hosts) == 2
+    least, faster = hosts
+    assert faster["changes"]["host_memory"] > least["changes"]["host_memory"]
+    assert faster["tokens_per_s"] > 1.05 * least["tokens_per_s"]
+    for one in hosts:
+        code, out, _ = command(*options, one["settings"], "format=json")
+        found = json.loads(out)
+        assert code == 0 and found["tokens_per_s"] == pytest.approx(one["tokens_per_s"], rel=0.1)
+    assert command(*options, f"host_memory={least['changes']['host_memory'] - 2**20}")[0] == 1
+    text = command(*options, "host_memory=1MiB")[1]
+    assert re.search(r"\n +[\d,]+ tokens/s  host_memory=\d+MiB\n +[\d,]+ tokens/s  host_memory=\d+MiB\n", text)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (("hardware=rtx4090",), "hardware=rtx4090x"),
+        pytest.param(("gpu=rtx4090",), "gpus=", marks=pytest.mark.slow),
+        pytest.param(("hardware=rtx4090x1",), "hardware=rtx4090x", marks=pytest.mark.slow),
+    ],
+)
+def test_more_gpus_bring_a_larger_host_with_them(command: Any, given: tuple[str, ...], shown: str) -> None:
+    """Unless somebody said how large the host is."""
+    options = ("model=llama3_1_8b", *given, "microbatches=8", "microbatch_size=1", "search_seconds=0")
+    options = (*options, "sequence_length=128", "format=json", "staleness=1")
+    code, out, _ = command(*options)
+    remedies = {one["settings"]: one for one in json.loads(out)["would_fit"]}
+    assert code == 1 and f"{shown}2" in remedies
+    code, out, _ = command(*(option for option in options if option not in given), "hardware=rtx4090x2")
+    assert code == 0 and json.loads(out)["tokens_per_s"] == remedies[f"{shown}2"]["tokens_per_s"]
+    code, out, _ = command(*options, "host_memory=128GiB")
+    assert code == 1 and not [one for one in json.loads(out)["would_fit"] if shown in one["settings"]]
 
 
 @pytest.mark.slow

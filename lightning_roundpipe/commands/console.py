@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import version
 from typing import ParamSpec
@@ -36,6 +37,18 @@ def console_command(main: Callable[P, int | None]) -> Callable[P, int | None]:
             raise SystemExit(CLOSED_PIPE) from None
 
     return command
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says on a terminal's standard error what takes so long, until it is done; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
 
 
 def _flush() -> None:

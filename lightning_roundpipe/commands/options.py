@@ -23,6 +23,9 @@ The manners: standard output holds the answer only, so whatever is printed meanw
 do print). A user's mistake is one line on standard error that says what is allowed, and exit code 2. Mistakes are any
 ``OSError`` and the ``ValueError`` that this package raises; everything else is a bug and keeps its traceback. An answer
 has its own exit code: 1 where it is no.
+
+An option that is declared ``many=True`` takes several values with commas between them, as Hydra's sweeps do: the
+command then answers for all combinations at once.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -64,6 +68,21 @@ class Reply:
     code: int = 0
 
 
+@dataclass(frozen=True)
+class Combination(Generic[T]):
+    """One of the command lines that lists of values stand for.
+
+    Args:
+        given: name and text of each option that has several values, in the order of the command line.
+        options: what this combination sets.
+        arguments: the command line that asks for it alone.
+    """
+
+    given: Mapping[str, str]
+    options: T
+    arguments: tuple[str, ...] = ()
+
+
 def option(
     help_text: str,
     *,
@@ -73,6 +92,7 @@ def option(
     shown: str | None = None,
     below: str | None = None,
     section: str | None = None,
+    many: bool = False,
 ) -> Any:
     """A field of a command's dataclass; its annotation says how the text is read.
 
@@ -85,9 +105,10 @@ def option(
         shown: what stands for its value in ``--help``.
         below: takes all options that begin with this and a dot, as `Settings`: ``below="lora"`` takes ``lora.r=8``.
         section: a heading in ``--help`` that begins with it.
+        many: whether it may have several values, with commas between them; `parse_all` reads them.
     """
     found = {"help": help_text, "at_least": at_least, "read": read, "shown": shown, "below": below, "section": section}
-    return field(default=() if below else default, metadata=found)
+    return field(default=() if below else default, metadata={**found, "many": many})
 
 
 def parse(options: type[T], arguments: Sequence[str]) -> T:
@@ -96,16 +117,48 @@ def parse(options: type[T], arguments: Sequence[str]) -> T:
     Raises:
         ValueError: a name is unknown, missing or given twice, or a value is not of the annotated kind.
     """
-    known: dict[str, Field[Any]] = {}
-    groups: dict[str, str] = {}
-    for item in fields(options):  # type: ignore[arg-type]
-        if item.metadata["below"]:
-            groups[item.metadata["below"]] = item.name
-        else:
-            known[item.name] = item
+    known, groups = _names(options)
+    return _made(options, _pairs(arguments, known, groups))
+
+
+def parse_all(options: type[T], arguments: Sequence[str]) -> list[Combination[T]]:
+    """All combinations of values that ``arguments`` set; the last option that has several changes fastest.
+
+    Raises:
+        ValueError: as `parse`, for any of them; or a list has an empty place.
+    """
+    known, groups = _names(options)
+    pairs = list(_pairs(arguments, known, groups))
+    ways = [_values(name, text) if name in known and known[name].metadata["many"] else [text] for name, text in pairs]
+    names = [name for name, _ in pairs]
+    found = []
+    for texts in product(*ways):
+        given = {name: text for name, text, way in zip(names, texts, ways, strict=True) if len(way) > 1}
+        chosen = list(zip(names, texts, strict=True))
+        found.append(Combination(given, _made(options, chosen), tuple(f"{name}={text}" for name, text in chosen)))
+    return found
+
+
+def _values(name: str, text: str) -> list[str]:
+    """Each once: a list that names one twice has nothing to say about it."""
+    values = [value.strip() for value in text.split(",")]
+    if not all(values):
+        raise ValueError(f"{name}={text} has an empty place: write values with a comma between each two.")
+    return list(dict.fromkeys(values))
+
+
+def _names(options: type[Any]) -> tuple[dict[str, Field[Any]], dict[str, str]]:
+    """Options by name, and of groups of settings the field that takes them."""
+    known = {item.name: item for item in fields(options) if not item.metadata["below"]}
+    groups = {item.metadata["below"]: item.name for item in fields(options) if item.metadata["below"]}
+    return known, groups
+
+
+def _made(options: type[T], pairs: Iterable[tuple[str, str]]) -> T:
+    known, groups = _names(options)
     hints = get_type_hints(options)
     given: dict[str, Any] = {}
-    for name, text in _pairs(arguments, known, groups):
+    for name, text in pairs:
         group, dot, below = name.partition(".")
         if dot:
             have = dict(given.get(groups[group], ()))
@@ -120,20 +173,34 @@ def parse(options: type[T], arguments: Sequence[str]) -> T:
     return options(**given)
 
 
-def run(program: str, options: type[T], answer: Callable[[T], Reply], arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line and prints what ``answer`` returns; gives the exit code, 2 for a user's mistake."""
+def run(
+    program: str,
+    options: type[T],
+    answer: Callable[[T], Reply],
+    arguments: Sequence[str] | None = None,
+    answer_all: Callable[[Sequence[Combination[T]]], Reply] | None = None,
+) -> int:
+    """Parses the command line and prints what ``answer`` returns; gives the exit code, 2 for a user's mistake.
+
+    ``answer_all`` answers where options have several values.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         if any(argument in _HELP for argument in arguments):
             _print(usage(program, options))
             return 0
         with redirect_stdout(sys.stderr):
-            reply = answer(parse(options, arguments))
+            found = parse_all(options, arguments)
+            if len(found) > 1:
+                assert answer_all is not None, "options with many=True"
+                reply = answer_all(found)
+            else:
+                reply = answer(found[0].options)
         _print(reply.shown)
     except BrokenPipeError:
         raise  # nobody reads on: `console_command` ends
     except (ValueError, OSError) as error:
-        if not _is_mistake(error):
+        if not is_mistake(error):
             raise
         print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -149,7 +216,8 @@ def usage(program: str, options: type[Any]) -> str:
     """What ``--help`` prints: what the command is for, examples, and a line for each option."""
     hints, known = get_type_hints(options), fields(options)
     names = [f"{item.metadata['below']}.NAME" if item.metadata["below"] else item.name for item in known]
-    shown = [f"{name}={_placeholder(item, hints)}" for name, item in zip(names, known, strict=True)]
+    more = [",.." if item.metadata["many"] else "" for item in known]
+    shown = [f"{names[i]}={_placeholder(item, hints)}{more[i]}" for i, item in enumerate(known)]
     width = max(map(len, shown)) + 2
     lines = [f"{program} NAME=VALUE ...", ""]
     lines += [line.strip() for line in (options.__doc__ or "").strip().splitlines()]
@@ -294,7 +362,7 @@ def _print(result: RenderableType) -> None:
     sys.stdout.flush()
 
 
-def _is_mistake(error: BaseException) -> bool:
+def is_mistake(error: BaseException) -> bool:
     """Whether the error is about what the user gave, and not about a fault in here or in a library."""
     if isinstance(error, OSError):
         return True

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from lightning_roundpipe.commands.case_files import find_cases
-from lightning_roundpipe.commands.console import console_command
+from lightning_roundpipe.commands.console import console_command, waiting
 from lightning_roundpipe.commands.machines import AUTO
-from lightning_roundpipe.commands.options import Reply, Settings, as_json, did_you_mean, option, run
+from lightning_roundpipe.commands.options import Combination, Reply, Settings, as_json, did_you_mean, option, run
 from lightning_roundpipe.commands.plan_costs import Partitioner, answer, does_not_fit, read_question, show
 from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.config import PRECISION_ALIASES, parse_bytes, reduce_dtype_of, refuse_unscaled
 from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 
+if TYPE_CHECKING:
+    from lightning_roundpipe.commands.plan_shape import Wish  # and with it torch
+
 _OF_MODELS = (
     "hardware", "hardware_file", "gpu", "gpus", "host_memory", "lora", "lora_settings", "model_settings", "precision",
     "sequence_length", "microbatch_size", "reduce_dtype",
 )  # fmt: skip
+TABLE_SEARCH_SECONDS = 2.0
+"""Longest search for each row of a table."""
+
 _MOST = {"workers": 1024, "microbatches": 4096, "microbatch_size": 65536, "sequence_length": 2**24}
 
 
@@ -37,13 +44,15 @@ def read_precision(text: str, name: str) -> Precision:
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Says whether a model fits a machine, and how fast it trains; or, with costs=,
-    finds the fastest plan for measured times. Exits with 0 if it fits, 1 if not,
-    and 2 if the command line is wrong. --name value means name=value."""
+    finds the fastest plan for measured times. Several values where ,.. is shown
+    give a table of all combinations. Exits with 0 if it fits (of a table: all do),
+    1 if not, and 2 if the command line is wrong. --name value means name=value."""
 
     examples: ClassVar = (
         "model=llama3_1_8b gpu=rtx4090 gpus=4 host_memory=256GiB",
         "model=qwen3_32b hardware=rtx4090x8 lora=all_linear lora.r=16",
         "model=my-model/config.json hardware=machine.yaml format=json",
+        "model=llama3_1_8b,qwen3_32b hardware=rtx4090x4,rtx4090x8",
         "costs=run/costs.json workers=4 microbatches=8 memory=24GB",
         "costs=paper case=llama3.1-8b picture=plan.png",
     )
@@ -51,53 +60,106 @@ class PlanOptions:
     model: str | None = option(
         "choice of conf/model, or a config.json",
         default=None,
+        many=True,
         section="Model and machine (times and memory are estimated)",
     )
     model_settings: Settings = option("change the configuration, as num_hidden_layers", below="model")
-    gpu: str | None = option("GPU: a800, h200, rtx3090, rtx4090", default=None)
-    gpus: int | None = option("how many of them; by default 1", default=None, at_least=1)
-    host_memory: int | None = option("of the host, as 256GiB", default=None, read=parse_bytes, shown="SIZE")
-    hardware: str | None = option("instead: rtx4090x4, cpu, auto (this one), or a file", default=None)
+    gpu: str | None = option("GPU: a800, h200, rtx3090, rtx4090", default=None, many=True)
+    gpus: int | None = option("how many of them; by default 1", default=None, at_least=1, many=True)
+    host_memory: int | None = option("of the host, as 256GiB", default=None, read=parse_bytes, shown="SIZE", many=True)
+    hardware: str | None = option("instead: rtx4090x4, cpu, auto (this one), or a file", default=None, many=True)
     hardware_file: Path | None = option("that auto writes; by default HOSTNAME.yaml", default=None)
-    lora: str = option("adapters: choice of conf/lora", default="none")
+    lora: str = option("adapters: choice of conf/lora", default="none", many=True)
     lora_settings: Settings = option("change the adapters, as lora.r=16", below="lora")
-    precision: Precision | None = option("by default bf16-mixed", default=None, read=read_precision, shown="NAME")
-    reduce_dtype: str | None = option(
-        "gradients travel in; by default fp32", default=None, read=reduce_dtype_of, shown="NAME"
+    precision: Precision | None = option(
+        "by default bf16-mixed", default=None, read=read_precision, shown="NAME", many=True
     )
-    sequence_length: int | None = option("in tokens; by default 2048", default=None, at_least=1)
-    microbatch_size: int | None = option("in sequences; by default the fastest", default=None, at_least=1)
+    reduce_dtype: str | None = option(
+        "gradients travel in; by default fp32", default=None, read=reduce_dtype_of, shown="NAME", many=True
+    )
+    sequence_length: int | None = option("in tokens; by default 2048", default=None, at_least=1, many=True)
+    microbatch_size: int | None = option("in sequences; by default the fastest", default=None, at_least=1, many=True)
 
     costs: str | None = option(
         "JSON file that a run left, or paper", default=None, shown="FILE", section="Measured times instead"
     )
     case: str | None = option("model to take from a file of several", default=None)
 
-    workers: int | None = option("devices that take stages; by default all", default=None, at_least=1, section="Both")
-    microbatches: int | None = option("of a step; by default two a worker", default=None, at_least=1)
-    staleness: int | None = option("1: updates one step late (default: 0)", default=None, shown="0|1")
+    workers: int | None = option(
+        "devices that take stages; by default all", default=None, at_least=1, many=True, section="Both"
+    )
+    microbatches: int | None = option("of a step; by default two a worker", default=None, at_least=1, many=True)
+    staleness: int | None = option("1: updates one step late (default: 0)", default=None, shown="0|1", many=True)
     memory: int | None = option(
-        "of each worker; by default 90 % of a GPU's", default=None, read=parse_bytes, shown="SIZE"
+        "of each worker; by default 90 % of a GPU's", default=None, read=parse_bytes, shown="SIZE", many=True
     )
     min_round: int | None = option("least microbatches of a round", default=None, at_least=1)
     max_round: int | None = option("most microbatches of a round", default=None, at_least=1)
     max_fused: int | None = option("most layers in the fused stage", default=None, at_least=0)
     partitioner: Partitioner = option("search, or the paper's system", default="search")
-    search_seconds: float = option("longest search", default=SEARCH_SECONDS, at_least=0)
+    search_seconds: float | None = option(
+        f"longest search; by default {SEARCH_SECONDS:g}, in a table {TABLE_SEARCH_SECONDS:g}", default=None, at_least=0
+    )
     stage_seconds: float | None = option("longest stage, instead of a search", default=None)
     plan: str | None = option("judge this one: 'forward 0-3; ...'", default=None, shown="TEXT")
-    format: Literal["table", "json"] = option("how to print it", default="table")
-    picture: Path | None = option("draw the steps: .png, .pdf or .svg", default=None)
-    trace: Path | None = option("write them for ui.perfetto.dev", default=None)
+    format: Literal["table", "json", "csv"] = option("how to print it", default="table")
+    picture: Path | None = option("steps, or tokens/s of all: .png, .pdf, .svg", default=None)
+    trace: Path | None = option("write the steps for ui.perfetto.dev", default=None)
 
 
 @console_command
 def main() -> int:
-    return run("roundpipe-plan", PlanOptions, plan)
+    return run("roundpipe-plan", PlanOptions, plan, answer_all=plan_all)
 
 
 def plan(options: PlanOptions) -> Reply:
     """The answer to the command line; writes the picture and the trace if they are asked for."""
+    _check_subject(options)
+    if options.model is None and options.costs is None and options.case is None:
+        return _write_machine(options)
+    if options.format == "csv":
+        return plan_all([Combination({}, options)])
+    if options.plan is not None or options.stage_seconds is not None:
+        _refuse_search(options)
+    return _plan_costs(options) if options.model is None else _plan_model(options)
+
+
+def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
+    """The table of all combinations of models, machines and settings; draws it if that is asked for."""
+    first = combinations[0].options
+    _check_subject(first)
+    if any(one.options.hardware == AUTO for one in combinations):
+        raise ValueError(
+            "hardware=auto measures this machine into a file: run roundpipe-plan hardware=auto, and give a table that "
+            "file, as hardware=FILE."
+        )
+    if first.model is None:
+        what = ", ".join(f"{name}=" for name in combinations[0].given)
+        what = f"{what} with several values" if what else "format=csv"
+        raise ValueError(f"{what} makes a table of models, and costs= has no model: give one value, in another format.")
+    for name in ("plan", "trace"):
+        if getattr(first, name) is not None:
+            raise ValueError(f"{name}= is about one plan, and this is a table of many: leave it out, or ask for one.")
+    if first.stage_seconds is not None:
+        _refuse_search(first)
+    check_targets({}, {"picture": first.picture})
+    from lightning_roundpipe.commands.plan_several import Cell, plan_cells
+    from lightning_roundpipe.commands.plan_several_table import as_csv, as_list, as_table
+
+    asked = [Cell(one.given, _wish(one.options, TABLE_SEARCH_SECONDS), one.arguments) for one in combinations]
+    cells = plan_cells(asked)
+    if first.picture:
+        from lightning_roundpipe.commands.plan_several_chart import draw_cells
+
+        draw_cells(cells, first.picture)
+    code = 2 if any(cell.error for cell in cells) else 0 if all(cell.fits for cell in cells) else 1
+    if first.format == "csv":
+        return Reply(as_csv(cells), code)
+    return Reply(as_json(as_list(cells)) if first.format == "json" else as_table(cells), code)
+
+
+def _check_subject(options: PlanOptions) -> None:
+    """That it is a model or times, not both, or this machine."""
     if options.model is not None and (options.costs is not None or options.case is not None):
         name = "costs" if options.costs is not None else "case"
         raise ValueError(f"model= is estimated, and {name}= was measured: leave one out; --help explains both.")
@@ -105,14 +167,11 @@ def plan(options: PlanOptions) -> Reply:
         raise ValueError("hardware_file= is what hardware=auto writes: give that, too, or leave hardware_file= out.")
     if options.model is None and options.costs is None and options.case is None:
         if options.hardware == AUTO:
-            return _write_machine(options)
+            return
         raise ValueError(
             "Say what to plan for: model=NAME gpu=NAME gpus=NUMBER, as in model=llama3_1_8b gpu=rtx4090 gpus=4, or "
             "costs=FILE; --help explains both. hardware=auto alone measures this machine."
         )
-    if options.plan is not None or options.stage_seconds is not None:
-        _refuse_search(options)
-    return _plan_costs(options) if options.model is None else _plan_model(options)
 
 
 def _write_machine(options: PlanOptions) -> Reply:
@@ -136,19 +195,21 @@ def _plan_costs(options: PlanOptions) -> Reply:
     names = ("workers", "microbatches", "staleness", "min_round", "max_round", "max_fused")
     given = {name: getattr(options, name) for name in names}
     question = read_question(path, case or options.case, options.memory, given)
-    if (reply := does_not_fit(question, options.plan, options.format)) is not None:
+    form: Literal["table", "json"] = "json" if options.format == "json" else "table"  # csv is of models
+    if (reply := does_not_fit(question, options.plan, form)) is not None:
         return reply
-    found = answer(question, options.search_seconds, options.partitioner, options.stage_seconds, options.plan)
+    search_seconds = SEARCH_SECONDS if options.search_seconds is None else options.search_seconds
+    found = answer(question, search_seconds, options.partitioner, options.stage_seconds, options.plan)
     if options.picture or options.trace:
         from lightning_roundpipe.commands.plan_charts import draw  # matplotlib takes longer to import than most plans
 
         draw(question, found, options.picture, options.trace)
-    return Reply(show(question, found, options.format))
+    return Reply(show(question, found, form))
 
 
 def _refuse_search(options: PlanOptions) -> None:
     """What is about finding a plan, where its stages are given."""
-    usual = {"partitioner": "search", "search_seconds": SEARCH_SECONDS}
+    usual = {"partitioner": "search", "search_seconds": None}
     given = "stage_seconds="
     if options.plan is not None:
         usual, given = usual | {"min_round": None, "max_round": None, "max_fused": None, "stage_seconds": None}, "plan="
@@ -160,27 +221,51 @@ def _refuse_search(options: PlanOptions) -> None:
 
 
 def _plan_model(options: PlanOptions) -> Reply:
+    check_targets({}, {"picture": options.picture, "trace": options.trace})
+    _wish(options, SEARCH_SECONDS)  # what is wrong with it is said before a machine is measured
+    wish = _wish(_measured(options), SEARCH_SECONDS)
+    # Imports that take longer than all else that costs= needs.
+    from lightning_roundpipe.commands.plan_model import look
+    from lightning_roundpipe.commands.plan_model_table import as_dict, as_table
+    from lightning_roundpipe.commands.remedies import find_remedies
+
+    with waiting("planning"):
+        found = look(wish)
+    if not found.fits and (options.picture or options.trace):
+        print("roundpipe-plan: picture= and trace= have no steps to draw, as it does not fit.", file=sys.stderr)
+    elif options.picture or options.trace:
+        from lightning_roundpipe.commands.plan_charts import draw_model
+
+        draw_model(found, options.picture, options.trace)
+    with waiting("it does not fit: looking for what would"):
+        remedies = None if found.fits else find_remedies(found)
+    shown = as_json(as_dict(found, remedies)) if options.format == "json" else as_table(found, remedies)
+    return Reply(shown, 0 if found.fits else 1)
+
+
+def _measured(options: PlanOptions) -> PlanOptions:
+    """With the file of this machine, where that is what is meant."""
+    if options.hardware != AUTO:
+        return options
+    assert options.model is not None
+    if options.gpu is not None or options.gpus is not None:
+        raise ValueError("hardware=auto is this machine with its GPUs: leave gpu= and gpus= out.")
+    from lightning_roundpipe.commands.choices import read_config
+    from lightning_roundpipe.commands.this_machine import measure_to_file
+
+    read_config(options.model, options.model_settings)  # before what takes seconds and leaves a file
+    path, _ = measure_to_file(options.hardware_file, options.workers)
+    return replace(options, hardware=str(path))
+
+
+def _wish(options: PlanOptions, search_seconds: float) -> Wish:
+    """What the options ask for, with a search of ``search_seconds`` at most unless they say how long."""
     if options.staleness not in (None, 0, 1):
         raise ValueError(f"staleness={options.staleness} must be 0 or 1.")
     for name, most in _MOST.items():
         if (getattr(options, name) or 1) > most:
             raise ValueError(f"{name}={getattr(options, name)} is more than the {most:,} that can be planned for.")
-    check_targets({}, {"picture": options.picture, "trace": options.trace})
-    if options.hardware == AUTO:
-        assert options.model is not None
-        if options.gpu is not None or options.gpus is not None:
-            raise ValueError("hardware=auto is this machine with its GPUs: leave gpu= and gpus= out.")
-        from lightning_roundpipe.commands.choices import read_config
-        from lightning_roundpipe.commands.this_machine import measure_to_file
-
-        read_config(options.model, options.model_settings)  # before what takes seconds and leaves a file
-        path, _ = measure_to_file(options.hardware_file, options.workers)
-        options = replace(options, hardware=str(path))
-    # Imports that take longer than all else that costs= needs.
-    from lightning_roundpipe.commands.plan_model import look
-    from lightning_roundpipe.commands.plan_model_table import as_dict, as_table
-    from lightning_roundpipe.commands.plan_shape import Wish
-    from lightning_roundpipe.commands.remedies import find_remedies
+    from lightning_roundpipe.commands.plan_shape import Wish  # and with it torch
 
     assert options.model is not None
     wish = Wish(
@@ -202,7 +287,7 @@ def _plan_model(options: PlanOptions) -> Reply:
         min_round=options.min_round,
         max_round=options.max_round,
         max_fused=options.max_fused,
-        search_seconds=options.search_seconds,
+        search_seconds=search_seconds if options.search_seconds is None else options.search_seconds,
         search=options.partitioner == "search",
         like_paper=options.partitioner == "paper",
         plan=options.plan,
@@ -210,13 +295,4 @@ def _plan_model(options: PlanOptions) -> Reply:
         reduce_dtype=options.reduce_dtype,
     )
     refuse_unscaled(wish.reduce_dtype, wish.precision)
-    found = look(wish)
-    if not found.fits and (options.picture or options.trace):
-        print("roundpipe-plan: picture= and trace= have no steps to draw, as it does not fit.", file=sys.stderr)
-    elif options.picture or options.trace:
-        from lightning_roundpipe.commands.plan_charts import draw_model
-
-        draw_model(found, options.picture, options.trace)
-    remedies = None if found.fits else find_remedies(found)
-    shown = as_json(as_dict(found, remedies)) if options.format == "json" else as_table(found, remedies)
-    return Reply(shown, 0 if found.fits else 1)
+    return wish

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lightning_roundpipe.commands.options import pasted
 from lightning_roundpipe.commands.plan_model import Outlook, total
-from lightning_roundpipe.commands.remedies import Remedies
+from lightning_roundpipe.commands.remedies import Remedies, size_text
 from lightning_roundpipe.planning.memory import Item, StageRow
 
 
@@ -88,13 +88,17 @@ def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
     """One a line, the figures in front of what is added to the command line."""
     parts: list[RenderableType] = []
     if remedies.found:
-        parts.append(Text("What would fit, by what it changes, each planned with these settings added:"))
+        parts.append(Text("What would fit, each planned with these settings added or replaced:"))
         rates = [f"{remedy.outlook.tokens_per_s:,.0f}" for remedy in remedies.found]
         for rate, remedy in zip(rates, remedies.found, strict=True):
             settings = remedy.settings or f"without {', '.join(f'{name}=' for name in remedy.left_out)}"
-            parts.append(pasted(f"  {rate:>{max(map(len, rates))}} tokens/s  {settings}"))
+            note = f" ({remedy.note})" if remedy.note else ""
+            parts.append(pasted(f"  {rate:>{max(map(len, rates))}} tokens/s  {settings}{note}"))
     else:
-        where = "devices with more memory" if not found.fits_device else "a host with more memory"
+        where = "a host with more memory"
+        if remedies.device_memory is not None:
+            enough = size_text(remedies.device_memory)
+            where = f"memory={enough} or more" if found.wish.memory else f"devices with {enough} or more"
         tried = f" (tried: {'; '.join(remedies.hopeless)})" if remedies.hopeless else ""
         parts.append(Text(f"Nothing that was tried fits{tried}. Take {where}, or a smaller model."))
     if remedies.untried:

@@ -99,10 +99,17 @@ class ModelShape:
         weights = list(self._module.parameters())
         trained = sum(p.numel() for p in weights if p.requires_grad)
         frozen = sum(p.numel() for p in weights) - trained
+        self._known: dict[tuple[int, int], Costs] = {}
         self.parameters = Parameters(trained, frozen, weights[0].element_size(), apart=bool(staleness))
 
     def costs(self, microbatch_size: int, sequence_length: int) -> Costs:
-        """Of a microbatch of that many sequences."""
+        """Of a microbatch of that many sequences. They are estimated once: the host has no part in them."""
+        key = microbatch_size, sequence_length
+        if key not in self._known:
+            self._known[key] = self._costs(microbatch_size, sequence_length)
+        return self._known[key]
+
+    def _costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
         with lean_logits(self._module) if self._lean else nullcontext():
             costs = self._estimate(input_ids=tokens, labels=tokens)

@@ -1,21 +1,35 @@
 """What would fit, where a wish does not: other settings, each of them tried by the same planner, with its own figures.
 
 From the least change to the largest: what leaves the step as it is, what changes how it is computed, what is trained,
-what the model sees. Where no setting alone is enough, several are tried together. Only what fits is named. All together
-it takes `SECONDS` of the processor at most, and what was not tried for lack of time is named as well.
+what the model sees, and the machine: the least host memory that is enough, or more GPUs where a host with more memory
+comes with them. Where no setting alone is enough, several are tried together, and then with more host memory. Only what
+fits is named. All together it takes `SECONDS` of the processor at most, and what there was no time for is named, too.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from lightning_roundpipe.commands.plan_model import Outlook, find_longest, look_at, memory_of, shape_of
+from lightning_roundpipe.commands.machines import choose_machine, is_path
+from lightning_roundpipe.commands.plan_model import (
+    MEMORY_SHARE,
+    Outlook,
+    find_longest,
+    look_at,
+    memory_of,
+    shape_of,
+    total,
+)
 from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
-from lightning_roundpipe.planning.profile import Precision
+from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.planning.profile import Hardware, Precision
 
 SECONDS = 15.0
 """Of the processor, for all tries together, so that other programs change no answer. A try that has begun may end
@@ -28,6 +42,17 @@ _SHORTEST = 128
 """Tokens; and a sequence is not cut to less than a 16th. Less would be no remedy."""
 
 _LEAST_PART = 16
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+_ENDLESS = 2**60
+"""Bytes of host memory that limit nothing."""
+
+_FASTER = 1.05
+"""A larger host is named where it makes steps faster by this factor."""
+
+_MOST_GPUS = 8
+"""Of a machine that is proposed."""
 
 _NARROWER: Mapping[Precision, tuple[Precision, ...]] = {
     "32-true": ("bf16-true",),
@@ -49,21 +74,45 @@ class Remedy:
     @property
     def settings(self) -> str:
         """As they are added to the command line."""
-        return " ".join(f"{name}={value}" for name, value in self.changes.items() if value is not None)
+        given = [(name, value) for name, value in self.changes.items() if value is not None]
+        texts = [size_text(value) if name == "host_memory" else shlex.quote(str(value)) for name, value in given]
+        return " ".join(f"{name}={text}" for (name, _), text in zip(given, texts, strict=True))
 
     @property
     def left_out(self) -> list[str]:
         """Options that are to be taken away."""
         return [name for name, value in self.changes.items() if value is None]
 
+    @property
+    def note(self) -> str:
+        """What comes with the settings and is not in them; empty if nothing does."""
+        if not {"gpus", "hardware"} & self.changes.keys():
+            return ""
+        return f"with {size_text(self.outlook.hardware.host_memory)} of host memory"
+
 
 @dataclass(frozen=True)
 class Remedies:
-    """All that fits, the least change first; what was tried and does not, and what there was no time for."""
+    """All that fits, the least change first; what was tried and does not, and what there was no time for.
+
+    ``device_memory``: bytes that a device has to have for what is needed of each worker to be the usual share of it, or
+    those of ``memory=`` where that was given; None where workers are large enough.
+    """
 
     found: tuple[Remedy, ...]
     hopeless: tuple[str, ...]
     untried: tuple[str, ...]
+    device_memory: int | None = None
+
+
+def size_text(nbytes: int) -> str:
+    """A size as an option takes it: in whole units, no less than ``nbytes``."""
+    name, unit = _unit(nbytes)
+    return f"{-(-nbytes // unit)}{name}"
+
+
+def _unit(nbytes: int) -> tuple[str, int]:
+    return next((pair for pair in _UNITS if nbytes >= pair[1]), _UNITS[-1])
 
 
 def find_remedies(outlook: Outlook, seconds: float = SECONDS) -> Remedies:
@@ -75,6 +124,8 @@ class _Tries:
     def __init__(self, outlook: Outlook, deadline: float) -> None:
         self._outlook, self._wish, self._deadline = outlook, outlook.wish, deadline
         self._shapes: dict[tuple[str, str, int], ModelShape] = {}
+        self._refused: list[tuple[Changes, Outlook]] = []
+        """What was tried and does not fit."""
         self._found: list[Remedy] = []
         self._hopeless: list[str] = []
         self._untried: list[str] = []
@@ -83,7 +134,13 @@ class _Tries:
         alone = [self._first_that_fits(ways) for ways in self._ways()]
         if not any(alone):
             self._together()
-        return Remedies(tuple(self._found), tuple(self._hopeless), tuple(self._untried))
+        enough = bool(self._found)
+        self._refused.insert(0, ({}, self._outlook))
+        self._more_host_memory(self._refused[:1] if enough else self._refused)
+        self._first_that_fits(list(self._more_gpus()))
+        share = 1.0 if self._wish.memory else MEMORY_SHARE
+        needed = None if self._outlook.fits_device else int(total(self._outlook.device_items) / share)
+        return Remedies(tuple(self._found), tuple(self._hopeless), tuple(self._untried), needed)
 
     def _ways(self) -> Iterator[list[Changes]]:
         """Kinds of changes, each with its own from the least one on; of each the first that fits is named."""
@@ -127,6 +184,54 @@ class _Tries:
             if (shorter := self._shorter(changes)) and self._first_that_fits([{**changes, **shorter}]):
                 return
 
+    def _more_host_memory(self, refused: list[tuple[Changes, Outlook]]) -> None:
+        """What only the host is too small for: the wish itself, and of several changes that which needs the least."""
+        needs = [(total(o.host_items), changes) for changes, o in refused if o.fits_device and not o.fits_host]
+        own = [(nbytes, changes) for nbytes, changes in needs if not changes]
+        others = sorted((pair for pair in needs if pair[1]), key=lambda pair: pair[0])[:1]
+        for nbytes, changes in own + others:
+            least = parse_bytes(size_text(nbytes), "host_memory")
+            if self._first_that_fits([{**changes, "host_memory": least}]):
+                self._faster_host(changes, least)
+
+    def _faster_host(self, changes: Changes, least: int) -> None:
+        """Beside the least amount, what the fastest plan takes: its rounds are larger."""
+        slow = self._found[-1].outlook.tokens_per_s
+        if time.process_time() > self._deadline:
+            self._untried.append(f"more host_memory than {size_text(least)}, which may be faster")
+            return
+        if (found := self._try({**changes, "host_memory": _ENDLESS})) is None:
+            return
+        enough = parse_bytes(size_text(total(found.outlook.host_items)), "host_memory")
+        if enough > least and found.outlook.tokens_per_s > _FASTER * slow:
+            machine = replace(found.outlook.hardware, host_memory=enough)
+            outlook = replace(found.outlook, hardware=machine)
+            self._found.append(Remedy({**changes, "host_memory": enough}, outlook))
+
+    def _more_gpus(self) -> Iterator[Changes]:
+        """Of the same kind, where nobody said what host they are in: it is assumed to grow with their number."""
+        wish, found = self._wish, self._outlook
+        helps = found.fits_device and not found.fits_host
+        if not helps or wish.host_memory is not None or wish.workers is not None or is_path(wish.hardware or ""):
+            return
+        for count in (found.workers * 2**n for n in range(1, 4) if found.workers * 2**n <= _MOST_GPUS):
+            if (changes := self._counted(count)) is not None:
+                yield changes
+
+    def _counted(self, count: int) -> Changes | None:
+        """So many of the wish's GPUs, if there is any number of them."""
+        if self._wish.gpu is not None:
+            return {"gpus": count}
+        kind = self._wish.hardware or ""
+        for name in (kind, re.sub(r"x\d+$", "", kind)):  # rtx4090, and of rtx4090x4
+            hardware = f"{name}x{count}"
+            try:
+                self._machine(replace(self._wish, hardware=hardware))
+            except ValueError:
+                continue
+            return {"hardware": hardware}
+        return None
+
     def _adapters(self) -> tuple[str, ...]:
         """From the most to the fewest; those of every expert are no small change."""
         return ("attention",) if self._shape(self._wish).has_experts else ("all_linear", "attention")
@@ -150,7 +255,10 @@ class _Tries:
             outlook = look_at(self._shape(wish), wish, longest=False)
         except ValueError:  # adapters that the model has no place for
             return None
-        return Remedy(changes, outlook) if outlook.fits else None
+        if outlook.fits:
+            return Remedy(changes, outlook)
+        self._refused.append((changes, outlook))
+        return None
 
     def _shorter(self, changes: Changes) -> Changes | None:
         """The longest sequence that fits with ``changes``, where it is worth naming."""
@@ -174,4 +282,16 @@ class _Tries:
         key = wish.lora, wish.precision, wish.staleness
         if key not in self._shapes:
             self._shapes[key] = shape_of(wish, self._outlook.hardware)
-        return self._shapes[key]
+        shape, machine = self._shapes[key], self._machine(wish)
+        if machine != shape.hardware:
+            shape = copy(shape)  # the layers are cut for a device, which is the same
+            shape.hardware = machine
+        return shape
+
+    def _machine(self, wish: Wish) -> Hardware:
+        own = self._wish
+        if (wish.gpus, wish.hardware) != (own.gpus, own.hardware):
+            return choose_machine(wish.hardware, wish.gpu, wish.gpus, None, None).hardware
+        if wish.host_memory != own.host_memory and wish.host_memory is not None:
+            return replace(self._outlook.hardware, host_memory=wish.host_memory)
+        return self._outlook.hardware

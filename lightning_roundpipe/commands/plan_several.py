@@ -1,0 +1,177 @@
+"""Many plans at once: a table of models, machines and settings, each combination planned for itself.
+
+Combinations are planned by as many processes as there are processors for them. A plan depends on
+its combination only, so where no search is ended by the clock, the table is the same with any number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from multiprocessing import get_all_start_methods, get_context
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_roundpipe.commands.choices import read_config
+from lightning_roundpipe.commands.machines import choose_machine
+from lightning_roundpipe.commands.options import is_mistake
+from lightning_roundpipe.commands.plan_model import look
+from lightning_roundpipe.commands.plan_model_table import as_dict
+from lightning_roundpipe.commands.plan_shape import Wish
+
+MOST_CELLS = 1000
+"""Combinations of a table."""
+
+_MOST_PROCESSES = 16
+"""Each of them takes about 0.5 GiB."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of a table.
+
+    Args:
+        given: name and text of the options that have several values.
+        wish: what is asked.
+        arguments: the command line that asks for it alone.
+        found: the answer, as ``format=json`` says it of one; None where there is none.
+        error: why there is none, as one line.
+    """
+
+    given: Mapping[str, str]
+    wish: Wish
+    arguments: tuple[str, ...] = ()
+    found: Mapping[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.found is not None and bool(self.found["fits"])
+
+    @property
+    def too_small(self) -> list[str]:
+        """``worker``, ``host``, both or none."""
+        if self.found is None:
+            return []
+        sizes = {"worker": self.found["device_memory"], "host": self.found["host_memory"]}
+        return [
+            name
+            for name, memory in sizes.items()
+            if memory["limit_bytes"] is not None and memory["needed_bytes"] > memory["limit_bytes"]
+        ]
+
+    @property
+    def machine(self) -> str:
+        """As it could be given with ``hardware=``."""
+        return self.wish.hardware or f"{self.wish.gpu}x{self.wish.gpus or 1}"
+
+    @property
+    def name(self) -> str:
+        """What tells it from the other ones."""
+        return ", ".join(self.given.values()) or f"{self.wish.model}, {self.machine}"
+
+    @property
+    def verdict(self) -> str:
+        """The answer, in a few words."""
+        if self.error is not None:
+            return self.error
+        assert self.found is not None
+        if self.fits:
+            return f"{self.found['tokens_per_s']:,.0f} tokens/s"
+        return f"does not fit: {' and '.join(self.too_small)} too small"
+
+
+def plan_cells(asked: Sequence[Cell]) -> list[Cell]:
+    """The cells with their answers, in their order. Says on standard error how far it is.
+
+    Raises:
+        ValueError: a name is not known, there are too many combinations, or something is wrong with each of them. What
+            is wrong with some is the error of their cells.
+    """
+    if len(asked) > MOST_CELLS:
+        raise ValueError(
+            f"These are {len(asked):,} combinations, more than the {MOST_CELLS:,} of a table: ask for fewer."
+        )
+    wishes = [cell.wish for cell in asked]
+    for wish in wishes:
+        choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
+    for model, settings in {(wish.model, wish.model_settings): None for wish in wishes}:
+        read_config(model, settings)
+    with _progress(len(asked)) as tell:
+        cells = _plan_all(asked, min(len(asked), _processors(), _MOST_PROCESSES), tell)
+    if all(cell.error for cell in cells):
+        raise ValueError(cells[0].error)
+    return cells
+
+
+def _plan_all(cells: Sequence[Cell], processes: int, tell: Callable[[Cell], None]) -> list[Cell]:
+    done: list[Cell | None] = [None] * len(cells)
+    if processes == 1:
+        for number, cell in enumerate(cells):
+            tell(found := plan_cell(cell))
+            done[number] = found
+    else:
+        methods = get_all_start_methods()
+        context = get_context("forkserver" if "forkserver" in methods else "spawn")
+        if "forkserver" in methods:
+            context.set_forkserver_preload([__name__])  # torch is imported once for all of them
+        with ProcessPoolExecutor(processes, context, initializer=_end_quietly) as pool:
+            numbers = {pool.submit(plan_cell, cell): number for number, cell in enumerate(cells)}
+            for future in as_completed(numbers):
+                tell(found := future.result())
+                done[numbers[future]] = found
+    return [cell for cell in done if cell is not None]
+
+
+def _end_quietly() -> None:
+    """In a process of the pool: the terminal interrupts all of them at once, and one traceback is enough."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def plan_cell(cell: Cell) -> Cell:
+    """The cell with its answer, or with the mistake in it."""
+    with redirect_stdout(sys.stderr):  # where libraries talk: standard output is for the table
+        try:
+            found = as_dict(look(cell.wish))
+        except (ValueError, OSError) as error:
+            if not is_mistake(error):
+                raise
+            return replace(cell, error=" ".join(str(error).split()))
+    del found["would_fit"]  # was not looked for
+    return replace(cell, found=found)
+
+
+def _processors() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Callable[[Cell], None]]:
+    """A bar on a terminal, which vanishes, and elsewhere a line for each cell that is done."""
+    if sys.stderr.isatty():
+        columns = (
+            MofNCompleteColumn(),
+            BarColumn(20),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("planning", total=count)
+            yield lambda cell: bar.update(task, advance=1, description=f"{cell.name}: {cell.verdict}")
+        return
+    done = 0
+
+    def tell(cell: Cell) -> None:
+        nonlocal done
+        done += 1
+        print(f"roundpipe-plan: {done} of {count}: {cell.name}: {cell.verdict}", file=sys.stderr, flush=True)
+
+    yield tell

@@ -1,0 +1,189 @@
+"""``roundpipe-plan`` with several values: a table, CSV, JSON and a picture of all combinations."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe.commands import plan, plan_several
+from lightning_roundpipe.commands.options import parse_all
+from lightning_roundpipe.commands.plan_several import Cell
+from lightning_roundpipe.commands.plan_several_chart import figure_of
+from lightning_roundpipe.commands.plan_several_table import as_list
+
+TINY = ("model=tiny_llama,tiny_smollm2_135m", "search_seconds=0", "sequence_length=64", "microbatches=2")
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """In this process, as starting others takes longer than such plans."""
+    monkeypatch.setattr(plan_several, "_processors", lambda: 1)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *arguments])
+        code = plan.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_the_last_list_changes_fastest_and_texts_with_commas_of_their_own_stay_whole() -> None:
+    arguments = ["model=a,b", "lora.target_modules=[q_proj,v_proj]", "gpus=1, 4", "--host-memory", "1GiB,1GiB"]
+    found = parse_all(plan.PlanOptions, arguments)
+    assert [one.given for one in found] == [
+        {"model": model, "gpus": gpus} for model in ("a", "b") for gpus in ("1", "4")
+    ], "a value that is given twice is one"
+    assert [(one.options.model, one.options.gpus) for one in found] == [("a", 1), ("a", 4), ("b", 1), ("b", 4)]
+    assert {one.options.host_memory for one in found} == {2**30}
+    assert {one.options.lora_settings for one in found} == {(("target_modules", "[q_proj,v_proj]"),)}
+
+
+def test_a_row_has_the_figures_of_the_same_command_alone(command: Any) -> None:
+    given = (*TINY[1:], "gpu=rtx4090", "format=json")
+    code, out, err = command(TINY[0], *given, "lora=none,attention", "gpus=1,2")
+    rows = json.loads(out)
+    assert code == 0 and len(rows) == 8
+    assert [line.split(": ")[1] for line in err.splitlines()] == [f"{number} of 8" for number in range(1, 9)]
+    assert rows[6]["given"] == {"model": "tiny_smollm2_135m", "lora": "attention", "gpus": "1"}
+    for row in (rows[1], rows[6]):
+        alone = json.loads(command(*given, *(f"{name}={text}" for name, text in row["given"].items()))[1])
+        del alone["would_fit"]
+        own = {"given": row["given"], "machine": f"rtx4090x{row['given']['gpus']}", "too_small": [], "error": None}
+        assert row == own | alone
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "small"),
+    [
+        (("memory=1GiB,30KB",), 1, ["", "", "worker", "worker"]),
+        (("host_memory=1MB", "memory=1GiB,30KB"), 1, ["host", "host", "worker host", "worker host"]),
+        (("memory=1GiB",), 0, ["", ""]),
+    ],
+)
+def test_what_is_too_small_is_said_and_the_exit_code_says_whether_all_fit(
+    command: Any, given: tuple[str, ...], code: int, small: list[str]
+) -> None:
+    options = ("model=tiny_llama", "hardware=rtx4090x1,rtx4090x2", *TINY[1:])
+    made, out, _ = command(*given, *options, "format=csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert made == code
+    assert [row["too_small"] for row in rows] == small
+    assert [row["machine"] for row in rows] == ["rtx4090x1", "rtx4090x2"] * (len(small) // 2)
+    for row in rows:
+        assert row["fits"] == str(not row["too_small"])
+        assert bool(row["tokens_per_s"]) == bool(row["plan"]) == (not row["too_small"])
+        assert (float(row["host_gib"]) > float(row["host_limit_gib"])) == ("host" in row["too_small"])
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table(command: Any, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    options = ("model=tiny_llama", "hardware=rtx4090x1", "memory=1GiB,30KB", "lora=none,attention", *TINY[1:])
+    code, out, _ = command(*options)
+    *lines, last = out.splitlines()
+    assert code == 1 and lines[0] == "2 of 4 fit (estimated)."
+    assert max(map(len, lines)) <= width and "…" not in out
+    assert sum("no fit" in line for line in lines) == 2
+    assert (
+        "All with model tiny_llama, machine rtx4090x1, precision bf16-mixed, staleness 0, sequences of 64 tokens."
+        in " ".join(lines)
+    )
+    if width == 120:
+        rates = [row["tokens_per_s"] for row in json.loads(command(*options, "format=json")[1])]
+        rows = [line for line in lines if line.startswith(("1GiB", "30KB"))]
+        assert [row.split()[2].replace(",", "") for row in rows] == [f"{rate:.0f}" if rate else "no" for rate in rates]
+    program, *arguments = shlex.split(last)
+    assert program == "roundpipe-plan"
+    assert set(TINY[2:]) < set(arguments) and "search_seconds=0" not in arguments
+    assert command(*arguments)[0] == 1, "the one of which it says so"
+
+
+def test_the_picture_has_a_field_for_each(command: Any, tmp_path: Path) -> None:
+    picture = tmp_path / "table.png"
+    options = (*TINY, "hardware=rtx4090x1,rtx4090x2", "memory=1GiB,30KB", "format=json", f"picture={picture}")
+    rows = json.loads(command(*options)[1])
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    combinations = parse_all(plan.PlanOptions, options)
+    cells = [
+        Cell(one.given, plan._wish(one.options, 0.0), one.arguments, row)
+        for one, row in zip(combinations, rows, strict=True)
+    ]
+    assert [row["fits"] for row in as_list(cells)] == [True, False] * 4
+    [axes] = figure_of(cells).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["rtx4090x1", "rtx4090x2"]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names[:2] == ["tiny_llama, memory 1GiB", "tiny_llama, memory 30KB"] and len(names) == 4
+    fields = {text.get_position(): text.get_text() for text in axes.texts}
+    for row in rows:
+        name = f"{row['given']['model']}, memory {row['given']['memory']}"
+        x = ["rtx4090x1", "rtx4090x2"].index(row["given"]["hardware"])
+        shown = fields[x, names.index(name)]
+        assert shown == f"{row['tokens_per_s']:,.0f}" if row["fits"] else shown.startswith("does not fit\nworker: ")
+
+
+def test_what_is_wrong_with_one_is_an_error_of_its_row(command: Any) -> None:
+    options = ("model=tiny_llama", "hardware=cpu", "search_seconds=0", "microbatches=2", "sequence_length=64,300")
+    code, out, _ = command(*options)
+    assert code == 2
+    assert "1 of 2 fits (estimated)." in out and "mistake" in out
+    assert "300: sequence_length=300 is longer than the 256 tokens" in " ".join(out.split())
+    code, out, _ = command(*options, "format=json")
+    rows = json.loads(out)
+    assert [row["fits"] for row in rows] == [True, None]
+    assert rows[0]["error"] is None and rows[1]["error"].startswith("sequence_length=300 is longer")
+    assert list(csv.DictReader(io.StringIO(command(*options, "format=csv")[1])))[1]["error"] == rows[1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("model=tiny_llama,,x", "hardware=cpu"), "model=tiny_llama,,x has an empty place"),
+        (("model=tiny_llama,tiny_lama", "hardware=cpu"), "There is no model=tiny_lama. Did you mean tiny_llama?"),
+        (("model=tiny_llama", "hardware=cpu,rtx4091"), "There is no hardware=rtx4091. Did you mean rtx4090?"),
+        (("model=tiny_llama,qwen3_32b",), "the machine is missing"),
+        (("model=tiny_llama", "hardware=cpu,auto"), "run roundpipe-plan hardware=auto, and give a table that file"),
+        (("model=tiny_llama", "hardware=cpu", "gpus=1,2"), "hardware= and gpus= both say which machine"),
+        (("model=tiny_llama", "hardware=cpu", "memory=1GiB,lots"), "memory='lots' is not a size"),
+        (("model=tiny_llama", "hardware=cpu", "microbatches=2,5000"), "more than the 4,096"),
+        (("model=tiny_llama", "hardware=cpu", "precision=bf16,16", "plan=forward 0"), "plan= is about one plan"),
+        (("model=tiny_llama", "hardware=cpu", "staleness=0,1", "trace=x.json"), "trace= is about one plan"),
+        (("model=tiny_llama", "hardware=cpu", "staleness=0,1", "costs=x.json"), "model= is estimated, and costs="),
+        (("model=tiny_llama", "hardware=cpu", "staleness=0,1", "picture=x.txt"), "that ends in .png"),
+        (("costs=paper", "case=llama3.1-8b", "workers=4,8"), "workers= with several values makes a table of models"),
+        (("costs=paper", "case=llama3.1-8b", "format=csv"), "format=csv makes a table of models"),
+        (("model=tiny_llama", "hardware=cpu", "sequence_length=300,301"), "sequence_length=300 is longer than"),
+        (
+            ("model=tiny_llama", "hardware=cpu", f"microbatches={','.join(map(str, range(1, 1002)))}"),
+            "These are 1,001 combinations, more than the 1,000 of a table",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_planned(
+    command: Any, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    mistake = [line for line in err.splitlines() if " of 2: " not in line]
+    assert len(mistake) == 1 and message in mistake[0]
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_rows_in_the_same_order(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*TINY, "hardware=rtx4090x1,rtx4090x2", "memory=1GiB,30KB", "format=json"]
+    monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *given])
+    tables = []
+    for processes in (2, 1):
+        monkeypatch.setattr(plan_several, "_processors", lambda processes=processes: processes)
+        assert plan.main() == 1
+        tables.append(json.loads(capsys.readouterr().out))
+    assert tables[0] == tables[1] and len(tables[0]) == 8
