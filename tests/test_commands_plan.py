@@ -295,7 +295,8 @@ def test_commands_in_the_documents_are_right() -> None:
             if text is not None and not text.endswith(".json"):
                 find_cases(text, "costs")
         if options.gpu or not (options.hardware or "my-machine.yaml").endswith((".yaml", "auto")):
-            choose_machine(options.hardware, options.gpu, options.gpus, options.workers, options.host_memory)
+            for one in (options.hardware or "").split(","):  # several make a table
+                choose_machine(one or None, options.gpu, options.gpus, options.workers, options.host_memory)
 
 
 def test_the_documents_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
