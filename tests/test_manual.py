@@ -532,3 +532,39 @@ def test_it_cannot_be_switched_off_during_training() -> None:
     module.automatic_optimization = True
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="during training"):
         run(ours(), module, max_epochs=2)
+
+
+class FrozenBetween(pl.LightningModule):
+    """All layers are frozen when a batch begins, and trained within it; the last one is the smallest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = nn.ModuleList([nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 1)])
+        self.requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.requires_grad_(True)
+        found = batch
+        for layer in self.layers:
+            found = layer(found).tanh()
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = found.square().mean()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.requires_grad_(False)
+        return loss.detach()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_gradients_grow_while_a_stage_is_open(devices: int) -> None:
+    """The second layer of the backward needs more memory than the first, which is still in use."""
+    batches = list(torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0)))
+    torch.manual_seed(0)
+    module = FrozenBetween()
+    plain = harness.run("auto", module, batches)
+    assert_same(plain, harness.run(ours(layers=["Linear"]), module, batches, devices=devices))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import harness
+import lightning.pytorch as pl
 import pytest
+import torch
 from harness import assert_identical, assert_same, ours, run
 from test_overlap import BATCHES, Gate, Gated
+from torch import Tensor, nn
 
 from lightning_roundpipe.planning.memory import BOTH, SINGLE
 from lightning_roundpipe.planning.schedule import Arenas, Plan
@@ -89,3 +93,63 @@ def test_a_budget_with_room_for_single_arenas_only_is_used(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="add '; single weights gradients'"):
         fit(PLAN, memory_budget=single + 1)
     fit(PLAN.with_arenas(SINGLE), memory_budget=single + 1)
+
+
+class Blocks(pl.LightningModule):
+    """Equal layers, one of whose biases is frozen at first."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(layers))
+        self.layers[0].bias.requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch).tanh()
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Unfreezes(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            module.layers[0].bias.requires_grad_(True)
+
+
+def test_a_plan_that_is_made_anew_has_arenas_of_its_own() -> None:
+    """Single arenas of a large stage do not stay beside two of a layer while the next plan is learned."""
+    plan = "forward none; fused 0-7; backward none; round 2; single weights gradients"
+    batches = list(torch.randn(5, 4, 128, generator=torch.Generator().manual_seed(0)))
+
+    def train(memory: int | None) -> harness.Result:
+        budget = None if memory is None else 1.0
+        strategy = ours(
+            num_microbatches=2, layers=["Linear"], plan=plan, memory_budget=budget, emulation={"memory": memory}
+        )
+        torch.manual_seed(0)
+        return run(strategy, Blocks(8), batches, callbacks=[Unfreezes()], watch=False)
+
+    free = train(None)
+    assert free.report is not None
+    assert_identical(free, train(free.report["planned_device_bytes"] + 4096))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_first_batch_fits_where_the_plan_does(by_hand: bool) -> None:
+    """Before there is a plan, arenas for a layer leave room for what it computes with."""
+    plan = "forward 0 1 2; fused 3; backward 2 1 0; round 2; single weights gradients"
+    batches = list(torch.randn(2, 100, 128, generator=torch.Generator().manual_seed(0)))
+
+    def train(memory: int | None, plan: str | None) -> harness.Result:
+        strategy = ours(num_microbatches=2, layers=["Linear"], plan=plan, emulation={"memory": memory})
+        torch.manual_seed(0)
+        return run(strategy, Blocks(4), batches, watch=False)
+
+    free = train(None, plan)
+    assert free.report is not None
+    needed = free.report["planned_device_bytes"]
+    tight = train(int(needed / 0.9) + 4096, plan if by_hand else None)
+    assert tight.report is not None and max(tight.report["peak_device_bytes"]) <= needed + 4096
+    assert_same(free, tight)

@@ -13,7 +13,7 @@ from lightning_roundpipe.commands.options import Settings
 from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
-from lightning_roundpipe.model.refine import Refined, Size, cut_to_fit
+from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, layer_bytes
 from lightning_roundpipe.planning.memory import ARENAS, Parameters
@@ -90,7 +90,10 @@ class ModelShape:
         found = find_layers(root)
         self.refined = Refined(found)
         if memory is not None:
-            self.refined = cut_to_fit(found, lambda layer: Size(*layer_bytes(layer)), memory // ARENAS)
+            refined = cut_to_fit(found, lambda layer: Size(*layer_bytes(layer)), memory // ARENAS)
+            sizes = {name: Size(*layer_bytes(layer)) for name, layer in refined.layers.items()}
+            fits = refined.stuck is None or arenas_of(sizes) <= memory  # in single arenas, as in training
+            self.refined = replace(refined, stuck=None) if fits else refined
         self._layers = self.refined.layers if self.refined.stuck is None else found
         nbytes = GRADIENT_BYTES if reduce_dtype is None else REDUCE_DTYPES[reduce_dtype]
         self._reduced_bytes = nbytes if nbytes < GRADIENT_BYTES else None

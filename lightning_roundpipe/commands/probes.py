@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,13 +87,20 @@ def probe(workers: int | None, say: Callable[[str], None]) -> Probed:
     say(plural(count, "CUDA device" if cuda else "emulated device") + ("" if cuda else ", as torch sees no GPU"))
     host = HostProbe(say)
     with ExitStack() as stack:
-        torch_devices = [torch.device("cuda", index) if cuda else torch.device("cpu") for index in range(count)]
-        made = make_devices("cuda" if cuda else "cpu", torch_devices, Emulation())
-        for device in made:
-            stack.callback(device.close)
-        for context in (made[0].process_settings(), made[0].step_settings()):
-            stack.enter_context(context)
-        return DeviceProbe(made, emulated=not cuda, say=say, stack=stack).measured(host)
+        with _naming("the devices", say):
+            torch_devices = [torch.device("cuda", index) if cuda else torch.device("cpu") for index in range(count)]
+            made = make_devices("cuda" if cuda else "cpu", torch_devices, Emulation())
+            for device in made:
+                stack.callback(_close, device)
+            for context in (made[0].process_settings(), made[0].step_settings()):
+                stack.enter_context(context)
+            devices = DeviceProbe(made, emulated=not cuda, say=say, stack=stack)
+        return devices.measured(host)
+
+
+def _close(device: Device) -> None:
+    with suppress(RuntimeError):  # a device that has failed fails again; the error that came first is the one to tell
+        device.close()
 
 
 @contextmanager

@@ -177,7 +177,7 @@ class _SimulatedStage:
         self.issue_s = sum(call.issue_s for call in run) + (host if rules.host.shared else 0.0)
         self.waits_for_device = any(call.is_synchronous for call in run)
         # What a fused turn still does when the loss is known.
-        self.behind_loss_s = backward + len(self.trained) * rules.host.call_s
+        self.behind_loss_s = backward + (0.0 if rules.host.shared else len(self.trained) * rules.host.call_s)
         inputs = sum(call.boundary_bytes for call in (self.trained if stage.phase == "backward" else calls[:1]))
         after = costs.calls[stage.last + 1].boundary_bytes if stage.last + 1 < len(costs) else 0
         # A backward stage also gets the gradient of what it gave out, and gives out that of what it took in.
@@ -223,6 +223,7 @@ class _Pipeline:
             call.layer: stage.position for stage in self._stages for call in stage.trained
         }
         self._free = [0.0] * workers
+        self._summed = 0.0
         self._interpreter = Interpreter()
         self._closed: dict[int, float] = {}
         links = rules.links
@@ -269,7 +270,8 @@ class _Pipeline:
         worker = self._slot % self._workers  # [1]
         self._free[worker] = max(self._free[worker], closed)  # [2]
         updated = self._updated(stage)
-        loaded = self._load(stage, worker, updated[1], again=bool(members.start))
+        loaded = self._load(stage, worker, updated[1])
+        self._summed = self._load_sums(stage, worker) if members.start else 0.0
         for microbatch in members:
             self._take_turn(stage, worker, microbatch, updated, loaded)
         end = self._free[worker]
@@ -288,16 +290,21 @@ class _Pipeline:
         arrived = max((at - lead for at, _, lead in times), default=0.0)
         return arrived, max((at - lead for _, at, lead in times), default=0.0)
 
-    def _load(self, stage: _SimulatedStage, worker: int, updated: float, again: bool) -> float:
-        """When the stage's weights, and the sums of earlier rounds, are on the worker. [7]"""
+    def _load_sums(self, stage: _SimulatedStage, worker: int) -> float:
+        """When the sums of earlier rounds are on the worker. They come behind the stage's weights. [7]"""
+        if self._up is None or not stage.resumed:
+            return 0.0
+        start, end = self._up[worker].copy_behind(self._gradient_arena[worker][0], stage.resumed)
+        self._note("upload_weights", worker, stage, -1, start, end)
+        return end
+
+    def _load(self, stage: _SimulatedStage, worker: int, updated: float) -> float:
+        """When the first turn may begin, for the weights that come meanwhile. [7]"""
         if self._up is None:
             return updated
         arenas = self._arena[worker]
-        size = stage.weights + (stage.resumed if again else 0)
-        start, end = self._up[worker].copy_behind(max(updated, arenas[0], self._begin), size)
+        start, end = self._up[worker].copy_behind(max(updated, arenas[0], self._begin), stage.weights)
         self._note("upload_weights", worker, stage, -1, start, end)
-        if again and stage.resumed:
-            return end
         return max((start + part * (end - start) - before for part, before in stage.arrivals), default=end)
 
     def _unload(self, stage: _SimulatedStage, worker: int, end: float, last: bool) -> None:
@@ -319,7 +326,7 @@ class _Pipeline:
     ) -> None:
         free = self._free[worker]
         hosted = stage.host_s
-        gradients = self._gradient_arena[worker][0] if stage.gradients else 0.0
+        gradients = max(self._gradient_arena[worker][0], self._summed) if stage.gradients else 0.0
         ready = max(loaded, gradients - stage.before_gradients_s)
         if stage.phase == "backward":
             saved, given = self._inputs(stage, worker, microbatch)
@@ -330,7 +337,7 @@ class _Pipeline:
             self._wait(worker, free, max(saved, behind), updated, ready)
             if start > recomputed:
                 self.waits.append(Wait(worker, recomputed, start, start, start))
-            self._note("recompute", worker, stage, microbatch, begin, recomputed)
+            self._note("recompute", worker, stage, microbatch, recomputed - stage.recompute_s, recomputed)
             self._note("host", worker, stage, microbatch, start, start + hosted)
             end = start + hosted + stage.compute_s
             self._note("backward", worker, stage, microbatch, start + hosted, end)
@@ -340,7 +347,7 @@ class _Pipeline:
             self._wait(worker, free, given, updated, ready)
             end = self._computed(stage, begin, hosted + stage.compute_s)  # [5]
             self._note("host", worker, stage, microbatch, begin, begin + hosted)
-            self._note(stage.phase, worker, stage, microbatch, begin + hosted, end)
+            self._note(stage.phase, worker, stage, microbatch, end - stage.compute_s, end)
             if stage.phase == "fused":
                 self._loss = max(self._loss, end - stage.behind_loss_s)
         self._free[worker] = end

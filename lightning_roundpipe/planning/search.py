@@ -20,6 +20,7 @@ figure that they are compared by, which is the caller's (``judge``) where it giv
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -99,7 +100,7 @@ def search_partition(
         limits: what the plan has to keep to; by default `Limits.usual`.
         staleness: 0: a step ends before the next begins; 1: steps overlap.
         host: what the engine itself takes; by default nothing.
-        search_seconds: at most so long; 0 gives the paper's plan.
+        search_seconds: all searches take at most so long, and what ``judge`` takes; 0 gives the paper's plan.
         recompute_ahead: whether the plan may say so.
         by_clock: whether the search ends after ``search_seconds`` by the clock, too. Without it, only counted work ends
             the search, and the same question has the same answer on a machine that is busy with other things.
@@ -113,14 +114,18 @@ def search_partition(
     if not search_seconds >= 0:
         raise ValueError(f"search_seconds={search_seconds!r} must be 0 or more.")
     limits = limits or Limits.usual(costs, workers, microbatches)
+    ends = time.monotonic() + search_seconds if by_clock else math.inf
     baseline = baseline_within(costs, workers, microbatches, limits)
     work = search_seconds * _WORK_PER_SECOND
     pace = Pace.of(costs, host or HostTime(), recompute_ahead)
     best = paper_plan(costs, workers, microbatches, limits) if recompute_ahead else baseline
+    if not search_seconds:
+        return best
 
     def search(arenas: Arenas, ahead: bool = recompute_ahead, share: float = 1.0) -> list[Plan]:
         ahead_pace, most = replace(pace, ahead=ahead), share * work
-        timing = Timing(ahead_pace, workers, microbatches, staleness, search_seconds if by_clock else math.inf, most)
+        left = max(0.0, ends - time.monotonic())
+        timing = Timing(ahead_pace, workers, microbatches, staleness, left, most)
         found = _PlanSearch(timing, costs, limits, most, arenas).run(baseline)
         return [replace(plan, recompute_ahead=ahead and bool(plan.backward)) for plan in found]
 

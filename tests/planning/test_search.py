@@ -21,7 +21,7 @@ from lightning_roundpipe.planning.memory import device_bytes
 from lightning_roundpipe.planning.moves import neighbours, recuts
 from lightning_roundpipe.planning.paper_schedules import run_case
 from lightning_roundpipe.planning.pipeline import Rules, run_steps
-from lightning_roundpipe.planning.search import baseline_within, search_partition
+from lightning_roundpipe.planning.search import baseline_within, paper_plan, search_partition
 from lightning_roundpipe.planning.seeds import deal, round_choices
 from lightning_roundpipe.planning.shapes import PlanShape, plan_of, sizes_of
 from lightning_roundpipe.planning.simulation import HostTime
@@ -319,3 +319,23 @@ def test_unequal_calls() -> None:
     plan = search_partition(costs, 3, 6, search_seconds=3.0)
     plan.validate(costs.layers)
     assert judged(plan, costs, 3, 6, 0, 0) < judged(greedy_partition(costs, 3, 6), costs, 3, 6, 0, 0)
+
+
+def test_all_searches_together_end_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory decides there are four of them. What is found for 0 seconds is the paper's plan."""
+    seconds: list[float] = []
+
+    class Timed(Timing):
+        def __init__(
+            self, pace: Pace, workers: int, microbatches: int, staleness: int, left: float, work: float
+        ) -> None:
+            seconds.append(left)
+            super().__init__(pace, workers, microbatches, staleness, left, work)
+
+    monkeypatch.setattr(search, "Timing", Timed)
+    costs = Costs(tuple(call(f"{i}", weights=100, gradients=100, activations=50) for i in range(9)))
+    limits = Limits(2, 4, 1200)
+    search_partition(costs, 2, 4, limits, search_seconds=5.0, judge=lambda plan: 1.0)
+    assert len(seconds) == 4 and 5.0 >= seconds[0] > seconds[1] > seconds[2] > seconds[3]
+    found = search_partition(costs, 2, 4, limits, search_seconds=0, judge=lambda plan: -len(plan.forward))
+    assert found == paper_plan(costs, 2, 4, limits)

@@ -240,7 +240,9 @@ class Worker:
     def reserve(
         self, weights: int, gradients: int, room: int | None = 0, lead: int = 0, arenas: Arenas | None = None
     ) -> None:
-        """Grow the arenas to what the largest stage needs. Nothing may be in flight.
+        """Grow the arenas to what the largest stage needs, and free them first if there will be others.
+
+        No slot may be open or prepared.
 
         Args:
             weights: bytes of weights of the largest stage.
@@ -249,19 +251,18 @@ class Worker:
             lead: bytes that the memory budget leaves for calls in flight.
             arenas: arenas to use for weights and for gradients; None: as many as now.
         """
+        assert not self._is_open, "arenas of an open slot cannot be replaced"
         self.room.limit, self.lead = room, lead
         if arenas is not None and arenas != self._arenas:
+            self.release()
             self._arenas, self._turn, self._gradient_turn = arenas, 0, 0
         of_weights, of_gradients = self._arenas
         needed = [(arena, weights) for arena in self.weights[:of_weights]]
         needed += [(arena, gradients) for arena in self.gradients[:of_gradients] if gradients]
         growing = [(arena, nbytes) for arena, nbytes in needed if not arena.has(nbytes)]
-        spare = [
-            arena for arena in (*self.weights[of_weights:], *self.gradients[of_gradients:]) if arena.buffer is not None
-        ]
-        if growing or spare:
+        if growing:
             self.forget()  # replicas hold views of the arenas
-        for arena in (*spare, *(arena for arena, _ in growing)):  # free all first: old and new may not fit together
+        for arena, _ in growing:  # free all before allocating any: old and new may not fit together
             arena.release()
         for arena, nbytes in growing:
             arena.make(nbytes)
@@ -357,6 +358,10 @@ class Worker:
         if not sums:
             return
         arena = self.gradients[self._gradient_turn]
+        needed = sum(s.layout.nbytes for s in sums.values())
+        if not arena.has(needed):  # parameters that were frozen when arenas were reserved are trained now
+            arena.release()
+            arena.make(needed)
         stream = self.device.weights_up
         if arena.last_use is not None:
             self._gradients_free.append(arena.last_use)  # [6]

@@ -16,7 +16,7 @@ from lightning_roundpipe.messages import gib, plural
 from lightning_roundpipe.model.layers import find_layers, find_requested
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.memory import ARENAS, device_bytes, planned_bytes
+from lightning_roundpipe.planning.memory import ARENAS, SINGLE, device_bytes, planned_bytes
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.flat_params import aligned
@@ -140,6 +140,15 @@ def check_plan_fits(plan: Plan, costs: Costs, options: Options, devices: Sequenc
             f"plan: it needs {need:,} bytes on each worker ({plural(plan.weight_arenas, 'arena')} for weights and "
             f"{plural(plan.gradient_arenas, 'arena')} for gradients of the largest stages, activations, and boundary "
             f"tensors of microbatches that wait), but memory_budget allows {limit:,}. Cut it into more stages or "
-            "smaller rounds, add '; single weights gradients', or raise memory_budget."
+            f"smaller rounds, {_fewer_arenas(plan)}or raise memory_budget."
             f"{libraries_note(options, devices)}"
         )
+
+
+def _fewer_arenas(plan: Plan) -> str:
+    """Return the part of a remedy that has the plan use single arenas; empty if it does."""
+    if plan.arenas == SINGLE:
+        return ""
+    there = str(plan).partition("; single ")[2]
+    instead = f"replace 'single {there}' by 'single" if there else "add '; single"
+    return f"{instead} weights gradients', "

@@ -23,7 +23,7 @@ way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -232,23 +232,17 @@ class GradientMemory:
         self._reserves = self._reserved = False
         """Whether `reserve` has been called, and whether no batch has ended since the last reservation."""
 
-    def of(
-        self, layer: HostLayer, use: int, trainable: tuple[bool, ...] | None = None,
-        make_room: Callable[[int], None] = lambda nbytes: None,
-    ) -> HostGradBuffers:  # fmt: skip
+    def of(self, layer: HostLayer, use: int, trainable: tuple[bool, ...] | None = None) -> HostGradBuffers:
         """Return the memory of one call.
 
         Args:
             layer: the layer.
             use: how often the layer was called before in the microbatch.
             trainable: per master, whether it is trained. Default: as it is now.
-            make_room: called with the bytes of the sum before it is allocated.
         """
         key = (layer.index, use, trainable)
         if key not in self._buffers:
-            buffers = HostGradBuffers(layer, self._device, self.reduction, trainable)
-            make_room(buffers.layout.nbytes)
-            self._buffers[key] = buffers
+            self._buffers[key] = HostGradBuffers(layer, self._device, self.reduction, trainable)
         return self._buffers[key]
 
     def reserve(self) -> None:

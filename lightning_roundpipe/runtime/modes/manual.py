@@ -108,7 +108,7 @@ class ManualStep(Step):
             trainable = self._trainable[id(call)]
             # Count within this backward, not within the step: a loop of call and backward then reuses one buffer.
             nth = sum(layer == call.layer.index for layer, _ in self._sums)
-            self._sums[key] = self.engine.gradients.of(call.layer, nth, trainable, self._make_room).begin()
+            self._sums[key] = self.engine.gradients.of(call.layer, nth, trainable).begin()
         known = self._sums[key]
         return known if known.layout.nbytes else None
 
@@ -124,11 +124,6 @@ class ManualStep(Step):
                 layer.bucket.refresh()
                 self._copied[layer] = now
         super()._prepare(slot)
-
-    def _make_room(self, nbytes: int) -> None:
-        """Grow the gradient arenas to ``nbytes``: parameters that were frozen before may be trained now."""
-        for worker in self.engine.worker_pool.workers:
-            worker.run(lambda w=worker: w.reserve(0, nbytes), self.cancel_scope)  # type: ignore[misc]
 
     def hand_out(self) -> None:
         """Add the sums of a backward to ``.grad`` through autograd, which calls the parameters' hooks [3]."""

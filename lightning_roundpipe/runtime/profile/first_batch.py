@@ -186,13 +186,18 @@ class Planner:
     def reserve_for_layers(self) -> None:
         """Make the arenas as large as the largest layer: without a plan, workers hold one layer at a time.
 
-        Where two arenas of each kind do not fit, there is one of each.
+        Under a memory budget there are as many as the plan in the options says, or one of each kind where two would
+        leave less than half of it for activations.
         """
         layers = self._engine.model.layers
         weights = max((layer.nbytes for layer in layers), default=0)
         gradients = max((HostGradSums.bytes_of(layer) for layer in layers), default=0)
         limit = worker_bytes(self._options, self._devices)
-        arenas = BOTH if limit is None or ARENAS * (weights + gradients) <= limit else SINGLE
+        arenas = BOTH
+        if limit is not None and (text := self._options.plan_text) is not None:
+            arenas = Plan.parse(text).arenas
+        elif limit is not None and 2 * ARENAS * (weights + gradients) > limit:
+            arenas = SINGLE
         for worker in self._workers:
             worker.reserve(weights, gradients, arenas=arenas)
 
