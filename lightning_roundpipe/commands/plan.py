@@ -222,8 +222,9 @@ def _refuse_search(options: PlanOptions) -> None:
 
 def _plan_model(options: PlanOptions) -> Reply:
     check_targets({}, {"picture": options.picture, "trace": options.trace})
-    _wish(options, SEARCH_SECONDS)  # what is wrong with it is said before a machine is measured
-    wish = _wish(_measured(options), SEARCH_SECONDS)
+    wish = _wish(options, SEARCH_SECONDS)
+    if options.hardware == AUTO:
+        wish = replace(wish, hardware=str(_measured(options, wish)))
     # Imports that take longer than all else that costs= needs.
     from lightning_roundpipe.commands.plan_model import look
     from lightning_roundpipe.commands.plan_model_table import as_dict, as_table
@@ -243,19 +244,15 @@ def _plan_model(options: PlanOptions) -> Reply:
     return Reply(shown, 0 if found.fits else 1)
 
 
-def _measured(options: PlanOptions) -> PlanOptions:
-    """With the file of this machine, where that is what is meant."""
-    if options.hardware != AUTO:
-        return options
-    assert options.model is not None
+def _measured(options: PlanOptions, wish: Wish) -> Path:
+    """The file of this machine, which is measured when nothing else can be wrong with the wish."""
     if options.gpu is not None or options.gpus is not None:
         raise ValueError("hardware=auto is this machine with its GPUs: leave gpu= and gpus= out.")
-    from lightning_roundpipe.commands.choices import read_config
+    from lightning_roundpipe.commands.plan_model import check
     from lightning_roundpipe.commands.this_machine import measure_to_file
 
-    read_config(options.model, options.model_settings)  # before what takes seconds and leaves a file
-    path, _ = measure_to_file(options.hardware_file, options.workers)
-    return replace(options, hardware=str(path))
+    check(wish)
+    return measure_to_file(options.hardware_file, options.workers)[0]
 
 
 def _wish(options: PlanOptions, search_seconds: float) -> Wish:

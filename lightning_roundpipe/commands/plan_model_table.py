@@ -91,9 +91,8 @@ def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
         parts.append(Text("What would fit, each planned with these settings added or replaced:"))
         rates = [f"{remedy.outlook.tokens_per_s:,.0f}" for remedy in remedies.found]
         for rate, remedy in zip(rates, remedies.found, strict=True):
-            settings = remedy.settings or f"without {', '.join(f'{name}=' for name in remedy.left_out)}"
             note = f" ({remedy.note})" if remedy.note else ""
-            parts.append(pasted(f"  {rate:>{max(map(len, rates))}} tokens/s  {settings}{note}"))
+            parts.append(pasted(f"  {rate:>{max(map(len, rates))}} tokens/s  {remedy.settings}{note}"))
     else:
         where = "a host with more memory"
         if remedies.device_memory is not None:
