@@ -60,6 +60,20 @@ def test_a_row_has_the_figures_of_the_same_command_alone(command: Any) -> None:
         assert row == own | alone
 
 
+def test_settings_of_adapters_are_for_the_rows_that_have_some(command: Any) -> None:
+    """The command that is named for one row alone is right, too."""
+    given = ("model=tiny_llama", "hardware=cpu", *TINY[1:], "lora.r=2")
+    code, out, _ = command(*given, "lora=none,attention", "format=json")
+    none, own = json.loads(out)
+    usual = json.loads(command(*given[:-1], "lora=attention", "format=json")[1])
+    assert code == 0 and [row["error"] for row in (none, own)] == [None, None]
+    assert 0 < own["trained_parameters"] < usual["trained_parameters"] < none["trained_parameters"]
+    code, out, _ = command(*given, "lora=none,attention", "host_memory=1KB")
+    assert code == 1
+    program, *arguments = shlex.split(out.splitlines()[-1])
+    assert "lora=none" in arguments and command(*arguments)[0] == 1
+
+
 @pytest.mark.parametrize(
     ("given", "code", "small"),
     [
@@ -151,6 +165,13 @@ def test_what_is_wrong_with_one_is_an_error_of_its_row(command: Any) -> None:
         (("model=tiny_llama,qwen3_32b",), "the machine is missing"),
         (("model=tiny_llama", "hardware=cpu,auto"), "run roundpipe-plan hardware=auto, and give a table that file"),
         (("model=tiny_llama", "hardware=cpu", "gpus=1,2"), "hardware= and gpus= both say which machine"),
+        (("model=tiny_llama", "hardware=cpu", "lora=none,al_linear"), "There is no lora=al_linear. Did you mean"),
+        (("model=tiny_llama", "hardware=cpu", "lora=none,attention", "lora.q=1"), "lora.q= is no setting of lora="),
+        (("model=tiny_llama", "hardware=cpu", "staleness=0,1", "lora.r=8"), "lora.r= is about adapters"),
+        (("model=tiny_llama", "hardware=cpu", "lora=attention", "lora.r=8,16"), "lora.r=8,16: it takes one value;"),
+        (("model=tiny_llama", "hardware=cpu", "model.head_dim=1,2"), "several are for the options marked ,.. in"),
+        (("model=tiny_llama", "hardware=cpu", "max_round=1,2"), "max_round=1,2: it takes one value; several are"),
+        (("model=tiny_llama", "hardware=cpu", "format=json,csv"), "format=json,csv: it takes one value; several are"),
         (("model=tiny_llama", "hardware=cpu", "memory=1GiB,lots"), "memory='lots' is not a size"),
         (("model=tiny_llama", "hardware=cpu", "microbatches=2,5000"), "more than the 4,096"),
         (("model=tiny_llama", "hardware=cpu", "precision=bf16,16", "plan=forward 0"), "plan= is about one plan"),

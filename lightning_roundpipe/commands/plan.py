@@ -126,6 +126,7 @@ def plan(options: PlanOptions) -> Reply:
 
 def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
     """The table of all combinations of models, machines and settings; draws it if that is asked for."""
+    combinations = _adapters_apart(combinations)
     first = combinations[0].options
     _check_subject(first)
     if any(one.options.hardware == AUTO for one in combinations):
@@ -156,6 +157,18 @@ def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
     if first.format == "csv":
         return Reply(as_csv(cells), code)
     return Reply(as_json(as_list(cells)) if first.format == "json" else as_table(cells), code)
+
+
+def _adapters_apart(combinations: Sequence[Combination[PlanOptions]]) -> Sequence[Combination[PlanOptions]]:
+    """``lora.NAME=`` is about those with adapters, where a table has both."""
+    if all(one.options.lora == "none" for one in combinations):
+        return combinations
+
+    def without(one: Combination[PlanOptions]) -> Combination[PlanOptions]:
+        arguments = tuple(text for text in one.arguments if not text.startswith("lora."))
+        return replace(one, options=replace(one.options, lora_settings=()), arguments=arguments)
+
+    return [without(one) if one.options.lora == "none" else one for one in combinations]
 
 
 def _check_subject(options: PlanOptions) -> None:

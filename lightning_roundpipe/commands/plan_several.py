@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_roundpipe.commands.choices import read_config
+from lightning_roundpipe.commands.choices import read_adapters, read_config
 from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.options import is_mistake
 from lightning_roundpipe.commands.plan_model import look
@@ -104,6 +104,8 @@ def plan_cells(asked: Sequence[Cell]) -> list[Cell]:
         choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
     for model, settings in {(wish.model, wish.model_settings): None for wish in wishes}:
         read_config(model, settings)
+    for lora, settings in {(wish.lora, wish.lora_settings): None for wish in wishes}:
+        read_adapters(lora, settings)
     with _progress(len(asked)) as tell:
         cells = _plan_all(asked, min(len(asked), _processors(), _MOST_PROCESSES), tell)
     if all(cell.error for cell in cells):
