@@ -154,7 +154,9 @@ def _refuse_lists(options: type[Any], pairs: Iterable[tuple[str, str]]) -> None:
             continue
         if item is not None or text[0] not in _QUOTES:
             hint = "" if item is not None else f" A list has brackets: {name}=[{text}]."
-            raise ValueError(f"{name}={text}: it takes one value; several are for the options marked ,.. in --help.{hint}")
+            raise ValueError(
+                f"{name}={text}: it takes one value; several are for the options marked ,.. in --help.{hint}"
+            )
 
 
 def _values(name: str, text: str) -> list[str]:

@@ -117,8 +117,6 @@ def plan(options: PlanOptions) -> Reply:
     _check_subject(options)
     if options.model is None and options.costs is None and options.case is None:
         return _write_machine(options)
-    if options.format == "csv":
-        return plan_all([Combination({}, options)])
     if options.plan is not None or options.stage_seconds is not None:
         _refuse_search(options)
     return _plan_costs(options) if options.model is None else _plan_model(options)
@@ -136,8 +134,9 @@ def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
         )
     if first.model is None:
         what = ", ".join(f"{name}=" for name in combinations[0].given)
-        what = f"{what} with several values" if what else "format=csv"
-        raise ValueError(f"{what} makes a table of models, and costs= has no model: give one value, in another format.")
+        raise ValueError(
+            f"{what} with several values makes a table of models, and costs= has no model: give one value."
+        )
     for name in ("plan", "trace"):
         if getattr(first, name) is not None:
             raise ValueError(f"{name}= is about one plan, and this is a table of many: leave it out, or ask for one.")
@@ -203,12 +202,14 @@ def _plan_costs(options: PlanOptions) -> Reply:
         if getattr(options, name) not in (None, "none", ()):
             shown = name.replace("_settings", ".")
             raise ValueError(f"{shown}= is about model=NAME, and costs= has no model: leave it out.")
+    if options.format == "csv":
+        raise ValueError("format=csv is a table of models, and costs= has no model: take format=json.")
     path, case = find_cases(*((options.costs, "costs") if options.costs is not None else (options.case or "", "case")))
     check_targets({"costs": path}, {"picture": options.picture, "trace": options.trace})
     names = ("workers", "microbatches", "staleness", "min_round", "max_round", "max_fused")
     given = {name: getattr(options, name) for name in names}
     question = read_question(path, case or options.case, options.memory, given)
-    form: Literal["table", "json"] = "json" if options.format == "json" else "table"  # csv is of models
+    form: Literal["table", "json"] = options.format
     if (reply := does_not_fit(question, options.plan, form)) is not None:
         return reply
     search_seconds = SEARCH_SECONDS if options.search_seconds is None else options.search_seconds
@@ -251,10 +252,16 @@ def _plan_model(options: PlanOptions) -> Reply:
         from lightning_roundpipe.commands.plan_charts import draw_model
 
         draw_model(found, options.picture, options.trace)
+    code = 0 if found.fits else 1
+    if options.format == "csv":  # has no place for what would fit
+        from lightning_roundpipe.commands.plan_several import Cell
+        from lightning_roundpipe.commands.plan_several_table import as_csv
+
+        return Reply(as_csv([Cell({}, wish, found=as_dict(found))]), code)
     with waiting("it does not fit: looking for what would"):
         remedies = None if found.fits else find_remedies(found)
     shown = as_json(as_dict(found, remedies)) if options.format == "json" else as_table(found, remedies)
-    return Reply(shown, 0 if found.fits else 1)
+    return Reply(shown, code)
 
 
 def _measured(options: PlanOptions, wish: Wish) -> Path:
