@@ -192,8 +192,9 @@ def _write_machine(options: PlanOptions) -> Reply:
         if item.name not in ("hardware", "hardware_file", "workers") and getattr(options, item.name) != item.default:
             name = item.name.replace("_settings", ".")
             raise ValueError(f"{name}= is about a plan: say for which model=NAME, or leave it out.")
-    from lightning_roundpipe.commands.this_machine import measure_to_file
+    from lightning_roundpipe.commands.this_machine import measure_to_file, refuse_missing
 
+    refuse_missing(options.workers)
     return Reply(measure_to_file(options.hardware_file, options.workers)[1])
 
 
