@@ -333,6 +333,19 @@ def test_a_plan_that_does_not_fit_is_left_out_first(command: Any) -> None:
     assert "without plan=" in command(*options, text, memory)[1]
 
 
+def test_what_is_left_out_is_said_beside_what_is_set(command: Any) -> None:
+    """A host that is large enough without the plan of one's own is too small for that plan."""
+    options = ("model=tiny_llama", "gpu=rtx4090", "microbatches=8", "microbatch_size=1", "lora=attention")
+    options = (*options, "search_seconds=0", "sequence_length=256", "host_memory=50KiB")
+    text = "plan=forward 0-1 2-3 4-5; fused 6-8; backward 4-5 2-3 0-1; round 8"
+    remedies = json.loads(command(*options[:-3], *options[-2:], text, "format=json")[1])["would_fit"]
+    [both] = [one for one in remedies if set(one["changes"]) == {"plan", "host_memory"}]
+    enough, left_out = both["settings"].split(", ")
+    assert enough.startswith("host_memory=") and left_out == "without plan="
+    assert command(*options[:-1], enough)[0] == 0
+    assert f"  {both['settings']}\n" in command(*options[:-3], *options[-2:], text)[1]
+
+
 @pytest.mark.parametrize("given", [(), ("lora=attention",)])
 def test_a_host_with_less_memory_has_smaller_rounds(command: Any, given: tuple[str, ...]) -> None:
     """Boundary tensors of fewer microbatches at once, before anything else is given up."""
@@ -463,7 +476,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
     found = json.loads(command(*options, "sequence_length=256")[1])
     longest = found["longest_sequence"]
     assert 256 < longest < 1 << 16
-    assert found["limited_by"].startswith("memory=47.68MiB of each worker, most of it for activations")
+    assert found["limited_by"].startswith("memory=47.68MiB of each worker, the largest part for activations")
     for length, fits in ((longest, True), (longest + 256, False)):
         again = json.loads(command(*options, f"sequence_length={length}", "microbatch_size=1")[1])
         assert again["fits"] is fits

@@ -20,6 +20,8 @@ from lightning_roundpipe.commands.plan_several_table import as_list
 
 TINY = ("model=tiny_llama,tiny_smollm2_135m", "search_seconds=0", "sequence_length=64", "microbatches=2")
 
+TINY_4090 = ("model=tiny_llama", "hardware=rtx4090x2", "microbatch_size=1", "sequence_length=64", "microbatches=2")
+
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -60,6 +62,20 @@ def test_a_row_has_the_figures_of_the_same_command_alone(command: Any) -> None:
         assert row == own | alone
 
 
+def test_settings_of_adapters_are_for_the_rows_that_have_some(command: Any) -> None:
+    """The command that is named for one row alone is right, too."""
+    given = ("model=tiny_llama", "hardware=cpu", *TINY[1:], "lora.r=2")
+    code, out, _ = command(*given, "lora=none,attention", "format=json")
+    none, own = json.loads(out)
+    usual = json.loads(command(*given[:-1], "lora=attention", "format=json")[1])
+    assert code == 0 and [row["error"] for row in (none, own)] == [None, None]
+    assert 0 < own["trained_parameters"] < usual["trained_parameters"] < none["trained_parameters"]
+    code, out, _ = command(*given, "lora=none,attention", "host_memory=1KB")
+    assert code == 1
+    _, *arguments = shlex.split(out.splitlines()[-1])
+    assert "lora=none" in arguments and command(*arguments)[0] == 1
+
+
 @pytest.mark.parametrize(
     ("given", "code", "small"),
     [
@@ -93,8 +109,8 @@ def test_the_table(command: Any, monkeypatch: pytest.MonkeyPatch, width: int) ->
     assert max(map(len, lines)) <= width and "…" not in out
     assert sum("no fit" in line for line in lines) == 2
     assert (
-        "All with model tiny_llama, machine rtx4090x1, precision bf16-mixed, staleness 0, sequences of 64 tokens."
-        in " ".join(lines)
+        "All with model tiny_llama, machine rtx4090x1, precision bf16-mixed, staleness 0, sequences of 64 tokens, "
+        "microbatches 2." in " ".join(lines)
     )
     if width == 120:
         rates = [row["tokens_per_s"] for row in json.loads(command(*options, "format=json")[1])]
@@ -133,13 +149,103 @@ def test_what_is_wrong_with_one_is_an_error_of_its_row(command: Any) -> None:
     options = ("model=tiny_llama", "hardware=cpu", "search_seconds=0", "microbatches=2", "sequence_length=64,300")
     code, out, _ = command(*options)
     assert code == 2
-    assert "1 of 2 fits (estimated)." in out and "mistake" in out
+    assert "1 of 2 fits (estimated); something is wrong with 1." in out and "mistake" in out
     assert "300: sequence_length=300 is longer than the 256 tokens" in " ".join(out.split())
     code, out, _ = command(*options, "format=json")
     rows = json.loads(out)
     assert [row["fits"] for row in rows] == [True, None]
     assert rows[0]["error"] is None and rows[1]["error"].startswith("sequence_length=300 is longer")
     assert list(csv.DictReader(io.StringIO(command(*options, "format=csv")[1])))[1]["error"] == rows[1]["error"]
+
+
+def test_where_all_are_wrong_every_reason_is_said_and_columns_are_the_same(command: Any) -> None:
+    options = ("model=tiny_llama,tiny_smollm2_135m", "hardware=cpu", "search_seconds=0", "microbatches=2")
+    wrong = ("lora=attention", "lora.target_modules=[x]", "sequence_length=300,301")
+    code, out, _ = command(*options, *wrong)
+    text = " ".join(out.split())
+    assert code == 2 and text.startswith("None of 4 can be planned")
+    for model in ("tiny_llama", "tiny_smollm2_135m"):
+        assert f"lora=attention does not fit model={model}" in text
+    assert [row["fits"] for row in json.loads(command(*options, *wrong, "format=json")[1])] == [None] * 4
+    tables = [command(*options, *given, "format=csv")[1] for given in (wrong, ("sequence_length=300,64",))]
+    first, second = (list(csv.DictReader(io.StringIO(table))) for table in tables)
+    assert list(first[0]) == list(second[0]) and list(first[0])[-1] == "error"
+    assert all(row["error"] and not row["fits"] for row in first)
+    assert [bool(row["error"]) for row in second] == [True, False, True, False]
+
+
+def test_one_combination_as_csv_is_the_answer_of_it_alone(command: Any, tmp_path: Path) -> None:
+    """With the search, the plan and the trace that one has."""
+    trace, plan_text = tmp_path / "steps.json", "forward 0-2 3-5; fused 6-8; backward 3-5 0-2; round 2"
+    options = (*TINY_4090, f"plan={plan_text}", "host_memory=64GiB")
+    code, out, err = command(*options, "format=csv", f"trace={trace}")
+    [row] = csv.DictReader(io.StringIO(out))
+    alone = json.loads(command(*options, "format=json")[1])
+    assert (code, err, row["plan"]) == (0, "", plan_text) and trace.stat().st_size > 0
+    assert row["tokens_per_s"] == str(round(alone["tokens_per_s"], 1))
+    assert command(*options, "format=csv", "memory=30KB")[0] == 1
+    code, out, err = command(*TINY_4090[:3], "format=csv", "sequence_length=300")
+    assert (code, out) == (2, "") and "sequence_length=300 is longer" in err
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (
+            ("gpu=rtx4090", "gpus=1,2"),
+            "All with model tiny_llama, gpu rtx4090, precision bf16-mixed, lora none, staleness 0,",
+            "Assumed of the hosts: memory (or set host_memory=), bandwidth and links;",
+            "worker host GiB GiB longest gpus tokens/s of 21.6 need/has seq.",
+        ),
+        (("gpu=rtx4090,rtx3090", "gpus=2"), "model tiny_llama, gpus 2, precision"),
+        (
+            ("hardware=rtx4090x1", "staleness=0,1", "reduce_dtype=bfloat16", "max_round=2"),
+            "machine rtx4090x1, precision bf16-mixed, lora none, sequences of 64 tokens,",
+            "reduce dtype bfloat16, max round 2.",
+            "Assumed of the host: 128 GiB (or set host_memory=), 51 GB/s",
+        ),
+        (
+            ("hardware=cpu", "staleness=0,1", "partitioner=paper", "model.num_hidden_layers=3"),
+            "partitioner paper, model.num_hidden_layers=3.",
+            "Predicted is the paper's library, under its plan",
+        ),
+        (("hardware=cpu", "staleness=0,1", "stage_seconds=100"), "stages take 100 s at most (stage_seconds=)."),
+    ],
+)
+def test_the_table_says_what_it_is_about(command: Any, case: tuple[tuple[str, ...], str]) -> None:
+    given, *said = case
+    options = ("model=tiny_llama", "sequence_length=64", "microbatches=2", *given)
+    searched = not {"partitioner=paper", "stage_seconds=100"} & {*given}
+    text = " ".join(command(*options, *(["search_seconds=0"] if searched else []))[1].split())
+    assert [one for one in said if one not in text] == []
+    assert ("Each was searched for 0 s" in text) == searched
+
+
+def test_which_library_is_predicted_is_in_each_format(command: Any) -> None:
+    options = ("model=tiny_llama", "hardware=cpu", "partitioner=paper", "microbatches=2", "sequence_length=64")
+    assert "Predicted is the paper's library" in command(*options)[1]
+    assert json.loads(command(*options, "format=json")[1])["partitioner"] == "paper"
+    table = (*options, "staleness=0,1", "reduce_dtype=bfloat16")
+    assert [row["partitioner"] for row in json.loads(command(*table, "format=json")[1])] == ["paper"] * 2
+    rows = csv.DictReader(io.StringIO(command(*table, "format=csv")[1]))
+    assert [(row["partitioner"], row["reduce_dtype"]) for row in rows] == [("paper", "bfloat16")] * 2
+
+
+def test_long_names_of_machines_stay_within_their_columns(tmp_path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    names = [f"machines/a-rather-long-name-of-a-machine-{number}.yaml" for number in (1, 2)]
+    cells = []
+    for one in parse_all(plan.PlanOptions, ["model=tiny_llama,tiny_smollm2_135m", f"hardware={','.join(names)}"]):
+        cells.append(Cell(one.given, plan._wish(one.options, 0.0), one.arguments, error="something"))
+    figure = figure_of(cells)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    [axes] = figure.axes
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    width = axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0]
+    assert all(box.width < width for box in boxes) and boxes[0].x1 < boxes[1].x0
+    assert all(box.y1 <= figure.bbox.height for box in boxes)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +257,13 @@ def test_what_is_wrong_with_one_is_an_error_of_its_row(command: Any) -> None:
         (("model=tiny_llama,qwen3_32b",), "the machine is missing"),
         (("model=tiny_llama", "hardware=cpu,auto"), "run roundpipe-plan hardware=auto, and give a table that file"),
         (("model=tiny_llama", "hardware=cpu", "gpus=1,2"), "hardware= and gpus= both say which machine"),
+        (("model=tiny_llama", "hardware=cpu", "lora=none,al_linear"), "There is no lora=al_linear. Did you mean"),
+        (("model=tiny_llama", "hardware=cpu", "lora=none,attention", "lora.q=1"), "lora.q= is no setting of lora="),
+        (("model=tiny_llama", "hardware=cpu", "staleness=0,1", "lora.r=8"), "lora.r= is about adapters"),
+        (("model=tiny_llama", "hardware=cpu", "lora=attention", "lora.r=8,16"), "lora.r=8,16: it takes one value;"),
+        (("model=tiny_llama", "hardware=cpu", "model.head_dim=1,2"), "several are for the options marked ,.. in"),
+        (("model=tiny_llama", "hardware=cpu", "max_round=1,2"), "max_round=1,2: it takes one value; several are"),
+        (("model=tiny_llama", "hardware=cpu", "format=json,csv"), "format=json,csv: it takes one value; several are"),
         (("model=tiny_llama", "hardware=cpu", "memory=1GiB,lots"), "memory='lots' is not a size"),
         (("model=tiny_llama", "hardware=cpu", "microbatches=2,5000"), "more than the 4,096"),
         (("model=tiny_llama", "hardware=cpu", "precision=bf16,16", "plan=forward 0"), "plan= is about one plan"),
@@ -158,8 +271,7 @@ def test_what_is_wrong_with_one_is_an_error_of_its_row(command: Any) -> None:
         (("model=tiny_llama", "hardware=cpu", "staleness=0,1", "costs=x.json"), "model= is estimated, and costs="),
         (("model=tiny_llama", "hardware=cpu", "staleness=0,1", "picture=x.txt"), "that ends in .png"),
         (("costs=paper", "case=llama3.1-8b", "workers=4,8"), "workers= with several values makes a table of models"),
-        (("costs=paper", "case=llama3.1-8b", "format=csv"), "format=csv makes a table of models"),
-        (("model=tiny_llama", "hardware=cpu", "sequence_length=300,301"), "sequence_length=300 is longer than"),
+        (("costs=paper", "case=llama3.1-8b", "format=csv"), "format=csv is a table of models"),
         (
             ("model=tiny_llama", "hardware=cpu", f"microbatches={','.join(map(str, range(1, 1002)))}"),
             "These are 1,001 combinations, more than the 1,000 of a table",

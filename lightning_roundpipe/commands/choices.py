@@ -85,11 +85,15 @@ def make_model(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries about each other
-        return _make_model(config, name, _adapters(lora, changed), lora, precision)
+        return _make_model(config, name, read_adapters(lora, changed), lora, precision)
 
 
-def _adapters(lora: str, changed: Settings) -> dict[str, Any]:
-    """Settings of ``LoraConfig``; none: without adapters."""
+def read_adapters(lora: str, changed: Settings = ()) -> dict[str, Any]:
+    """Settings of ``LoraConfig``, of a choice in ``conf/lora`` or of a file; empty: without adapters.
+
+    Raises:
+        ValueError: there is no such choice, or ``changed`` has other settings than it.
+    """
     settings = _choice("lora", lora, "a YAML file like those in conf/lora", none=True)
     if changed and not settings:
         raise ValueError(

@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 _HELP = ("-h", "--help", "help")
 _NOTHING = ("null", "none")
+_QUOTES = "[{('\""
+"""What settings of a group begin with where their commas are their own."""
 _BOOLEANS = {"true": True, "false": False}
 _PLACEHOLDERS: Mapping[Any, str] = {Path: "FILE", int: "NUMBER", float: "NUMBER", bool: "true|false", str: "NAME"}
 
@@ -129,6 +131,7 @@ def parse_all(options: type[T], arguments: Sequence[str]) -> list[Combination[T]
     """
     known, groups = _names(options)
     pairs = list(_pairs(arguments, known, groups))
+    _refuse_lists(options, pairs)
     ways = [_values(name, text) if name in known and known[name].metadata["many"] else [text] for name, text in pairs]
     names = [name for name, _ in pairs]
     found = []
@@ -137,6 +140,23 @@ def parse_all(options: type[T], arguments: Sequence[str]) -> list[Combination[T]
         chosen = list(zip(names, texts, strict=True))
         found.append(Combination(given, _made(options, chosen), tuple(f"{name}={text}" for name, text in chosen)))
     return found
+
+
+def _refuse_lists(options: type[Any], pairs: Iterable[tuple[str, str]]) -> None:
+    """Several values of an option that takes one, where others take several; names and files may have commas."""
+    known, _ = _names(options)
+    hints = get_type_hints(options)
+    if not any(item.metadata["many"] for item in known.values()):
+        return
+    for name, text in pairs:
+        item = known.get(name)
+        if "," not in text or (item is not None and (item.metadata["many"] or _bare(hints[name]) in (str, Path))):
+            continue
+        if item is not None or text[0] not in _QUOTES:
+            hint = "" if item is not None else f" A list has brackets: {name}=[{text}]."
+            raise ValueError(
+                f"{name}={text}: it takes one value; several are for the options marked ,.. in --help.{hint}"
+            )
 
 
 def _values(name: str, text: str) -> list[str]:

@@ -117,8 +117,6 @@ def plan(options: PlanOptions) -> Reply:
     _check_subject(options)
     if options.model is None and options.costs is None and options.case is None:
         return _write_machine(options)
-    if options.format == "csv":
-        return plan_all([Combination({}, options)])
     if options.plan is not None or options.stage_seconds is not None:
         _refuse_search(options)
     return _plan_costs(options) if options.model is None else _plan_model(options)
@@ -126,6 +124,7 @@ def plan(options: PlanOptions) -> Reply:
 
 def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
     """The table of all combinations of models, machines and settings; draws it if that is asked for."""
+    combinations = _adapters_apart(combinations)
     first = combinations[0].options
     _check_subject(first)
     if any(one.options.hardware == AUTO for one in combinations):
@@ -135,8 +134,9 @@ def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
         )
     if first.model is None:
         what = ", ".join(f"{name}=" for name in combinations[0].given)
-        what = f"{what} with several values" if what else "format=csv"
-        raise ValueError(f"{what} makes a table of models, and costs= has no model: give one value, in another format.")
+        raise ValueError(
+            f"{what} with several values makes a table of models, and costs= has no model: give one value."
+        )
     for name in ("plan", "trace"):
         if getattr(first, name) is not None:
             raise ValueError(f"{name}= is about one plan, and this is a table of many: leave it out, or ask for one.")
@@ -156,6 +156,18 @@ def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
     if first.format == "csv":
         return Reply(as_csv(cells), code)
     return Reply(as_json(as_list(cells)) if first.format == "json" else as_table(cells), code)
+
+
+def _adapters_apart(combinations: Sequence[Combination[PlanOptions]]) -> Sequence[Combination[PlanOptions]]:
+    """``lora.NAME=`` is about those with adapters, where a table has both."""
+    if all(one.options.lora == "none" for one in combinations):
+        return combinations
+
+    def without(one: Combination[PlanOptions]) -> Combination[PlanOptions]:
+        arguments = tuple(text for text in one.arguments if not text.startswith("lora."))
+        return replace(one, options=replace(one.options, lora_settings=()), arguments=arguments)
+
+    return [without(one) if one.options.lora == "none" else one for one in combinations]
 
 
 def _check_subject(options: PlanOptions) -> None:
@@ -180,8 +192,9 @@ def _write_machine(options: PlanOptions) -> Reply:
         if item.name not in ("hardware", "hardware_file", "workers") and getattr(options, item.name) != item.default:
             name = item.name.replace("_settings", ".")
             raise ValueError(f"{name}= is about a plan: say for which model=NAME, or leave it out.")
-    from lightning_roundpipe.commands.this_machine import measure_to_file
+    from lightning_roundpipe.commands.this_machine import measure_to_file, refuse_missing
 
+    refuse_missing(options.workers)
     return Reply(measure_to_file(options.hardware_file, options.workers)[1])
 
 
@@ -190,12 +203,14 @@ def _plan_costs(options: PlanOptions) -> Reply:
         if getattr(options, name) not in (None, "none", ()):
             shown = name.replace("_settings", ".")
             raise ValueError(f"{shown}= is about model=NAME, and costs= has no model: leave it out.")
+    if options.format == "csv":
+        raise ValueError("format=csv is a table of models, and costs= has no model: take format=json.")
     path, case = find_cases(*((options.costs, "costs") if options.costs is not None else (options.case or "", "case")))
     check_targets({"costs": path}, {"picture": options.picture, "trace": options.trace})
     names = ("workers", "microbatches", "staleness", "min_round", "max_round", "max_fused")
     given = {name: getattr(options, name) for name in names}
     question = read_question(path, case or options.case, options.memory, given)
-    form: Literal["table", "json"] = "json" if options.format == "json" else "table"  # csv is of models
+    form: Literal["table", "json"] = options.format
     if (reply := does_not_fit(question, options.plan, form)) is not None:
         return reply
     search_seconds = SEARCH_SECONDS if options.search_seconds is None else options.search_seconds
@@ -222,8 +237,9 @@ def _refuse_search(options: PlanOptions) -> None:
 
 def _plan_model(options: PlanOptions) -> Reply:
     check_targets({}, {"picture": options.picture, "trace": options.trace})
-    _wish(options, SEARCH_SECONDS)  # what is wrong with it is said before a machine is measured
-    wish = _wish(_measured(options), SEARCH_SECONDS)
+    wish = _wish(options, SEARCH_SECONDS)
+    if options.hardware == AUTO:
+        wish = replace(wish, hardware=str(_measured(options, wish)))
     # Imports that take longer than all else that costs= needs.
     from lightning_roundpipe.commands.plan_model import look
     from lightning_roundpipe.commands.plan_model_table import as_dict, as_table
@@ -237,25 +253,27 @@ def _plan_model(options: PlanOptions) -> Reply:
         from lightning_roundpipe.commands.plan_charts import draw_model
 
         draw_model(found, options.picture, options.trace)
+    code = 0 if found.fits else 1
+    if options.format == "csv":  # has no place for what would fit
+        from lightning_roundpipe.commands.plan_several import Cell
+        from lightning_roundpipe.commands.plan_several_table import as_csv
+
+        return Reply(as_csv([Cell({}, wish, found=as_dict(found))]), code)
     with waiting("it does not fit: looking for what would"):
         remedies = None if found.fits else find_remedies(found)
     shown = as_json(as_dict(found, remedies)) if options.format == "json" else as_table(found, remedies)
-    return Reply(shown, 0 if found.fits else 1)
+    return Reply(shown, code)
 
 
-def _measured(options: PlanOptions) -> PlanOptions:
-    """With the file of this machine, where that is what is meant."""
-    if options.hardware != AUTO:
-        return options
-    assert options.model is not None
+def _measured(options: PlanOptions, wish: Wish) -> Path:
+    """The file of this machine, which is measured when nothing else can be wrong with the wish."""
     if options.gpu is not None or options.gpus is not None:
         raise ValueError("hardware=auto is this machine with its GPUs: leave gpu= and gpus= out.")
-    from lightning_roundpipe.commands.choices import read_config
+    from lightning_roundpipe.commands.plan_model import check
     from lightning_roundpipe.commands.this_machine import measure_to_file
 
-    read_config(options.model, options.model_settings)  # before what takes seconds and leaves a file
-    path, _ = measure_to_file(options.hardware_file, options.workers)
-    return replace(options, hardware=str(path))
+    check(wish)
+    return measure_to_file(options.hardware_file, options.workers)[0]
 
 
 def _wish(options: PlanOptions, search_seconds: float) -> Wish:

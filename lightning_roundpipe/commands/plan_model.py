@@ -21,6 +21,7 @@ from lightning_roundpipe.planning.memory import (
     smallest_within,
     stage_rows,
 )
+from lightning_roundpipe.planning.nominal import EMULATED
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, run_steps
 from lightning_roundpipe.planning.profile import Hardware
 from lightning_roundpipe.planning.schedule import Plan
@@ -155,8 +156,37 @@ def look(wish: Wish) -> Outlook:
     Raises:
         ValueError: something of the wish is not known or makes no sense. That it does not fit is an answer.
     """
+    _check_rounds(wish)
     machine = choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
     return look_at(shape_of(wish, machine.hardware), wish, machine.assumed)
+
+
+def check(wish: Wish) -> None:
+    """Finds what is wrong whatever the machine is, before a machine is measured.
+
+    Raises:
+        ValueError: the model, its adapters, the plan, the length of sequences or the limits of rounds make no sense.
+    """
+    if wish.plan is not None:
+        Plan.parse(wish.plan)
+    _check_rounds(wish)
+    _length_of(wish, shape_of(wish, EMULATED))
+
+
+def _check_rounds(wish: Wish) -> None:
+    if wish.max_round is not None and wish.max_round < (wish.min_round or 1):
+        raise ValueError(f"max_round={wish.max_round} must be at least min_round={wish.min_round}.")
+
+
+def _length_of(wish: Wish, shape: ModelShape) -> int:
+    """Tokens of a sequence."""
+    length = min(USUAL_LENGTH, shape.longest) if wish.sequence_length is None else wish.sequence_length
+    if length > shape.longest:
+        raise ValueError(
+            f"sequence_length={length} is longer than the {shape.longest} tokens that model={wish.model} "
+            "has positions for (max_position_embeddings)."
+        )
+    return length
 
 
 def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
@@ -177,12 +207,7 @@ def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, lon
     """`look`, where the model has been built. ``longest``: also for the longest sequence, which takes some seconds."""
     machine = shape.hardware
     memory = memory_of(wish, machine)
-    length = min(USUAL_LENGTH, shape.longest) if wish.sequence_length is None else wish.sequence_length
-    if length > shape.longest:
-        raise ValueError(
-            f"sequence_length={length} is longer than the {shape.longest} tokens that model={wish.model} "
-            "has positions for (max_position_embeddings)."
-        )
+    length = _length_of(wish, shape)
     workers = wish.workers or machine.workers
     microbatches = wish.microbatches or 2 * workers
     sizes = _SIZES if wish.microbatch_size is None else (wish.microbatch_size,)
@@ -225,8 +250,6 @@ class _Try:
         lowest = min(wish.min_round or min(usual.min_round, wish.max_round or usual.min_round), self.microbatches)
         most = _host_round(self.costs, self.shape, self.microbatches)
         if wish.max_round is not None:
-            if wish.max_round < lowest:
-                raise ValueError(f"max_round={wish.max_round} must be at least min_round={lowest}.")
             most = min(most, wish.max_round)
         return Limits(lowest, fused, memory, max(lowest, most))
 
@@ -347,12 +370,12 @@ def _why_not(
     plan = smallest_within(costs, workers, microbatches, lowest, memory, most)
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
-        return f"memory={_size(memory)} of each worker, most of it for {_without_stage(item)}"
+        return f"memory={_size(memory)} of each worker, the largest part for {_without_stage(item)}"
     items = host_items(plan, costs, shape.parameters)
     if total(items) > shape.hardware.host_memory:
         item = max(items, key=lambda item: item.nbytes)
         limit = f"host_memory={_size(shape.hardware.host_memory)} of {shape.hardware.title}"
-        return f"{limit}, most of it for {item.name}"
+        return f"{limit}, the largest part for {item.name}"
     return None
 
 

@@ -12,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_roundpipe.commands.options import pasted
+from lightning_roundpipe.commands.plan_costs import Partitioner
 from lightning_roundpipe.commands.plan_model import Outlook, total
+from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.commands.remedies import Remedies, size_text
 from lightning_roundpipe.planning.memory import Item, StageRow
 
@@ -29,6 +31,8 @@ def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType
         f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}"
         f"{reduced}.",
     ]
+    if wish.like_paper:
+        head.append("Predicted is the paper's library, under its plan and with its times (partitioner=paper).")
     head += [f"Assumed {text}" for text in found.assumed]
     if wish.precision.endswith("-mixed"):
         true = wish.precision.replace("mixed", "true")
@@ -91,9 +95,8 @@ def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
         parts.append(Text("What would fit, each planned with these settings added or replaced:"))
         rates = [f"{remedy.outlook.tokens_per_s:,.0f}" for remedy in remedies.found]
         for rate, remedy in zip(rates, remedies.found, strict=True):
-            settings = remedy.settings or f"without {', '.join(f'{name}=' for name in remedy.left_out)}"
             note = f" ({remedy.note})" if remedy.note else ""
-            parts.append(pasted(f"  {rate:>{max(map(len, rates))}} tokens/s  {settings}{note}"))
+            parts.append(pasted(f"  {rate:>{max(map(len, rates))}} tokens/s  {remedy.settings}{note}"))
     else:
         where = "a host with more memory"
         if remedies.device_memory is not None:
@@ -176,6 +179,10 @@ def _plural(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
+def partitioner_of(wish: Wish) -> Partitioner:
+    return "paper" if wish.like_paper else "search"
+
+
 def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
     """What ``format=json`` prints."""
     wish, plan, parameters = found.wish, found.plan, found.parameters
@@ -195,6 +202,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "precision": wish.precision,
         "staleness": wish.staleness,
         "reduce_dtype": wish.reduce_dtype,
+        "partitioner": partitioner_of(wish),
         "fits": found.fits,
         **times,
         "workers": found.workers,

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_roundpipe.commands.choices import read_config
+from lightning_roundpipe.commands.choices import read_adapters, read_config
 from lightning_roundpipe.commands.machines import choose_machine
 from lightning_roundpipe.commands.options import is_mistake
 from lightning_roundpipe.commands.plan_model import look
@@ -92,8 +92,8 @@ def plan_cells(asked: Sequence[Cell]) -> list[Cell]:
     """The cells with their answers, in their order. Says on standard error how far it is.
 
     Raises:
-        ValueError: a name is not known, there are too many combinations, or something is wrong with each of them. What
-            is wrong with some is the error of their cells.
+        ValueError: a name is not known, or there are too many combinations. What is wrong with one of them is the error
+            of its cell.
     """
     if len(asked) > MOST_CELLS:
         raise ValueError(
@@ -104,10 +104,10 @@ def plan_cells(asked: Sequence[Cell]) -> list[Cell]:
         choose_machine(wish.hardware, wish.gpu, wish.gpus, wish.workers, wish.host_memory)
     for model, settings in {(wish.model, wish.model_settings): None for wish in wishes}:
         read_config(model, settings)
+    for lora, settings in {(wish.lora, wish.lora_settings): None for wish in wishes}:
+        read_adapters(lora, settings)
     with _progress(len(asked)) as tell:
         cells = _plan_all(asked, min(len(asked), _processors(), _MOST_PROCESSES), tell)
-    if all(cell.error for cell in cells):
-        raise ValueError(cells[0].error)
     return cells
 
 

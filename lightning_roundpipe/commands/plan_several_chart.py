@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_roundpipe.commands.plan_several import Cell
+from lightning_roundpipe.commands.plan_several_table import common
 from lightning_roundpipe.pictures import save
 
 if TYPE_CHECKING:
@@ -17,7 +19,9 @@ _MACHINES = ("hardware", "gpu", "gpus", "workers")
 _WIDTH, _HEIGHT = 1.45, 0.62
 """Inches of a field."""
 _LETTER = 0.085
-"""Inches of a letter beside the rows."""
+"""Inches of a letter beside the rows and above the columns."""
+_SMALL_LETTER, _LINE = 0.065, 0.17
+"""Inches of a letter below, and of a line."""
 _COLOURS, _LIGHTEST, _DARKEST, _DARK = "YlGnBu", 0.08, 0.92, 0.58
 """The part of the scale that is used, by the logarithm, and from where on letters are white."""
 _REFUSED = "#ECECEC"
@@ -39,7 +43,11 @@ def figure_of(cells: Sequence[Cell]) -> Figure:
     places = [(_label(cell, down) or cell.wish.model, _label(cell, across) or cell.machine) for cell in cells]
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
     margin = 0.5 + _LETTER * max(map(len, rows))
-    size = (max(margin + _WIDTH * len(columns) + 0.3, 4.8), _HEIGHT * len(rows) + 1.3)
+    machines = [textwrap.fill(name, int(_WIDTH / _LETTER)) for name in columns]  # each within its column
+    width = max(margin + _WIDTH * len(columns) + 0.3, 4.8)
+    below = textwrap.wrap(", ".join(common(cells)), int(width / _SMALL_LETTER))
+    lines = max(name.count("\n") for name in machines) + len(below) - 1
+    size = (width, _HEIGHT * len(rows) + 1.3 + _LINE * lines)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     rates = [cell.found["tokens_per_s"] for cell in cells if cell.found and cell.fits]
@@ -56,13 +64,13 @@ def figure_of(cells: Sequence[Cell]) -> Figure:
         axes.text(x, y, text, ha="center", va="center", color=ink, fontsize=font, linespacing=1.3)
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xticks(range(len(columns)), columns)
+    axes.set_xticks(range(len(columns)), machines)
     axes.set_yticks(range(len(rows)), rows)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.suptitle("Tokens a second (estimated)", fontsize=12)
-    figure.supxlabel(_common(cells), fontsize=8, color="#555555")
+    figure.supxlabel("\n".join(below), fontsize=8, color="#555555")
     return figure
 
 
@@ -97,13 +105,3 @@ def _why(cell: Cell) -> str:
 def _gib(nbytes: int) -> str:
     gib = nbytes / 2**30
     return f"{math.ceil(gib):,}" if gib >= 100 else f"{gib:.1f}"
-
-
-def _common(cells: Sequence[Cell]) -> str:
-    wish, given = cells[0].wish, cells[0].given
-    lengths = {cell.found["sequence_length"] for cell in cells if cell.found}
-    parts = [f"sequences of {length:,} tokens" for length in lengths if len(lengths) == 1]
-    same = {"lora": wish.lora, "staleness": str(wish.staleness)}
-    parts += [] if "precision" in given else [wish.precision]
-    parts += [f"{name} {text}" for name, text in same.items() if name not in given]
-    return ", ".join(parts)

@@ -14,13 +14,28 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_roundpipe.commands.options import pasted
+from lightning_roundpipe.commands.plan_model_table import partitioner_of
 from lightning_roundpipe.commands.plan_several import Cell
+from lightning_roundpipe.commands.plan_shape import Wish
 
 _NOTHING = "–"
 
-
 _MEMORIES = {"worker": ("device_memory", 1), "host": ("host_memory", 0)}
 """Their names in an answer, and the digits that tell one amount from another."""
+
+_HOW = ("format", "picture", "trace", "search_seconds")
+"""Options that change no figure but by the time of a search, which has a line of its own."""
+
+_SAID = ("model", "hardware", "gpu", "gpus", "precision", "lora", "staleness", "sequence_length")
+"""Options of which `common` also says what they are where nobody set them."""
+
+_FIGURES = (
+    "fits", "too_small", "tokens_per_s", "step_ms", "worker_gib", "worker_limit_gib", "host_gib", "host_limit_gib",
+    "longest_sequence", "precision", "reduce_dtype", "staleness", "partitioner", "sequence_length", "microbatches",
+    "microbatch_size", "workers", "forward_stages", "fused_layers", "backward_stages", "round_microbatches", "plan",
+    "error",
+)  # fmt: skip
+"""Columns of the CSV behind those that say which combination it is."""
 
 
 def as_table(cells: Sequence[Cell]) -> RenderableType:
@@ -28,8 +43,8 @@ def as_table(cells: Sequence[Cell]) -> RenderableType:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
     for name in cells[0].given or ("model",):
         table.add_column(name.replace("_", " "), overflow="fold")
-    limits = {name: _common_limit(cells, name) for name in _MEMORIES}
-    memories = [f"{name}\nGiB\n{f'of {limit}' if limit else 'of all'}" for name, limit in limits.items()]
+    limits = {name: _limits(cells, name) for name in _MEMORIES}
+    memories = [_heading(name, limits[name]) for name in _MEMORIES]
     for heading in ("tokens/s", *memories, "longest\nseq.", "batch", "stages"):
         table.add_column(heading, justify="right", no_wrap=True)
     for cell in cells:
@@ -45,30 +60,36 @@ def as_table(cells: Sequence[Cell]) -> RenderableType:
     return Group(*parts)
 
 
-def _common_limit(cells: Sequence[Cell], name: str) -> str | None:
-    """What all rows have of that memory; None: not all have the same."""
-    key, digits = _MEMORIES[name]
-    limits = {cell.found[key]["limit_bytes"] for cell in cells if cell.found}
-    limit = limits.pop() if len(limits) == 1 else None
-    return None if limit is None else _gib(limit, digits)
+def _limits(cells: Sequence[Cell], name: str) -> set[int | None]:
+    """What the rows have of that memory; None: without a limit."""
+    return {cell.found[_MEMORIES[name][0]]["limit_bytes"] for cell in cells if cell.found}
+
+
+def _heading(name: str, limits: set[int | None]) -> str:
+    if len(limits) > 1:
+        return f"{name}\nGiB\nneed/has"
+    return f"{name}\nGiB" + "".join(f"\nof {_gib(limit, _MEMORIES[name][1])}" for limit in limits if limit is not None)
 
 
 def _verdict(cells: Sequence[Cell]) -> str:
-    fitting = sum(cell.fits for cell in cells)
+    fitting, wrong = (sum(map(bool, found)) for found in ([c.fits for c in cells], [c.error for c in cells]))
+    if wrong == len(cells):
+        return f"None of {len(cells)} can be planned: something is wrong with each, as is said below."
+    unknown = f"; something is wrong with {wrong}" if wrong else ""
     if fitting in (0, len(cells)):
-        return f"{'All' if fitting else 'None'} of {len(cells)} fit{'' if fitting else 's'} (estimated)."
-    return f"{fitting} of {len(cells)} fit{'s' if fitting == 1 else ''} (estimated)."
+        return f"{'All' if fitting else 'None'} of {len(cells)} fit{'' if fitting else 's'} (estimated){unknown}."
+    return f"{fitting} of {len(cells)} fit{'s' if fitting == 1 else ''} (estimated){unknown}."
 
 
-def _figures(cell: Cell, limits: Mapping[str, str | None]) -> list[str | Text]:
+def _figures(cell: Cell, limits: Mapping[str, set[int | None]]) -> list[str | Text]:
     found = cell.found
     if found is None:
         return [Text("mistake", "red"), *[_NOTHING] * 5]
     memories = []
     for name, (key, digits) in _MEMORIES.items():
         text, limit = _gib(found[key]["needed_bytes"], digits), found[key]["limit_bytes"]
-        if limits[name] is None and limit is not None:
-            text = f"{text}/{_gib(limit, digits)}"
+        if len(limits[name]) > 1:
+            text = f"{text}/{_NOTHING if limit is None else _gib(limit, digits)}"
         memories.append(Text(text, "red" if name in cell.too_small else ""))
     longest = f"{found['longest_sequence']:,}" if found["longest_sequence"] else _NOTHING
     if not cell.fits:
@@ -83,25 +104,58 @@ def _figures(cell: Cell, limits: Mapping[str, str | None]) -> list[str | Text]:
     ]
 
 
-def _legend(cells: Sequence[Cell]) -> list[str]:
-    """What is the same in all rows, and what the columns mean."""
+def common(cells: Sequence[Cell]) -> list[str]:
+    """What is the same in all rows, whether it was set or is so by itself; each a few words."""
     wish, given = cells[0].wish, cells[0].given
-    same = {} if "model" in given else {"model": wish.model}
-    if not {"hardware", "gpu", "gpus"} & given.keys():
-        same["machine"] = cells[0].machine
+    same = {"model": wish.model}
+    if wish.hardware is not None or not {"gpu", "gpus"} & given.keys():
+        same |= {} if "hardware" in given else {"machine": cells[0].machine}
+    else:
+        same |= {"gpu": wish.gpu or "", "gpus": str(wish.gpus or 1)}
     same |= {"precision": wish.precision, "lora": wish.lora, "staleness": str(wish.staleness)}
-    common = [f"{name} {text}" for name, text in same.items() if name not in given]
+    parts = [f"{name} {text}" for name, text in same.items() if name not in given]
     lengths = {cell.found["sequence_length"] for cell in cells if cell.found}
-    if "sequence_length" not in given and len(lengths) == 1:
-        common.append(f"sequences of {lengths.pop():,} tokens")
-    lines = [f"All with {', '.join(common)}."] if common else []
+    if "sequence_length" not in given and lengths:
+        parts.append(f"sequences of {' to '.join(f'{n:,}' for n in sorted({min(lengths), max(lengths)}))} tokens")
+    for name, text in _set(cells).items():
+        if name not in (*given, *_SAID, *_HOW):
+            parts.append(f"{name}={text}" if "." in name else f"{name.replace('_', ' ')} {text}")
+    return parts
+
+
+def _set(cells: Sequence[Cell]) -> dict[str, str]:
+    """Name and text of each option that is set for some row."""
+    return {name: text for cell in cells for name, _, text in (one.partition("=") for one in cell.arguments)}
+
+
+def _legend(cells: Sequence[Cell]) -> list[str]:
+    """What is the same in all rows, what is assumed of them, and what the columns mean."""
+    lines = [f"All with {', '.join(common(cells))}."]
+    assumed = [cell.found["assumed"] for cell in cells if cell.found]
+    if not assumed:
+        return lines
+    shared = [text for text in assumed[0] if all(text in others for others in assumed)]
+    lines += [f"Assumed {text}" for text in shared]
+    if any(len(others) > len(shared) for others in assumed):
+        has = (
+            "bandwidth and links"
+            if "host_memory" in _set(cells)
+            else "memory (or set host_memory=), bandwidth and links"
+        )
+        lines.append(f"Assumed of the hosts: {has}; what exactly, is said for each alone.")
     if any(cell.too_small for cell in cells):
         lines.append("No fit: a worker or the host needs more memory than it has (red on a terminal).")
-    return [
-        *lines,
-        "Batch: microbatches of a step x sequences of each. Stages: forward + fused + backward.",
-        f"Each was searched for {wish.search_seconds:g} s; a longer search may find a few percent more.",
-    ]
+    lines.append("Batch: microbatches of a step x sequences of each. Stages: forward + fused + backward.")
+    return [*lines, _search(cells[0].wish)]
+
+
+def _search(wish: Wish) -> str:
+    """How the plans came about."""
+    if wish.like_paper:
+        return "Predicted is the paper's library, under its plan and with its times (partitioner=paper)."
+    if wish.stage_seconds is not None:
+        return f"No plan was searched for: stages take {wish.stage_seconds:g} s at most (stage_seconds=)."
+    return f"Each was searched for {wish.search_seconds:g} s; a longer search may find a few percent more."
 
 
 def _command(cell: Cell) -> str:
@@ -122,43 +176,43 @@ def as_list(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 def as_csv(cells: Sequence[Cell]) -> str:
     """A line for each, with the names of the columns above; sizes in GiB."""
-    rows = [_csv_row(cell) for cell in cells]
+    given = [name for name in cells[0].given if name not in ("hardware", "gpu", "gpus")]
+    names = dict.fromkeys(("model", "machine", "lora", *given, *_FIGURES))
     text = io.StringIO()
-    writer = csv.DictWriter(
-        text, list(dict.fromkeys(name for row in rows for name in row)), restval="", lineterminator="\n"
-    )
+    writer = csv.DictWriter(text, list(names), restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: value for name, value in _csv_row(cell).items() if name in names} for cell in cells)
     return text.getvalue()
 
 
 def _csv_row(cell: Cell) -> dict[str, object]:
     wish, found = cell.wish, cell.found
-    row: dict[str, object] = {"model": wish.model, "machine": cell.machine, "lora": wish.lora}
-    row |= {name: text for name, text in cell.given.items() if name not in ("hardware", "gpu", "gpus")}
-    row |= {"fits": "" if found is None else cell.fits, "too_small": " ".join(cell.too_small)}
+    row: dict[str, object] = {**cell.given, "model": wish.model, "machine": cell.machine, "lora": wish.lora}
+    row |= {"precision": wish.precision, "reduce_dtype": wish.reduce_dtype, "staleness": wish.staleness}
+    row |= {"partitioner": partitioner_of(wish), "too_small": " ".join(cell.too_small)}
     if found is None:
         return row | {"error": cell.error}
     device, host = found["device_memory"], found["host_memory"]
     row |= {
+        "fits": cell.fits,
         "tokens_per_s": _rounded(found["tokens_per_s"], 1),
         "step_ms": _rounded(found["period_ms"], 1),
         "worker_gib": _rounded(device["needed_bytes"], 4, 2**30),
         "worker_limit_gib": _rounded(device["limit_bytes"], 4, 2**30),
         "host_gib": _rounded(host["needed_bytes"], 4, 2**30),
         "host_limit_gib": _rounded(host["limit_bytes"], 4, 2**30),
-        "longest_sequence": found["longest_sequence"],
     }
-    names = ("precision", "staleness", "sequence_length", "microbatches", "microbatch_size", "workers")
+    names = ("longest_sequence", "sequence_length", "microbatches", "microbatch_size", "workers")
     row |= {name: found[name] for name in names}
-    plan = {
+    if not cell.fits:
+        return row
+    return row | {
         "forward_stages": len(found["forward"]),
         "fused_layers": found["fused"],
         "backward_stages": len(found["backward"]),
         "round_microbatches": found["round_microbatches"],
         "plan": found["plan"],
     }
-    return row | (plan if cell.fits else dict.fromkeys(plan, "")) | {"error": ""}
 
 
 def _rounded(value: float | None, digits: int, unit: int = 1) -> float | str:

@@ -73,15 +73,12 @@ class Remedy:
 
     @property
     def settings(self) -> str:
-        """As they are added to the command line."""
+        """As they are added to the command line, then the options that are taken away from it."""
         given = [(name, value) for name, value in self.changes.items() if value is not None]
         texts = [size_text(value) if name == "host_memory" else shlex.quote(str(value)) for name, value in given]
-        return " ".join(f"{name}={text}" for (name, _), text in zip(given, texts, strict=True))
-
-    @property
-    def left_out(self) -> list[str]:
-        """Options that are to be taken away."""
-        return [name for name, value in self.changes.items() if value is None]
+        added = " ".join(f"{name}={text}" for (name, _), text in zip(given, texts, strict=True))
+        left_out = ", ".join(f"{name}=" for name, value in self.changes.items() if value is None)
+        return ", ".join(part for part in (added, left_out and f"without {left_out}") if part)
 
     @property
     def note(self) -> str:
@@ -238,7 +235,7 @@ class _Tries:
 
     def _first_that_fits(self, ways: list[Changes]) -> bool:
         for changes in ways:
-            text = Remedy(changes, self._outlook).settings or f"without {', '.join(changes)}"
+            text = Remedy(changes, self._outlook).settings
             if time.process_time() > self._deadline:
                 self._untried.append(text)
                 return False

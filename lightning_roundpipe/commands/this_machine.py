@@ -20,7 +20,11 @@ import torch
 
 from lightning_roundpipe.commands.machines import MOST_WORKERS
 from lightning_roundpipe.commands.probes import Probed, probe
+from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.profile import Hardware
+
+_WIDTH, _NOTE = 80, 32
+"""Columns of the file, and where what is said of a number begins."""
 
 _MARKS = {"call_s": "A", "turn_s": "A", "memory": "S", "host_memory": "S"}
 """What is not measured here."""
@@ -64,6 +68,8 @@ def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
     again = f"Plan with it by hardware={path}, remove it to measure again, or set hardware_file=OTHER.yaml."
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"hardware_file={path} must be the name of a file that ends in .yaml, as hardware= reads it.")
+    if "," in str(path):
+        raise ValueError(f"hardware_file={path} must be one file: in hardware=, a comma stands between two of them.")
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
         raise ValueError(f"hardware_file={path} {what}. Give the name of a file in a folder that exists.")
@@ -80,6 +86,20 @@ def measure_to_file(path: Path | None, workers: int | None) -> tuple[Path, str]:
         raise ValueError(f"hardware=auto would overwrite {path}, which somebody has just made. {again}") from None
     print(f"roundpipe-plan: {path} has the numbers: hardware={path} plans with them again.", file=sys.stderr)
     return path, text
+
+
+def refuse_missing(workers: int | None) -> None:
+    """More devices than there are cannot be measured; a plan may be made for them.
+
+    Raises:
+        ValueError: there are fewer GPUs than ``workers``. Of emulated devices there is any number.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count and (workers or 0) > count:
+        raise ValueError(
+            f"workers={workers} is more than the {plural(count, 'GPU')} of this machine, and what is not there cannot "
+            f"be measured: leave workers= out, or say model=NAME to plan for more of them."
+        )
 
 
 def _probe_aloud(workers: int | None) -> Probed:
@@ -110,7 +130,7 @@ def written(probed: Probed) -> str:
         "work, too. [S]: what the system says. [A]: assumed, change it to what your machine has.",
         *probed.remarks,
     ]
-    lines = [line for paragraph in head for line in textwrap.wrap(paragraph, 118)]
+    lines = [line for paragraph in head for line in textwrap.wrap(paragraph, _WIDTH - 2)]
     text = [f"# {line}" for line in lines]
     for item in fields(Hardware):
         text += _entry(item.name, machine, probed.notes)
@@ -134,7 +154,12 @@ def _entry(name: str, machine: Hardware, notes: dict[str, str]) -> list[str]:
         rows = [(f"{name}: null", "without a limit, unless RoundPipeStrategy(emulation=...) sets one")]
     else:
         rows = [(f"{name}: {_number(value)}", f"{mark} {note}")]
-    return [f"{left:32}# {right}" if right else left for left, right in rows]
+    lines = []
+    for left, right in rows:
+        first, *more = textwrap.wrap(right, _WIDTH - _NOTE - 2) or [""]
+        lines.append(f"{left:{_NOTE}}# {first}" if first else left)
+        lines += [f"{'':{_NOTE}}# {line}" for line in more]
+    return lines
 
 
 def _number(value: float) -> str:
