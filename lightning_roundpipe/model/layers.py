@@ -149,7 +149,7 @@ def _check_matches(root: nn.Module, want: str | type, hits: Sequence[nn.Module])
             "copied to a worker: give the LightningModule the module itself, or leave it out to have it run between "
             "the layers."
         )
-    if not any(True for m in hits for _ in m.parameters()):
+    if not [parameter for module in hits for parameter in module.parameters()]:
         raise ValueError(
             f"layers={shown} names modules without parameters, which are not moved but run between the layers: take it "
             "out."
