@@ -150,5 +150,6 @@ def _fewer_arenas(plan: Plan) -> str:
     if plan.arenas == SINGLE:
         return ""
     there = str(plan).partition("; single ")[2]
-    instead = f"replace 'single {there}' by 'single" if there else "add '; single"
-    return f"{instead} weights gradients', "
+    if there:
+        return f"replace 'single {there}' by 'single weights gradients', "
+    return "add '; single weights gradients', "
