@@ -6,9 +6,11 @@ import gc
 import logging
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -89,6 +91,20 @@ def same_loggers() -> Iterator[None]:
             log.handlers[:] = handlers
     for handler, stream in streams:
         handler.stream = stream
+
+
+@pytest.fixture
+def plan_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs ``roundpipe-plan`` with its arguments in this process: exit code, standard output, standard error."""
+    from lightning_roundpipe.commands import plan
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *arguments])
+        code = plan.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
 
 
 @pytest.fixture(autouse=True)

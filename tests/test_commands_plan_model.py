@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,14 +27,8 @@ LORA = ("attention", "all_linear")
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *arguments])
-        code = plan.main()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+def command(plan_command: Any) -> Any:
+    return plan_command
 
 
 def test_json_says_all_that_the_table_does(command: Any) -> None:

@@ -24,17 +24,10 @@ TINY_4090 = ("model=tiny_llama", "hardware=rtx4090x2", "microbatch_size=1", "seq
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def command(plan_command: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """In this process, as starting others takes longer than such plans."""
     monkeypatch.setattr(plan_several, "_processors", lambda: 1)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *arguments])
-        code = plan.main()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    return plan_command
 
 
 def test_the_last_list_changes_fastest_and_texts_with_commas_of_their_own_stay_whole() -> None:

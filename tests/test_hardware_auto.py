@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.commands import plan, probes, this_machine
+from lightning_roundpipe.commands import probes, this_machine
 from lightning_roundpipe.commands.probes import Probed, probe
 from lightning_roundpipe.devices import DeviceOutOfMemory
 from lightning_roundpipe.devices.cuda import CudaDevice
@@ -59,16 +58,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch, quick: None) -> Iterator[dict[int, str
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def command(plan_command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["roundpipe-plan", *arguments])
-        code = plan.main()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    return plan_command
 
 
 def is_plausible(machine: Hardware) -> bool:

@@ -21,7 +21,7 @@ from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 from lightning_roundpipe.planning.simulation import HostTime
-from lightning_roundpipe.planning.updates import UpdateModel
+from lightning_roundpipe.planning.updates import ADAMW_BYTES, UpdateModel
 
 USUAL_LENGTH = 2048
 """Tokens, or as many as a model has positions for."""
@@ -29,8 +29,6 @@ USUAL_LENGTH = 2048
 _MOST_LENGTH = 2**20
 PART_BYTES = 2**24
 """Of gradients, that the engine updates while the next ones arrive (`runtime.memory.grad_buffers.PART`)."""
-_ADAMW_BYTES = 28
-"""Memory traffic of an update: a weight, its gradient and its moments are read, all but the gradient written."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ class ModelShape:
     def rules(self, staleness: Staleness) -> Rules:
         """What takes time beside computing."""
         machine = self.hardware
-        traffic = _ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
+        traffic = ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
         if self._reduced_bytes is not None:  # read where they have landed, and written as the sum
             traffic += self._reduced_bytes + GRADIENT_BYTES
         blocking = self._like_paper and not staleness

@@ -30,6 +30,7 @@ from lightning_roundpipe.messages import plural
 from lightning_roundpipe.planning.meter import Counter, attention_flops
 from lightning_roundpipe.planning.nominal import EMULATED
 from lightning_roundpipe.planning.profile import Format, Hardware
+from lightning_roundpipe.planning.updates import ADAMW_BYTES
 
 EMULATED_WORKERS = 4
 """Emulated devices where nobody says how many, as in ``conf/hardware/cpu.yaml``."""
@@ -47,8 +48,6 @@ _LONG_ENOUGH = 0.01
 """Seconds of one repetition from which on larger matrices are no faster."""
 _DTYPES: dict[Format, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MIB = 2**20
-_ADAMW_BYTES = 28
-"""Memory traffic of an update, as `plan_shape` counts it."""
 
 clock = time.perf_counter
 
@@ -154,7 +153,7 @@ def optimizer_rate() -> float:
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     step = torch.optim.AdamW(weights, fused=True).step
-    return _ADAMW_BYTES * elements / _best(step)
+    return ADAMW_BYTES * elements / _best(step)
 
 
 def processor() -> str:

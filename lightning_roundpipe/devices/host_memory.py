@@ -48,9 +48,9 @@ def free_bytes(root: Path = _ROOT, mine: Path = _MINE) -> int:
         mine: the file that names the process's control groups.
     """
     free = int(psutil.virtual_memory().available)
-    for group, files in _groups(root, mine):
-        with suppress(OSError, ValueError):  # a group without a limit
-            room = int((group / files.limit).read_text()) - int((group / files.used).read_text())
+    for group, files, limit in _limits(root, mine):
+        with suppress(OSError, ValueError):
+            room = limit - int((group / files.used).read_text())
             read = re.search(rf"^{files.inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
             free = min(free, room + (int(read[1]) if read else 0))
     return max(0, free)
@@ -63,11 +63,17 @@ def total_bytes(root: Path = _ROOT, mine: Path = _MINE) -> int:
         root: where control groups are mounted.
         mine: the file that names the process's control groups.
     """
-    total = int(psutil.virtual_memory().total)
+    return min([int(psutil.virtual_memory().total), *(limit for _, _, limit in _limits(root, mine))])
+
+
+def _limits(root: Path, mine: Path) -> Iterator[tuple[Path, _Files, int]]:
+    """Yield those of `_groups` that have a limit, with its bytes."""
     for group, files in _groups(root, mine):
-        with suppress(OSError, ValueError):  # a group without a limit
-            total = min(total, int((group / files.limit).read_text()))
-    return total
+        try:
+            limit = int((group / files.limit).read_text())
+        except (OSError, ValueError):  # no such file, or no number in it
+            continue
+        yield group, files, limit
 
 
 def _groups(root: Path, mine: Path) -> Iterator[tuple[Path, _Files]]:

@@ -10,7 +10,7 @@ from bisect import bisect_right
 
 
 class Interpreter:
-    """Seconds that are taken, as intervals that do not touch."""
+    """The seconds that are taken, as disjoint intervals in order."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.links import Links
 
+ADAMW_BYTES = 28
+"""Memory traffic of an update of a weight: it, its gradient and its moments are read, all but the gradient written."""
+
 
 @dataclass(frozen=True)
 class UpdateModel:
