@@ -15,7 +15,16 @@ import pytest
 import lightning_roundpipe
 
 PACKAGE = Path(lightning_roundpipe.__file__).parent
-WAITING = {"wait", "wait_for", "wait_for_predecessor", "_wait_closed", "_wait_for_end", "settle", "synchronize"}
+WAITING = {
+    "wait",
+    "wait_for",
+    "wait_for_predecessor",
+    "_wait_closed",
+    "_wait_for_end",
+    "_wait_for_gradients",
+    "settle",
+    "synchronize",
+}
 """Methods whose call is a wait."""
 
 

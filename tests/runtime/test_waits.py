@@ -49,6 +49,8 @@ SUMMED = Case(harness.per_call(CALLS, 4), 2, 4, (6, 6, 6, 6), accumulate=2)
 """Sums of two batches are added: nothing else holds the second one's back."""
 ON = replace(CUT, sizes=(6, 6, 6, 6), drops=False)
 """Steps go on when the next one begins."""
+UNTOUCHED = replace(WIDE, empty=(1, 2))
+"""The last microbatch has no backward: the sums of the rounds before come up for it, and go down again."""
 ALONE = replace(CUT, plan=f"{CUT.plan}; single weights gradients")
 """One arena of each kind: the sums of an earlier round come up where others have just left."""
 ARRIVAL = Case(None, 2, 1, (6, 6, 6))
@@ -110,6 +112,8 @@ WAITS = [
         "runtime.core.worker:Worker._open_gradients", "stream.wait(arena.last_use)", "numbers", ALONE, "gradients_down"
     ),
     Wait("runtime.core.worker:Worker._open_gradients", "stream.wait(host.arrived)", "numbers", WIDE, "gradients_down"),
+    Wait("runtime.core.worker:Worker.gradients_of", "self._wait_for_gradients()", "numbers", ALONE, "gradients_down"),
+    Wait("runtime.core.worker:Worker._send_gradients", "self._wait_for_gradients()", "order", UNTOUCHED),
     Wait("runtime.core.worker:Worker._send_gradients", "stream.wait(self.device.compute.record())", "order"),
     Wait("runtime.memory.grad_buffers:HostGradSums.wait", "arrived.wait()", "numbers", CUT, "gradients_down"),
     Wait("runtime.memory.grad_buffers:HostGradSums.take", "self.wait()", "numbers", CUT, "gradients_down"),

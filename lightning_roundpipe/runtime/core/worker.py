@@ -398,7 +398,8 @@ class Worker:
 
     def _send_gradients(self, slot: Slot) -> None:
         stream = self.device.gradients_down
-        self._wait_for_gradients()  # sums that no microbatch added to are downloaded as they came
+        # Sums that no microbatch has added to are downloaded as they came.
+        self._wait_for_gradients()
         for gradients in self._device_gradients.values():
             gradients.narrow()
         stream.wait(self.device.compute.record())
