@@ -33,6 +33,7 @@ from lightning_roundpipe.config import Emulation, Options, RoundPipeError, refus
 from lightning_roundpipe.devices import make_devices
 from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
+from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.monitors import profile_all_threads, rehearsing, tell_of_all_workers
 from lightning_roundpipe.one_process import OneProcess
 from lightning_roundpipe.precision import RoundPipePrecision
@@ -244,6 +245,7 @@ class RoundPipeStrategy(OneProcess):
         fitting = trainer.state.fn == TrainerFn.FITTING
         refuse_module(module, self.options, fitting=fitting)
         refuse_unscaled(self.options.reduce_dtype, str(self.precision_plugin.precision))
+        prepare(module)
         self.model = self._precision.prepare(module, fitting=fitting)
         with interrupts_deferred(), remedied():
             self._start_engine(module, fitting=fitting)
@@ -498,6 +500,7 @@ class RoundPipeStrategy(OneProcess):
         assert self.lightning_module is not None
         self._precision.make_room(self.lightning_module, checkpoint["state_dict"])
         make_room(self.lightning_module, checkpoint["state_dict"])
+        checkpoint = {**checkpoint, "state_dict": load_states(self.lightning_module, checkpoint["state_dict"])}
         try:
             super().load_model_state_dict(checkpoint, strict=strict)
         except RuntimeError as error:

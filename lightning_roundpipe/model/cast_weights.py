@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lightning_roundpipe.model.quantized import is_stored_as_is
 from lightning_roundpipe.model.rounded import TO, casts_to, keeps_values
 
 
@@ -24,7 +25,9 @@ class Uses:
     def __init__(self, module: nn.Module, masters: Sequence[nn.Parameter]) -> None:
         lists = {id(p) for inner in module.modules() if isinstance(inner, nn.RNNBase) for p in inner.parameters()}
         self._candidates = {
-            i for i, p in enumerate(masters) if p.dtype is torch.float32 and p.numel() and id(p) not in lists
+            i
+            for i, p in enumerate(masters)
+            if p.dtype is torch.float32 and p.numel() and id(p) not in lists and not is_stored_as_is(p)
         }
         self._formats: dict[int, torch.dtype] = {}
 

@@ -27,14 +27,15 @@ from lightning_roundpipe.model.attributes import (
     same,
     same_objects,
 )
+from lightning_roundpipe.model.quantized import aliases, companions, empty_like, follow, is_packed
 from lightning_roundpipe.model.rebind import Rebinder
 from lightning_roundpipe.model.rounded import RoundedWeight
 from lightning_roundpipe.model.unregistered_tensors import UnregisteredTensors
 
 
 def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of ``module``, each once, in registration order."""
-    return list(module.parameters())
+    """Return the parameters of ``module``, each once, in registration order, and then their `companions`."""
+    return [*module.parameters(), *companions(module)]
 
 
 def parameter_places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -71,12 +72,17 @@ class Replica:
         # Some modules (recurrent ones) keep lists of their parameters.
         memo.update({id(p): q for p, q in zip(unique_parameters(layer), self.parameters, strict=True)})
         self._rebound = Rebinder(memo)
+        for parameter, mine in zip(unique_parameters(layer), self.parameters, strict=True):
+            if is_packed(parameter):
+                mine.__dict__.update({k: self._rebound(v) for k, v in parameter.__dict__.items()})
         self.original = Rebinder({id(memo[id(m)]): m for m in self.originals})
         """Translates references to the copy's modules back to the layer's."""
         state = state or ModuleState(type(layer).__name__, layer)
         for module, clone, own in zip(self.originals, self.modules, state.base, strict=True):
             self._fill(module, clone, own, memo)
         self.module = self.modules[0]
+        self._aliases = aliases(self.module)
+        self._slots = [(inner._parameters, name, parameter) for inner, name, parameter in parameter_places(self.module)]
         self._base = [{k: v for k, v in m.__dict__.items() if k not in STRUCTURE} for m in self.modules]
         self._base_contents = [{k: frozen(base[k]) for k in _held(base)} for base in self._base]
         self.unregistered_tensors = UnregisteredTensors(self._base, self.originals)
@@ -118,6 +124,10 @@ class Replica:
                 parameter.set_values(view, functools.partial(whole, index))
             else:
                 parameter.data = view
+        for held, name, parameter in self._slots:
+            if held.get(name) is not parameter:  # the layer's code put another there, such as its own .to() of it
+                held[name] = parameter
+        follow(self._aliases)
         self.train(requires_grad)
 
     def unbind(self) -> None:
@@ -132,6 +142,7 @@ class Replica:
                 parameter.release()
             else:
                 parameter.data = _nothing(parameter, self.device)
+        follow(self._aliases)
 
     def train(self, requires_grad: list[bool]) -> None:
         """Set which parameters the next call computes gradients for."""
@@ -220,10 +231,13 @@ def _held(attributes: dict[str, Any]) -> list[str]:
 
 
 def _placeholder(parameter: nn.Parameter, device: torch.device, rounded: bool) -> nn.Parameter:
+    if is_packed(parameter):
+        return empty_like(parameter, device)
     if type(parameter) is not nn.Parameter:
         raise RoundPipeError(
-            f"a parameter of type {type(parameter).__name__} cannot be moved between devices by this strategy; only "
-            "plain torch.nn.Parameter can (quantised or sharded weights are not supported)."
+            f"a parameter of type {type(parameter).__name__} cannot be moved between devices by this strategy. It "
+            "moves torch.nn.Parameter, and weights that bitsandbytes keeps in four or eight bits; no other quantised "
+            "weights, and no sharded ones."
         )
     if rounded:
         made = RoundedWeight(parameter.shape, parameter.stride(), parameter.dtype, device, parameter.requires_grad)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.model.quantized import is_stored_as_is
 from lightning_roundpipe.runtime.memory.loss_scale import Scales
 
 
@@ -40,7 +41,9 @@ class Formats:
 
     def of(self, master: Tensor) -> torch.dtype:
         """Return the dtype of the computation with ``master``."""
-        return self.low if self.low is not None and master.is_floating_point() else master.dtype
+        if self.low is None or not master.is_floating_point() or is_stored_as_is(master):
+            return master.dtype
+        return self.low
 
     def differ(self, master: Tensor) -> bool:
         """Return whether ``master`` has a working copy in another dtype."""

@@ -27,6 +27,7 @@ from lightning_roundpipe.devices.heap import give_back
 from lightning_roundpipe.model.attributes import ModuleState, StateDiff
 from lightning_roundpipe.model.cast_weights import Uses
 from lightning_roundpipe.model.forward_hooks import Observers
+from lightning_roundpipe.model.quantized import aliases, follow
 from lightning_roundpipe.model.reachable import changes
 from lightning_roundpipe.model.replica import parameter_places, unique_parameters
 from lightning_roundpipe.runtime.memory.dtypes import Formats, widen
@@ -112,6 +113,8 @@ class HostLayer:
                 self.flats.append(FlatBuffer(held, device, formats, apart=False, in_place=in_place))
         owned.update({id(p): (flat, i) for flat in self.flats for i, p in enumerate(flat.masters)})
         self._held = {id(p): owned[id(p)] for p in self.masters}
+        self._aliases = aliases(module)
+        follow(self._aliases)
         self.place()
 
     def place(self) -> None:
@@ -187,6 +190,7 @@ class HostLayer:
         """Before a step: move values that user code has put in place of masters into the flat buffers."""
         for flat in self.flats:
             flat.reattach()
+        follow(self._aliases)
 
     def snapshot(self) -> None:
         """Save what `assert_unmodified` compares with. Call after all layers have reattached their masters."""

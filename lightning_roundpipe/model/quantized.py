@@ -1,0 +1,304 @@
+"""Weights in four or eight bits, as bitsandbytes keeps them: a packed parameter, and tensors that say how to unpack it.
+
+``bitsandbytes`` keeps scales and tables in plain objects (``QuantState``, ``MatmulLtState``) that are attributes of
+parameters or modules. These tensors are neither parameters nor buffers, so nothing would send them to a worker, and
+``Params4bit.to()`` moves them in place, for all threads at once. `prepare` turns each of them into a *companion*: an
+``nn.Parameter`` that is never trained. A layer's companions lie in its flat host buffer beside the packed bytes, and
+travel with them. A replica has a packed parameter and state objects of its own, whose tensors are views into the arena.
+
+The modules of ``bitsandbytes`` run unchanged: each use unpacks the weight on the worker.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+
+_PACKAGE = "bitsandbytes"
+_PACKED = ("Params4bit", "Int8Params")
+_EMBEDDINGS = ("Embedding4bit", "Embedding8bit")
+_FOUR_BITS = ("fp4", "nf4")
+_COMPANION = "_roundpipe_companion"
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """Return whether ``parameter`` is of a quantised class of bitsandbytes."""
+    return type(parameter).__name__ in _PACKED and _is_theirs(parameter)
+
+
+def is_stored_as_is(parameter: Tensor) -> bool:
+    """Return whether ``parameter`` keeps its dtype in every precision: it is packed, or a companion."""
+    return is_packed(parameter) or _COMPANION in parameter.__dict__
+
+
+def companions(module: nn.Module) -> list[nn.Parameter]:
+    """Return the companions in ``module``, each once, in an order that only depends on the module."""
+    if _PACKAGE not in sys.modules:
+        return []
+    held = (value for state in _states(module) for value in vars(state).values())
+    return list({id(v): v for v in held if isinstance(v, nn.Parameter) and _COMPANION in v.__dict__}.values())
+
+
+def empty_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a packed parameter of the same class, without values and without state."""
+    nothing = torch.empty(0, dtype=parameter.dtype, device=device)
+    made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), nothing, parameter.requires_grad)
+    return made
+
+
+Alias = tuple[Any, nn.Parameter]
+"""A state of bitsandbytes that refers to the bytes of an eight-bit weight, and that weight."""
+
+
+def aliases(module: nn.Module) -> list[Alias]:
+    """Return the states in ``module`` that `follow` keeps up to date."""
+    if _PACKAGE not in sys.modules:
+        return []
+    linear: Iterable[Any] = (inner for inner in module.modules() if hasattr(inner, "init_8bit_state"))
+    return [(inner.state, inner.weight) for inner in linear if inner.state.CB is not None]
+
+
+def follow(states: Iterable[Alias]) -> None:
+    """Make each state refer to the present memory of its weight."""
+    for state, weight in states:
+        state.CB = weight.data
+
+
+def prepare(module: nn.Module) -> None:
+    """Make the quantised weights of ``module`` ready for its layers to be copied to workers.
+
+    Weights of modules that were built on the CPU and never moved are quantised, as ``module.to(device)`` does. Scales
+    become companions. A parametrization that unpacks a weight keeps the result in its module instead of in a cache of
+    all threads. The layout that bitsandbytes chooses on some CPUs in evaluation, which rounds the scales, is
+    undone and not chosen again.
+
+    Raises:
+        RoundPipeError: a weight is quantised in a way that cannot be trained here.
+    """
+    _refuse_others(module)
+    if _PACKAGE not in sys.modules:
+        return
+    _refuse(module)
+    for inner in module.modules():
+        packed = [(name, p) for name, p in inner._parameters.items() if p is not None and is_packed(p)]
+        for _, parameter in packed:
+            if not _is_quantized(parameter):
+                inner.to("cpu")
+        if packed:
+            _settle(inner)
+        if type(inner).__name__ == "Bnb4bitParametrization" and _is_theirs(inner):
+            inner.__class__ = _unpacking_once()
+    for inner in module.modules():
+        if any(type(part) is _unpacking_once() for part in _parametrizations(inner)):
+            _keep_apart(inner)
+    for state in _states(module):
+        for name, value in vars(state).items():
+            if type(value) is Tensor and name != "CB":  # an alias
+                setattr(state, name, _companion(value))
+
+
+def load_states(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Load the scales and tables of quantised weights, which ``load_state_dict`` calls unexpected.
+
+    Args:
+        module: the module that the packed weights are loaded into afterwards.
+        state: a state dict with weights as bitsandbytes saves them, or without.
+
+    Returns:
+        ``state`` without what has been loaded.
+
+    Raises:
+        RoundPipeError: a weight of ``state`` is quantised otherwise than that of ``module``.
+    """
+    if _PACKAGE not in sys.modules:
+        return state
+    prepare(module)
+    left = dict(state)
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        weight: Any = inner._parameters.get("weight")
+        if weight is None or not is_packed(weight):
+            continue
+        start = f"{prefix}.".lstrip(".")
+        if hasattr(inner, "init_8bit_state"):
+            left.pop(f"{start}weight_format", None)
+            found = {name: left.pop(start + name) for name in ["SCB"] if start + name in left}
+            own = {"SCB": inner.state.SCB}
+        else:
+            head = f"{start}weight."
+            found = {key[len(head) :]: left.pop(key) for key in list(left) if key.startswith(head)}
+            own = weight.quant_state.as_dict(packed=True)
+            if found and found.keys() == own.keys():
+                own, found = _tensors(weight.quant_state), _tensors(type(weight.quant_state).from_dict(found, "cpu"))
+        if not found and f"{start}weight" not in left:
+            continue
+        if {k: (v.shape, v.dtype) for k, v in found.items()} != {k: (v.shape, v.dtype) for k, v in own.items()}:
+            raise RoundPipeError(
+                f"ckpt_path: {start + 'weight'!r} of the checkpoint is quantised otherwise than the model's, or not at "
+                f"all: it has {sorted(found) or 'no scales'}, the model has {sorted(own)}. Load the model with the "
+                "quantization_config of the run that wrote the checkpoint."
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(found[name])
+    return left
+
+
+def _tensors(state: Any, path: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a ``QuantState`` and of the one inside it, by name."""
+    held = {f"{path}{name}": value for name, value in vars(state).items() if isinstance(value, Tensor)}
+    return held if getattr(state, "state2", None) is None else held | _tensors(state.state2, f"{path}state2.")
+
+
+def _companion(tensor: Tensor) -> nn.Parameter:
+    made = nn.Parameter(tensor, requires_grad=False)
+    setattr(made, _COMPANION, True)
+    return made
+
+
+def _settle(module: nn.Module) -> None:
+    """Bring the weight of a quantised linear layer into the form in which it is trained."""
+    linear: Any = module
+    weight: Any = module._parameters.get("weight")
+    if hasattr(module, "support_avx512bf16_for_cpu"):
+        if getattr(weight.quant_state, "packing_format_for_cpu", False):
+            from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as unpack
+
+            weight.data, weight.quant_state = unpack(weight.data, weight.quant_state)
+        linear.support_avx512bf16_for_cpu = False
+        linear.quant_state = weight.quant_state
+    if hasattr(module, "init_8bit_state") and weight.CB is not None:
+        linear.init_8bit_state()  # as its first forward does
+
+
+@functools.cache
+def _unpacking_once() -> type[nn.Module]:
+    """Return the class of parametrizations that unpack a weight once in each forward of the module that has it."""
+    from bitsandbytes.nn.parametrize import Bnb4bitParametrization
+
+    class UnpackingOnce(Bnb4bitParametrization):
+        kept: list[Tensor] | None = None
+        """The unpacked weight, within a forward; None outside."""
+
+        def forward(self, packed: Tensor) -> Tensor:
+            if self.kept is None:
+                return super().forward(packed)
+            if not self.kept:
+                self.kept.append(super().forward(packed))
+            return self.kept[0]
+
+    return UnpackingOnce
+
+
+def _parametrizations(module: nn.Module) -> list[Any]:
+    held = module._modules.get("parametrizations")
+    return [part for parts in held.children() for part in parts.children()] if held is not None else []
+
+
+def _keep_apart(module: nn.Module) -> None:
+    """Replace the cache of unpacked weights that bitsandbytes shares among all threads with one of the module's."""
+    theirs = ("_enable_parametrization_cache", "_disable_parametrization_cache")
+    hooks: list[dict[int, Any]] = [module._forward_pre_hooks, module._forward_hooks]
+    found = [(held, key) for held in hooks for key, hook in held.items() if getattr(hook, "__name__", "") in theirs]
+    if not found:
+        return
+    for held, key in found:
+        del held[key]
+    module.register_forward_pre_hook(_begin_to_keep)
+    module.register_forward_hook(_keep_no_longer, always_call=True)
+
+
+def _begin_to_keep(module: nn.Module, _: Any) -> None:
+    for part in _parametrizations(module):
+        part.kept = []
+
+
+def _keep_no_longer(module: nn.Module, *_: Any) -> None:
+    for part in _parametrizations(module):
+        part.kept = None
+
+
+def _refuse_others(module: nn.Module) -> None:
+    """Raise for models that transformers has loaded in the format of another library."""
+    for name, inner in module.named_modules():
+        quantizer = inner.__dict__.get("hf_quantizer")
+        config = getattr(quantizer, "quantization_config", None)
+        if config is None or getattr(config, "dequantize", False):
+            continue
+        method = str(getattr(config.quant_method, "value", config.quant_method))
+        if not method.startswith(_PACKAGE):
+            raise RoundPipeError(
+                f"the weights of {(name or type(inner).__name__)!r} are quantised by {method}, which the roundpipe "
+                "strategy cannot train. Load the 16-bit checkpoint of the model with "
+                "quantization_config=BitsAndBytesConfig(load_in_4bit=True), or without quantization_config."
+            )
+
+
+def _refuse(module: nn.Module) -> None:
+    for prefix, inner in module.named_modules():
+        kinds = {kind.__name__ for kind in type(inner).__mro__ if kind.__module__.partition(".")[0] == _PACKAGE}
+        if found := kinds.intersection(_EMBEDDINGS):
+            raise RoundPipeError(
+                f"{prefix!r} is an embedding in four or eight bits ({min(found)}), whose weights bitsandbytes cannot "
+                "save. Leave embeddings as they are: llm_int8_skip_modules of BitsAndBytesConfig names modules that "
+                "are not quantised."
+            )
+        for name, parameter in inner._parameters.items():
+            if parameter is not None and is_packed(parameter):
+                _refuse_parameter(f"{prefix}.{name}".lstrip("."), parameter)
+
+
+def _refuse_parameter(name: str, parameter: Any) -> None:
+    if getattr(parameter, "has_fp16_weights", False):
+        raise RoundPipeError(
+            f"{name!r} is quantised anew from 16 bits in each forward (has_fp16_weights), which saves no memory and "
+            "keeps a copy that an update does not reach. Set llm_int8_has_fp16_weight=False (has_fp16_weights=False)."
+        )
+    if parameter.requires_grad:
+        raise RoundPipeError(
+            f"{name!r} is quantised ({type(parameter).__name__}) and has requires_grad=True: no optimizer can update "
+            "packed weights. Freeze it (requires_grad_(False)) and train adapters beside it: "
+            "peft.get_peft_model(model, LoraConfig(...)), or lora=all_linear. To train all weights, load the model "
+            "without quantization_config."
+        )
+    state = getattr(parameter, "quant_state", None)
+    kind = getattr(state, "quant_type", None) or getattr(parameter, "quant_type", None)
+    if kind is not None and kind not in _FOUR_BITS:
+        raise RoundPipeError(f"{name!r} has quant_type={kind!r}; only {' and '.join(_FOUR_BITS)} are known.")
+
+
+def _is_quantized(parameter: Any) -> bool:
+    if type(parameter).__name__ == "Int8Params":
+        return bool(parameter.dtype is torch.int8)
+    return bool(parameter.bnb_quantized)
+
+
+def _states(module: nn.Module) -> Iterator[Any]:
+    """Yield the state objects of bitsandbytes that are attributes in ``module``, and those inside them, each once."""
+    seen: set[int] = set()
+    for inner in module.modules():
+        yield from _inside(inner.__dict__.values(), seen)
+        for parameter in inner._parameters.values():
+            if parameter is not None and parameter.__dict__:
+                yield from _inside(parameter.__dict__.values(), seen)
+
+
+def _inside(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+    for value in values:
+        if not _is_theirs(value) or isinstance(value, (Tensor, nn.Module, type)) or id(value) in seen:
+            continue
+        if not hasattr(value, "__dict__"):
+            continue
+        seen.add(id(value))
+        yield value
+        yield from _inside(list(vars(value).values()), seen)
+
+
+def _is_theirs(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == _PACKAGE

@@ -1,0 +1,371 @@
+"""Models quantised by bitsandbytes train as under plain Lightning: packed weights travel, adapters are trained."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bitsandbytes as bnb
+import lightning.pytorch as pl
+import pytest
+import torch
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from harness import Result, assert_identical, assert_same, loader, ours, run, trainer_of
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.attributes import bits
+from lightning_roundpipe.model.quantized import companions, prepare
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+
+VOCAB, WIDTH = 97, 64
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "nf4": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "nf4 once": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False},
+    "fp4": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+    "nf4 in fp32": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.float32},
+    "nf4 in bf16": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16},
+    "int8": {"load_in_8bit": True},
+}
+PLAN = "forward 0-1 2; fused 3-6; backward 2 0-1; round 2"
+
+
+@functools.cache
+def folder() -> Path:
+    """A tiny Llama in 32 bits."""
+    import tempfile
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    path = Path(tempfile.mkdtemp())
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def quantised(name: str, source: Path | None = None, *, compute: torch.dtype = torch.float32) -> nn.Module:
+    options = FORMATS[name]
+    if "load_in_8bit" not in options:
+        options = options | {"load_in_4bit": True, "bnb_4bit_compute_dtype": compute}
+    config = {"quantization_config": BitsAndBytesConfig(**options)} if source is None else {}
+    return AutoModelForCausalLM.from_pretrained(source or folder(), dtype=torch.float32, device_map="cpu", **config)
+
+
+class Task(pl.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.log("val", self.model(**batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def task(name: str = "nf4", source: Path | None = None, *, compute: torch.dtype = torch.float32, **lora: Any) -> Task:
+    model = prepare_model_for_kbit_training(quantised(name, source, compute=compute), use_gradient_checkpointing=False)
+    torch.manual_seed(1)
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"} | lora
+    return Task(get_peft_model(model, LoraConfig(**options))).train()
+
+
+@functools.cache
+def batches(count: int = 2, size: int = 4) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(0, VOCAB, (size, 10), generator=generator) for _ in range(count)]
+    return [{"input_ids": ids, "labels": ids.clone()} for ids in drawn]
+
+
+def trained(
+    module: pl.LightningModule, devices: int = 2, data: Any = None, precision: Any = None, **options: Any
+) -> Result:
+    chosen = ours(**({"num_microbatches": 2} | options))
+    return run(chosen, module, data or batches(), devices=devices, precision=precision)
+
+
+# -- the same numbers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_equals_plain_training_and_has_the_same_bits_for_all_devices_and_plans(name: str) -> None:
+    module = task(name)
+    first = trained(module, 1)
+    assert_same(run("auto", module, batches()), first)
+    assert_identical(first, trained(module, 2, plan=PLAN))
+    assert_identical(first, trained(module, 3, plan=PLAN + "; single weights gradients"))
+
+
+def test_adapters_that_read_the_base_weights() -> None:
+    """DoRA unpacks the base's weight by itself, and on the CPU puts another parameter in its place."""
+    module = task(use_dora=True)
+    assert_same(run("auto", module, batches()), trained(module, plan=PLAN))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", ["nf4", "nf4 in fp32", "int8"])
+def test_low_precision_leaves_packed_weights_and_scales_alone(name: str, precision: str) -> None:
+    module = task(name, compute=torch.bfloat16)
+    before = {key: value.clone() for key, value in module.state_dict().items() if "base_layer" in key}
+    result = trained(module, precision=precision)
+    scales = [value for key, value in result.state.items() if key.endswith(("absmax", "SCB", "quant_map"))]
+    assert scales
+    assert torch.bfloat16 not in {value.dtype for value in scales}
+    for key, value in before.items():
+        if not key.endswith(("nf4", "weight_format")):
+            assert torch.equal(bits(result.state[key]), bits(value)), key
+    if not (name == "nf4 in fp32" and precision == "bf16-true"):  # plain Lightning casts the packed bytes and fails
+        plain = run("auto", module, batches(), precision=precision)
+        for one, other in zip(plain.losses, result.losses, strict=True):
+            assert abs(one - other) < 0.01
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = bnb.nn.Linear4bit(32, 32, compute_dtype=torch.float32, quant_type="nf4").requires_grad_(False)
+        self.trained = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.trained(torch.relu(self.frozen(x)))
+
+
+class Experts(nn.Module):
+    """Three matrices in one parameter, unpacked by a parametrization of bitsandbytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(3, 32, 32) / 6, requires_grad=False)
+        self.trained = nn.Linear(32, 32)
+        replace_parameter_4bit(self, "matrices", compress_statistics=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.trained(sum(torch.relu(x @ self.matrices[i]) for i in range(3)))
+
+
+class WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.experts(x))
+
+
+class Own(pl.LightningModule):
+    """A module without transformers.
+
+    Args:
+        blocks: its layers.
+        quantised: whether its weights have been quantised, which moving it to a device does.
+        code: whether user code between layers reads packed weights.
+    """
+
+    def __init__(self, blocks: list[nn.Module] | None = None, *, quantised: bool = True, code: bool = False) -> None:
+        super().__init__()
+        self.into = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(blocks or [Block() for _ in range(4)])
+        self.code = bnb.nn.Linear4bit(32, 32, compute_dtype=torch.float32).requires_grad_(False) if code else None
+        self.out = nn.Linear(32, 8)
+        if quantised:
+            self.to("cpu")
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        x = self.into(batch)
+        for block in self.blocks:
+            x = block(x)
+        if self.code is not None:
+            x = bnb.matmul_4bit(x, self.code.weight, quant_state=self.code.weight.quant_state)
+        return self.out(x).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(4, 32, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Own,
+        functools.partial(Own, quantised=False),
+        functools.partial(Own, code=True),
+        lambda: Own([Experts(), Block(), Experts()]),
+        lambda: Own([WithExperts(), WithExperts(), Block()]),
+    ],
+    ids=["linear", "not yet quantised", "user code", "layers of experts", "experts in layers"],
+)
+def test_modules_of_the_users_own(make: Any) -> None:
+    torch.manual_seed(3)
+    module = make()
+    assert_same(run("auto", module, rows()), trained(module, data=rows()))
+
+
+def test_a_parametrization_unpacks_once_a_forward_and_shares_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of torch.nn.utils.parametrize is one for all threads, and its counter is not safe among them."""
+    counts: list[int] = []
+    real = bnb.functional.dequantize_4bit
+
+    def dequantize(*args: Any, **kwargs: Any) -> Tensor:
+        counts.append(torch.nn.utils.parametrize._cache_enabled)
+        return real(*args, **kwargs)
+
+    module = Own([WithExperts()])
+    prepare(module)
+    prepare(module)
+    monkeypatch.setattr(bnb.functional, "dequantize_4bit", dequantize)
+    module.blocks[0](rows()[0])
+    assert counts == [0]
+    assert module.blocks[0].experts.parametrizations.matrices[0].kept is None  # type: ignore[union-attr, index]
+
+
+def test_validation_equals_plain_validation() -> None:
+    module = task()
+    for linear in (m for m in module.modules() if isinstance(m, bnb.nn.Linear4bit)):
+        linear.support_avx512bf16_for_cpu = False  # it would compute in bf16
+    plain, mine = (
+        trainer_of(strategy, devices=devices).validate(copy.deepcopy(module), loader(batches()), verbose=False)
+        for strategy, devices in (("auto", 1), (ours(num_microbatches=2), 2))
+    )
+    assert mine[0]["val"] == pytest.approx(plain[0]["val"], rel=1e-5)
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------
+
+
+def uploads(module: pl.LightningModule, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], set[int]]:
+    """Bytes of each layer's uploads, and the ids of the states that workers have computed with."""
+    sent: dict[str, int] = {}
+    states: set[int] = set()
+    real, product = HostLayer.upload, bnb.matmul_4bit
+
+    def upload(self: HostLayer, *args: Any, **kwargs: Any) -> None:
+        sent[self.name] = self.nbytes
+        real(self, *args, **kwargs)
+
+    def matmul(*args: Any, quant_state: Any, **kwargs: Any) -> Tensor:
+        states.add(id(quant_state))
+        return product(*args, quant_state=quant_state, **kwargs)
+
+    monkeypatch.setattr(HostLayer, "upload", upload)
+    monkeypatch.setattr(bnb, "matmul_4bit", matmul)
+    trained(module, plan=PLAN)
+    return sent, states
+
+
+def test_packed_bytes_travel_and_each_worker_has_a_state_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = task()
+    linear = [m for m in module.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    sent, states = uploads(module, monkeypatch)
+    block = sent["model.base_model.model.model.layers.2"]
+    weights = sum(m.in_features * m.out_features for m in linear) // 4
+    adapters = 4 * sum(p.numel() for p in module.parameters() if p.requires_grad) // 4
+    tables = 7 * (16 + 256 + 1 + 1) * 4  # two tables, an offset and a scale of scales for each of seven weights
+    padding = (7 * 6 + 14 + 2) * 256
+    least = weights / 2 + weights / 64 + adapters + 2 * 4 * WIDTH
+    assert least < block <= least + tables + padding
+    assert not states & {id(m.weight.quant_state) for m in linear}
+
+
+def test_the_module_is_left_as_it_was(tmp_path: Path) -> None:
+    """Its state dict has the keys of bitsandbytes, and plain transformers loads what it saves."""
+    module = task()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    result = trained(module)
+    assert result.module is not None
+    assert result.state.keys() == before.keys()
+    assert not any(isinstance(value, nn.Parameter) for value in result.state.values())
+    base = result.module.model.unload()
+    base.save_pretrained(tmp_path)
+    again = task(source=tmp_path)
+    assert_same(run("auto", again, batches(1)), run("auto", module, batches(1)))
+
+
+def test_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    """Plain Lightning calls the scales in its own checkpoint unexpected."""
+    for name in ("nf4", "int8"):
+        module = task(name)
+        whole = trained(module, data=batches() * 2)
+        trainer = trainer_of(ours(num_microbatches=2), devices=2)
+        trainer.fit(copy.deepcopy(module), loader(batches()))
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        other = copy.deepcopy(module)
+        for tensor in [*other.parameters(), *companions(other)]:
+            tensor.data.zero_()
+        trainer_of(ours(num_microbatches=2), devices=2, max_epochs=2).fit(
+            other, loader(batches()), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=False
+        )
+        for key, value in other.state_dict().items():
+            if not key.endswith("__nf4"):
+                assert torch.equal(value, whole.state[key]), key
+
+
+def test_an_evaluation_before_leaves_the_weights_usable() -> None:
+    """On some CPUs bitsandbytes lays weights out anew in evaluation, in a form that cannot be trained."""
+    module = task()
+    module.eval()
+    with torch.no_grad():
+        loss = module.model(**batches()[0]).loss
+    result = trained(module.train())
+    assert abs(result.losses[0] - loss) < 1e-2
+    for linear in (m for m in result.module.modules() if isinstance(m, bnb.nn.Linear4bit)):  # type: ignore[union-attr]
+        assert not getattr(linear.weight.quant_state, "packing_format_for_cpu", False)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def spoiled(kind: str) -> pl.LightningModule:
+    module = Own()
+    if kind == "trained":
+        weight = task("nf4 in fp32")
+        next(p for p in weight.parameters() if isinstance(p, bnb.nn.Params4bit)).requires_grad_(True)
+        return weight
+    if kind == "embedding":
+        module.into = bnb.nn.EmbeddingNF4(32, 32)
+    if kind == "gptq":
+        module.into.hf_quantizer = SimpleNamespace(quantization_config=GPTQConfig(bits=4))
+    if kind == "sixteen":
+        module.into = bnb.nn.Linear8bitLt(32, 32, has_fp16_weights=True)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("trained", "adapters"),
+        ("embedding", "llm_int8_skip_modules"),
+        ("sixteen", "llm_int8_has_fp16_weight=False"),
+        ("gptq", "'into' are quantised by gptq.*BitsAndBytesConfig"),
+    ],
+)
+def test_refused_by_name_with_a_remedy(kind: str, words: str) -> None:
+    with pytest.raises(RoundPipeError, match=words):
+        trained(spoiled(kind), data=rows())
+
+
+def test_a_checkpoint_of_another_quantisation_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(ours(num_microbatches=2), devices=2)
+    trainer.fit(task("nf4"), loader(batches(1)))
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    for other in ("nf4 once", "int8"):
+        with pytest.raises(RoundPipeError, match="quantised otherwise"):
+            trainer_of(ours(num_microbatches=2), devices=2, max_epochs=2).fit(
+                task(other), loader(batches(1)), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=False
+            )
