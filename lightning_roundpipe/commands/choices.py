@@ -42,8 +42,9 @@ DTYPES: Mapping[Precision, torch.dtype] = {
 
 
 def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Quantization | None]:
-    """The configuration of a model in ``conf/model``, or of a Hugging Face ``config.json`` or a folder with one, and the
-    format of its weights if they are in few bits.
+    """The configuration of a model in ``conf/model``, or of a Hugging Face ``config.json`` or a folder with one.
+
+    With it, the format of its weights if they are in few bits.
 
     ``changed`` are settings of it that the command line changes, as ``model.num_hidden_layers=4``.
 

@@ -6,14 +6,16 @@ and routers stay in the format that layers compute in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from lightning_roundpipe.commands.options import Settings, did_you_mean
-from lightning_roundpipe.planning.packing import Packed, PackedFormat, pack
+from lightning_roundpipe.planning.packing import BLOCK, Packed, PackedFormat, pack
 
 NAMES = ("quantization", "double_quantization")
 """Settings of a model that are about this."""
@@ -82,26 +84,55 @@ def _of_files(config: object) -> dict[str, str]:
 
 
 def packed_weights(model: nn.Module, quantization: Quantization) -> dict[nn.Parameter, Packed]:
-    """The weights of ``model`` that are in few bits; adapters, if it has any, are not among them."""
+    """The weights of ``model`` that are in few bits; adapters, if it has any, are not among them.
+
+    Raises:
+        ValueError: it has experts that cannot be quantised, or adapters in quantised experts' weights.
+    """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     kept = {id(getattr(head, "weight", None))}
     found = {}
-    for module in model.modules():
-        experts = _experts(module)
-        if experts:
-            kept |= {id(child.weight) for child in module.children() if _is_router(child, experts)}
-        for name, weight in module.named_parameters(recurse=False):
-            linear = isinstance(module, nn.Linear) and name == "weight"
-            if (linear or weight.ndim == 3) and not weight.requires_grad and id(weight) not in kept:
-                found[weight] = pack(weight.shape, quantization.form, quantization.double, weight.element_size())
+    for name, module in model.named_modules():
+        if count := _experts_inside(module):
+            kept |= {id(child.weight) for child in module.children() if _is_router(child, count)}
+        for own, weight in module.named_parameters(recurse=False):
+            if weight.requires_grad or id(weight) in kept:
+                continue
+            if weight.ndim == 3:
+                _check_experts(f"{name}.{own}", module, weight, quantization)
+            elif not (isinstance(module, nn.Linear) and own == "weight"):
+                continue
+            found[weight] = pack(weight.shape, quantization.form, quantization.double, weight.element_size())
+        if isinstance(module, ParamWrapper):
+            raise ValueError(
+                f"model.quantization={quantization.form}: experts in few bits take no adapters of their own, and "
+                f"{module.parameter_name} has some (lora.target_parameters). Adapt attention alone: lora=attention."
+            )
     return found
 
 
-def _experts(module: nn.Module) -> int:
+def _experts_inside(module: nn.Module) -> int:
     """How many experts a child of ``module`` has; 0: none has any."""
     weights = (weight for child in module.children() for weight in child.parameters(recurse=False))
     return max((len(weight) for weight in weights if weight.ndim == 3), default=0)
 
 
 def _is_router(module: nn.Module, experts: int) -> bool:
-    return isinstance(module, nn.Linear) and module.out_features == experts
+    return isinstance(module, nn.Linear) and module.out_features in (1, experts)
+
+
+def _check_experts(name: str, module: nn.Module, weight: nn.Parameter, quantization: Quantization) -> None:
+    """That training quantises them, too."""
+    setting = f"model.quantization={quantization.form}: {name}"
+    if not hasattr(module, "is_transposed"):  # transformers' own way to compute experts, which training takes over
+        raise ValueError(
+            f"{setting} of {type(module).__name__} holds experts in a way that cannot be quantised. Plan for "
+            "model.quantization=null."
+        )
+    if quantization.form == "int8":
+        raise ValueError(f"{setting} holds experts, which are quantised in four bits only: model.quantization=nf4.")
+    if math.prod(weight.shape[1:]) % BLOCK:
+        raise ValueError(
+            f"{setting} has experts of {weight.shape[1]} x {weight.shape[2]} weights, which are no whole blocks of "
+            f"{BLOCK}. Plan for model.quantization=null."
+        )

@@ -62,8 +62,7 @@ _EIGHT_BITS = {
     "bitsandbytes::int8_scaled_mm": 1,
     "bitsandbytes::int8_mixed_scaled_mm": 2,
 }
-"""Products of int8 factors, and which argument is the weight. `Hardware` has no rate for them: they are counted as bf16,
-which is slower."""
+"""Products of int8 factors, and which argument is the weight. They are counted at the rate of bf16, which is slower."""
 
 
 @dataclass
@@ -163,7 +162,7 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         grouped = "grouped_mm" in func._schema.name
-        work, copies = self._scopes[-1], self._unpack(func, args, kwargs, grouped)
+        work, copies = self._scopes[-1], self._unpack(func, args, kwargs)
         work.allocate(copies)
         out = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
         self._hold([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
@@ -171,11 +170,8 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
         self._count(func, args, kwargs, out)
         return out
 
-    def _unpack(self, func: Any, args: Any, kwargs: Any, grouped: bool) -> int:
-        """Counts the copies of packed weights that an operation reads; returns the bytes that are there at once.
-
-        Experts' products take one expert after another, and any other operation on experts' weights takes all of them.
-        """
+    def _unpack(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Counts the copies of packed weights that an operation reads; returns the bytes that are there at once."""
         if not self._packed or func.is_view or func._schema.name.startswith(_FREE):
             return 0
         held = 0
@@ -187,8 +183,8 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
             self.add(0.0, packed.nbytes + weight.nbytes + packed.scratch_bytes, "fp32")
             work, kernels = self._scopes[-1], packed.kernels * packed.pieces
             work.seconds += (kernels - 1) * self._hardware.kernel_s
-            work.unpackings += kernels + packed.pieces  # and a view of each piece
-            held += weight.nbytes // (packed.pieces if grouped else 1) + packed.buffer_bytes
+            work.unpackings += kernels + packed.views * packed.pieces
+            held += weight.nbytes // packed.pieces + packed.buffer_bytes
         return held
 
     @contextmanager

@@ -14,7 +14,7 @@ from typing import Literal
 
 PackedFormat = Literal["nf4", "fp4", "int8"]
 
-_BLOCK = 64
+BLOCK = 64
 """Weights of four bits that share a scale."""
 _SCALES = 256
 """Scales of eight bits that share a scale."""
@@ -29,13 +29,15 @@ class Packed:
         parts: bytes of each tensor that belongs to it.
         pieces: matrices that are dequantised one at a time: one, or those of all experts.
         kernels: operations that dequantise a piece.
+        views: operations of the interpreter that come with these and compute nothing.
         scratch_bytes: memory traffic of dequantising all pieces, beside reading ``parts`` and writing the copies.
         buffer_bytes: that dequantising a piece takes beside its copy.
     """
 
     parts: tuple[int, ...]
-    pieces: int = 1
-    kernels: int = 1
+    pieces: int
+    kernels: int
+    views: int
     scratch_bytes: int = 0
     buffer_bytes: int = 0
 
@@ -53,23 +55,18 @@ def pack(shape: Sequence[int], form: PackedFormat, double: bool, copy_itemsize: 
         double: whether the scales of four-bit weights are in eight bits themselves.
         copy_itemsize: bytes of a number of the copies.
     """
-    pieces = shape[0] if len(shape) == 3 else 1
-    weights = math.prod(shape) // pieces
+    numbers, pieces = math.prod(shape), shape[0] if len(shape) == 3 else 1
     if form == "int8":
-        rows = shape[-2]
-        # The copy is written unscaled, then read and written once more.
-        scratch = 2 * weights * copy_itemsize * pieces
-        return Packed((weights * pieces, _FP32 * rows * pieces), pieces, kernels=3, scratch_bytes=scratch)
-    data, blocks = -(-weights // 2) * pieces, -(-weights // _BLOCK)
-    table = 16 * _FP32
+        scratch = 2 * numbers * copy_itemsize  # the copy is written unscaled, then read and written once more
+        return Packed((numbers, _FP32 * (numbers // shape[-1])), pieces, kernels=3, views=2, scratch_bytes=scratch)
+    data, scales, table = -(-numbers // 2), -(-numbers // BLOCK), 16 * _FP32
     if not double:
-        return Packed((data, _FP32 * blocks * pieces, table), pieces)
-    scales = _FP32 * -(-blocks // _SCALES) * pieces
-    # Scales are dequantised, and get their mean back in place, before blocks are.
+        return Packed((data, _FP32 * scales, table), pieces, kernels=1, views=3)
     return Packed(
-        (data, blocks * pieces, table, scales, 256 * _FP32, _FP32 * pieces),
+        (data, scales, table, _FP32 * -(-scales // _SCALES), 256 * _FP32, _FP32),
         pieces,
         kernels=3,
-        scratch_bytes=4 * _FP32 * blocks * pieces,
-        buffer_bytes=_FP32 * blocks,
+        views=3 if pieces == 1 else 5,
+        scratch_bytes=4 * _FP32 * scales,  # written, read and written with their mean, and read
+        buffer_bytes=_FP32 * -(-scales // pieces),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 from torch import nn
 
 from lightning_roundpipe.commands.machines import read_machine
+from lightning_roundpipe.planning import CallCost, Costs, Plan
+from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.meter import Counter, Work
 from lightning_roundpipe.planning.packing import pack
+from lightning_roundpipe.planning.pipeline import run_steps
+from lightning_roundpipe.planning.profile import Hardware
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -93,10 +98,129 @@ def test_eight_bits_take_what_bitsandbytes_stores(shape: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("double", [False, True])
-def test_experts_are_matrices_beside_each_other(double: bool) -> None:
-    """Their tables are there once."""
-    one, five = (pack(shape, "nf4", double, 2) for shape in ((100, 37), (5, 100, 37)))
-    tables = 4 * 16 + (4 * 256 if double else 0)
-    assert five.nbytes - tables == 5 * (one.nbytes - tables)
+def test_experts_are_packed_together_and_dequantised_one_by_one(double: bool) -> None:
+    weight = torch.randn(5, 96, 64)
+    data, state = bnb.functional.quantize_4bit(weight, blocksize=64, compress_statistics=double, quant_type="nf4")
+    stored = [data, state.absmax, state.code]
+    stored += [state.state2.absmax, state.state2.code, state.offset] if double else []
+    one, five = (pack(shape, "nf4", double, 2) for shape in ((96, 64), (5, 96, 64)))
+    assert five.parts == tuple(tensor.nbytes for tensor in stored)
     assert (one.pieces, five.pieces) == (1, 5)
     assert five.scratch_bytes == 5 * one.scratch_bytes and five.buffer_bytes == one.buffer_bytes
+
+
+# -- costs of a model whose weights are packed ------------------------------------------------------------------------
+
+MACHINE = replace(read_machine("rtx4090x8"), issue_s=1.0)
+NO_OVERHEAD = replace(MACHINE, kernel_s=0.0)
+
+
+class Products(nn.Module):
+    """Two of them, perhaps of each expert."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = experts
+        shapes = ((experts, 64, 96), (experts, 96, 64)) if experts else ((64, 96), (96, 64))
+        self.first, self.second = (nn.Parameter(torch.empty(s, device="meta", dtype=torch.bfloat16)) for s in shapes)
+        self.requires_grad_(False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if not self.experts:
+            return torch.relu(states @ self.first) @ self.second
+        ends = torch.empty(self.experts, dtype=torch.int32, device="meta")
+        inner = torch.relu(torch.nn.functional.grouped_mm(states, self.first, offs=ends))
+        return torch.nn.functional.grouped_mm(inner, self.second, offs=ends)  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.inner = Products(experts)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.inner(states)  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()
+        self.before = nn.Linear(64, 64, device="meta", dtype=torch.bfloat16)
+        self.layer = Layer(experts)
+
+    def forward(self, x: torch.Tensor, use_cache: bool) -> Any:
+        return type("Output", (), {"loss": self.layer(self.before(x)).float().sum()})
+
+
+def layer_cost(double: bool | None, experts: int = 0, machine: Hardware = NO_OVERHEAD, rows: int = 256) -> CallCost:
+    """Of the layer, whose weights are plain (None) or packed."""
+    model = Model(experts)
+    weights = list(model.layer.parameters())
+    packed = {} if double is None else {weight: pack(weight.shape, "nf4", double, 2) for weight in weights}
+    layers = {"before": model.before, "layer": model.layer}
+    batch = {"x": torch.empty(rows, 64, device="meta", dtype=torch.bfloat16)}
+    return estimate_costs(
+        model, layers, batch, machine, packed=packed, experts_in_turn=bool(experts) and double is not None
+    ).calls[1]
+
+
+def traffic(seconds: float) -> float:
+    return seconds * NO_OVERHEAD.memory_bandwidth * NO_OVERHEAD.memory_efficiency
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_each_use_of_a_packed_weight_writes_a_copy(double: bool) -> None:
+    """In forward, which is also the recomputation, and in backward for the gradient of the inputs."""
+    plain, packed = layer_cost(None), layer_cost(double)
+    numbers = 2 * 64 * 96
+    scales = numbers / 64
+    own = numbers / 2 + (scales + 2 * 4 + 2 * 1024 + 2 * 4 if double else 4 * scales) + 2 * 64
+    more = own + 2 * numbers + (16 * scales if double else 0)
+    assert traffic(packed.forward_s - plain.forward_s) == pytest.approx(more)
+    assert traffic(packed.backward_s - plain.backward_s) == pytest.approx(more)
+
+
+def test_packed_weights_travel_and_lie_on_a_worker_packed() -> None:
+    plain, packed = layer_cost(None), layer_cost(True)
+    assert plain.weight_bytes == 2 * 2 * 64 * 96
+    # Bytes, scales, a table, scales of scales, their table and their mean: each begins at a multiple of 256.
+    assert packed.weight_bytes == 2 * (64 * 96 // 2 + 5 * 256 + 3 * 256)
+    assert packed.gradient_bytes == plain.gradient_bytes == 0
+    assert packed.boundary_bytes == plain.boundary_bytes
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_one_copy_is_there_at_a_time(experts: int) -> None:
+    """Beside what its product takes; no copy waits for backward."""
+    plain, packed = (layer_cost(double, experts, rows=1) for double in (None, False))
+    assert plain.activation_bytes < 2 * 64 * 96 <= packed.activation_bytes < 2 * 64 * 96 + plain.activation_bytes
+    assert packed.kept_bytes == plain.kept_bytes
+
+
+def test_dequantising_is_issued_in_forward_and_in_backward() -> None:
+    """Three kernels and what leads to them, for each of two weights; autograd issues the other operations by itself."""
+    plain, packed = layer_cost(None), layer_cost(True)
+    assert packed.issue_s - plain.issue_s == packed.backward_issue_s == 2 * (3 + 3)
+    assert plain.backward_issue_s == 0
+    slow = replace(NO_OVERHEAD, kernel_s=1.0)
+    assert layer_cost(True, machine=slow).forward_s - layer_cost(None, machine=slow).forward_s == pytest.approx(2 * 3)
+
+
+def test_experts_are_dequantised_one_after_another() -> None:
+    plain, packed = layer_cost(None, 4), layer_cost(True, 4)
+    assert packed.is_synchronous and not plain.is_synchronous
+    assert packed.backward_issue_s == 4 * 2 * (3 + 5)
+    assert packed.issue_s > plain.issue_s + packed.backward_issue_s
+
+
+def test_the_interpreter_holds_up_backward_where_it_has_to_issue_it() -> None:
+    """A turn of 3 seconds waits for 5 of the interpreter; two workers take turns at it."""
+    call = CallCost("0", 1.0, 2.0, 0, 0, 0, 0, True)
+    slow = Costs((replace(call, backward_issue_s=5.0), replace(call, layer="1")))
+    free = Costs((call, replace(call, layer="1")))
+    fused = Plan.parse("forward none; fused 0-1; backward none; round 4")
+    assert run_steps(fused, slow, 1, 4).makespan_s == run_steps(fused, free, 1, 4).makespan_s == 4 * 6
+    apart = Plan.per_call(2, 4)
+    assert run_steps(apart, free, 1, 4).makespan_s == 4 * (1 + 3 + 3)
+    assert run_steps(apart, slow, 1, 4).makespan_s == 4 * (1 + 3 + 1 + 5)
+    assert run_steps(apart, slow, 2, 4).makespan_s >= 4 * 5
