@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,16 @@ class Wish:
     reduce_dtype: str | None = None
     like_paper: bool = False
 
+    def changed(self, changes: Mapping[str, Any]) -> Wish:
+        """With other values of these options; ``model.NAME`` and ``lora.NAME`` are settings."""
+        options: dict[str, Any] = {}
+        for name, value in changes.items():
+            group, dot, setting = name.partition(".")
+            field = f"{group}_settings" if dot else name
+            before = options.get(field, getattr(self, field))
+            options[field] = tuple({**dict(before), setting: value}.items()) if dot else value
+        return replace(self, **options)
+
 
 class ModelShape:
     """A model without data, on a machine.
@@ -108,6 +120,7 @@ class ModelShape:
         self.parameters = Parameters(
             trained, frozen, weights[0].element_size(), bool(staleness), sum(p.numel() for p in self._packed),
             sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
+            any(one.pieces > 1 for one in self._packed.values()),
         )  # fmt: skip
 
     def _size(self, layer: nn.Module) -> Size:
@@ -139,7 +152,7 @@ class ModelShape:
 
     def _estimate(self, **batch: Tensor) -> Costs:
         # Experts in few bits are dequantised one after another, for the tokens that each of them has.
-        in_turn = self._like_paper or any(one.pieces > 1 for one in self._packed.values())
+        in_turn = self._like_paper or self.parameters.packed_experts
         return estimate_costs(
             self._module, self._layers, batch, self.hardware, packed=self._packed, experts_in_turn=in_turn
         )

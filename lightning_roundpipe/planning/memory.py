@@ -47,6 +47,7 @@ class Parameters:
         packed: of the frozen ones, those that are in few bits.
         packed_bytes: of these, scales included.
         packed_as: their format, in words.
+        packed_experts: whether experts' weights are among them.
     """
 
     trained: int
@@ -56,6 +57,7 @@ class Parameters:
     packed: int = 0
     packed_bytes: int = 0
     packed_as: str = ""
+    packed_experts: bool = False
 
 
 MASTER_BYTES = 4
