@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,14 @@ def host(found: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "name", "bits"),
+    ("settings", "name"),
     [
-        (("model.quantization=nf4",), "nf4 with scales in 8 bits", None),
-        (("model.quantization=fp4", "model.double_quantization=false"), "fp4 with scales in 32 bits", None),
-        (("model.quantization=int8",), "int8", None),
+        (("model.quantization=nf4",), "nf4 with scales in 8 bits"),
+        (("model.quantization=fp4", "model.double_quantization=false"), "fp4 with scales in 32 bits"),
+        (("model.quantization=int8",), "int8"),
     ],
 )
-def test_the_host_holds_frozen_weights_packed(command: Any, settings: tuple[str, ...], name: str, bits: None) -> None:
+def test_the_host_holds_frozen_weights_packed(command: Any, settings: tuple[str, ...], name: str) -> None:
     plain, packed = answer(command, *TINY), answer(command, *TINY, *settings)
     before, after = host(plain), host(packed)
     form: Any = name.split()[0]
@@ -67,20 +68,18 @@ def test_the_host_holds_frozen_weights_packed(command: Any, settings: tuple[str,
 def test_packed_weights_travel_in_less_time_and_take_more_to_compute(command: Any) -> None:
     """A quarter of the bytes, and the copies on top of each product."""
     plan = "plan=forward 0-2 3-5; fused 6-8; backward 4-5 2-3 0-1; round 16"
-    plain, packed = (answer(command, *TINY, plan, *more) for more in ((), ("model.quantization=nf4",)))
-    for one, other in zip(plain["stages"], packed["stages"], strict=True):
-        assert other["ms"] > one["ms"]
-    inner = [
-        (one["weight_bytes"], other["weight_bytes"])
-        for one, other in zip(plain["stages"], packed["stages"], strict=True)
-    ]
-    assert all(other < 0.6 * one for one, other in inner[3:5])
-    assert answer(command, *TINY, plan, "model.quantization=null") == plain
+    options = tuple(text for text in TINY if not text.startswith("search"))
+    wide = (*options, "model.hidden_size=512", plan)
+    plain, packed = (answer(command, *wide, *more) for more in ((), ("model.quantization=nf4",)))
+    pairs = list(zip(plain["stages"], packed["stages"], strict=True))
+    assert all(one["ms"] < other["ms"] for one, other in pairs)
+    assert all(other["weight_bytes"] < 0.5 * one["weight_bytes"] for one, other in pairs[1:2] + pairs[3:5])
+    assert answer(command, *wide, "model.quantization=null") == plain
 
 
 def test_the_answer_says_how_they_are_counted(command: Any) -> None:
     text = " ".join(command(*TINY, "model.quantization=nf4")[1].split())
-    assert "of the frozen weights are in nf4 with scales in 8 bits (model.quantization=), 4." in text
+    assert re.search(r"frozen weights are in nf4 with scales in 8 bits \(model.quantization=\), [\d.]+ bits each", text)
     assert "Every product reads a copy that is made for it. The others are counted in 16 bits" in text
     assert "GPUs multiply int8" in " ".join(command(*TINY, "model.quantization=int8")[1].split())
     experts = ("model=tiny_qwen3_235b_a22b", *TINY[1:4], "lora=attention", "model.quantization=nf4")
@@ -136,7 +135,7 @@ def test_four_bits_are_what_helps_where_frozen_weights_are_too_large(command: An
     found = answer(command, *adapted, limit)
     assert not found["fits"]
     remedies = {one["settings"]: one for one in found["would_fit"]}
-    assert list(remedies)[0] == "model.quantization=nf4"
+    assert next(iter(remedies)) == "model.quantization=nf4"
     again = answer(command, *adapted, limit, "model.quantization=nf4")
     assert again["fits"] and again["tokens_per_s"] == remedies["model.quantization=nf4"]["tokens_per_s"]
     together = answer(command, *options, limit)["would_fit"]
@@ -148,6 +147,7 @@ def test_four_bits_are_what_helps_where_frozen_weights_are_too_large(command: An
     assert not packed["fits"] and not any("model.quantization" in one["changes"] for one in packed["would_fit"])
 
 
+@pytest.mark.slow
 def test_tables_say_it_of_all_rows(command: Any) -> None:
     code, out, _ = command(*TINY[1:], "model.quantization=nf4", "model=tiny_llama,tiny_llama3_1_8b")
     assert code == 0 and "model.quantization=nf4" in out
