@@ -148,7 +148,7 @@ def weights(row: Row, found: dict[str, ModelShape]) -> str:
     sizes = [(counts.packed_bytes + others) / GIB, counts.compute_bytes * counts.frozen / GIB]
     return (
         f"The {counts.frozen / 1e9:.1f} billion frozen weights of {row.title} take {sizes[1]:,.1f} GiB in 16 bits, and "
-        f"{sizes[0]:,.1f} GiB with {counts.packed / 1e9:.1f} billion of them in nf4. Adapters: `lora={row.lora}`."
+        f"{sizes[0]:,.1f} GiB\nwith {counts.packed / 1e9:.1f} billion of them in nf4. Adapters: `lora={row.lora}`."
     )
 
 
