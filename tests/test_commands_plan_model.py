@@ -498,7 +498,7 @@ def test_the_longest_sequence_is_the_longest(command: Any, tmp_path: Path) -> No
         (("model=tiny_llama", "hardware=cpu", "lora=attention", "lora.r=[4"), "lora.r=[4 cannot be read"),
         (("model=tiny_llama", "hardware=cpu", "lora=attention", "lora.r=-1"), "lora=attention does not fit"),
         (("model=tiny_llama", "hardware=cpu", "model.hiden_size=4"), "Did you mean hidden_size?"),
-        (("model=qwen3_31b", "hardware=cpu"), "Did you mean qwen3_32b? Allowed are gpt_oss_20b, llama3_1_8b"),
+        (("model=qwen3_31b", "hardware=cpu"), "Did you mean qwen3_32b? Allowed are gpt_oss_20b, llama3_1_70b"),
         (("model=smollm2", "hardware=cpu"), "has no shape of its own"),
         (("model=tiny_llama", "hardware=rtx409x8"), "Did you mean rtx4090x8? Allowed are a800x8, cpu, h200, rtx3090x4"),
         (("model=tiny_llama", "hardware=nowhere.yaml"), "nowhere.yaml cannot be read"),

@@ -20,28 +20,27 @@ from lightning_roundpipe import train
 LARGE = {  # parameters as published (tied ones once), layers, hidden size, query heads, key heads, vocabulary, tied
     "qwen3_1_7b": (1_720_574_976, 28, 2048, 16, 8, 151_936, True),
     "llama3_1_8b": (8_030_261_248, 32, 4096, 32, 8, 128_256, False),
+    "llama3_1_70b": (70_553_706_496, 80, 8192, 64, 8, 128_256, False),
     "gpt_oss_20b": (20_914_757_184, 24, 2880, 64, 8, 201_088, False),
     "qwen3_32b": (32_762_123_264, 64, 5120, 64, 8, 151_936, False),
     "qwen3_235b_a22b": (235_093_634_560, 94, 4096, 64, 4, 151_936, False),
     "smollm2_135m": (134_515_008, 30, 576, 9, 3, 49_152, True),
 }
 QWEN3 = {"rope_type": "default", "rope_theta": 1e6}
+LLAMA31 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 CONTEXT = {  # positions, epsilon of the norms, rotary embedding, all as published
     "qwen3_1_7b": (40_960, 1e-6, QWEN3),
     "qwen3_32b": (40_960, 1e-6, QWEN3),
     "qwen3_235b_a22b": (40_960, 1e-6, QWEN3),
-    "llama3_1_8b": (
-        131_072,
-        1e-5,
-        {
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    ),
+    "llama3_1_8b": (131_072, 1e-5, LLAMA31),
+    "llama3_1_70b": (131_072, 1e-5, LLAMA31),
     "gpt_oss_20b": (
         131_072,
         1e-5,
@@ -61,7 +60,7 @@ EXPERTS = {  # how many, for each token, and inner size of each
     "gpt_oss_20b": (32, 4, 2880),
     "qwen3_235b_a22b": (128, 8, 1536),
 }
-PAPER = [name for name in LARGE if name != "smollm2_135m"]
+PAPER = [name for name in LARGE if name not in ("smollm2_135m", "llama3_1_70b")]
 FAST = ("gpt_oss_20b", "qwen3_235b_a22b")
 SMALL = [
     "trainer=cpu",

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lightning_roundpipe.commands.machines import is_path
 from lightning_roundpipe.commands.options import Settings, did_you_mean
+from lightning_roundpipe.commands.quantized import NAMES, Quantization, read_quantization
 from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.meter import ATTENTION, attention
 from lightning_roundpipe.planning.profile import Precision
@@ -28,7 +29,7 @@ _MADE_BY = {"model": "lightning_roundpipe.model.loading.from_config", "lora": "p
 _ABOUT_FILES = ("quantization_config", "dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
 """Keys of a config.json that are about its weights' files."""
 
-_ABOUT_WEIGHTS = ("weights", "dtype")
+_ABOUT_WEIGHTS = ("weights", "dtype", *NAMES)
 """Settings of ``from_config`` that are about its weights, of which there are none here."""
 
 DTYPES: Mapping[Precision, torch.dtype] = {
@@ -40,8 +41,10 @@ DTYPES: Mapping[Precision, torch.dtype] = {
 }
 
 
-def read_config(text: str, changed: Settings = ()) -> PretrainedConfig:
+def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Quantization | None]:
     """The configuration of a model in ``conf/model``, or of a Hugging Face ``config.json`` or a folder with one.
+
+    With it, the format of its weights if they are in few bits.
 
     ``changed`` are settings of it that the command line changes, as ``model.num_hidden_layers=4``.
 
@@ -54,9 +57,11 @@ def read_config(text: str, changed: Settings = ()) -> PretrainedConfig:
         settings = read_json(path)
         if not isinstance(settings, Mapping) or not isinstance(settings.get("model_type"), str):
             raise ValueError(f"model={text}: {path} is not a Hugging Face configuration: it has no model_type.")
+        quantization = read_quantization(text, settings, changed)
         settings = {key: value for key, value in settings.items() if key not in _ABOUT_FILES}
     else:
         settings = _choice("model", text, "a config.json of Hugging Face, or a folder with one")
+        quantization = read_quantization(text, settings, changed)
     settings = {key: value for key, value in settings.items() if key not in _ABOUT_WEIGHTS}
     kind = settings.pop("model_type")
     if kind not in CONFIG_MAPPING:
@@ -70,7 +75,7 @@ def read_config(text: str, changed: Settings = ()) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
     except Exception as error:
         raise ValueError(f"model={text}: transformers does not take these settings: {_line(error)}") from error
-    return config
+    return config, quantization
 
 
 def make_model(

@@ -16,7 +16,7 @@ from lightning_roundpipe.commands.plan_costs import Partitioner
 from lightning_roundpipe.commands.plan_model import Outlook, total
 from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.commands.remedies import Remedies, size_text
-from lightning_roundpipe.planning.memory import Item, StageRow
+from lightning_roundpipe.planning.memory import Item, Parameters, StageRow
 
 
 def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType:
@@ -40,7 +40,9 @@ def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType
             f"Counted as if all were in 16 bits, as {true} has it; {wish.precision} keeps norms, embeddings and what "
             "goes from layer to layer in fp32."
         )
-    if found.parameters.frozen and found.parameters.compute_bytes < 4:
+    if found.parameters.packed:
+        head += _packed(found.parameters)
+    elif found.parameters.frozen and found.parameters.compute_bytes < 4:
         head.append("Frozen weights are counted in 16 bits: load them so (model.dtype=bfloat16).")
     if found.cuts:
         head.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
@@ -57,6 +59,21 @@ def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType
         parts += ["", Text(heading), "", _stage_table(found.stages), "", Text(f"Layers of each stage: {cut}")]
         parts.append(pasted(f"plan='{plan}'"))
     return Group(*parts)
+
+
+def _packed(parameters: Parameters) -> list[str]:
+    """How packed weights are counted."""
+    others = " The others are counted in 16 bits: load them so (model.dtype=bfloat16)."
+    lines = [
+        f"{_count(parameters.packed)} of the frozen weights are in {parameters.packed_as} (model.quantization=), "
+        f"{8 * parameters.packed_bytes / parameters.packed:.2f} bits each. Every product reads a copy that is made for "
+        f"it.{others if parameters.compute_bytes < 4 else ''}"
+    ]
+    if parameters.packed_as == "int8":
+        lines.append("GPUs multiply int8 in forward; that is counted as if they made copies there as well.")
+    if parameters.packed_experts:
+        lines.append("Experts are computed one after another, as each is dequantised for the tokens that it has.")
+    return lines
 
 
 def _verdict(found: Outlook) -> str:
@@ -211,6 +228,8 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "sequence_length": found.sequence_length,
         "parameters": parameters.trained + parameters.frozen,
         "trained_parameters": parameters.trained,
+        "packed_parameters": parameters.packed,
+        "packed_as": parameters.packed_as or None,
         "cut": found.cuts,
         "plan": str(plan),
         "forward": [len(span) for span in plan.forward],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.commands.choices import make_model, read_config
 from lightning_roundpipe.commands.options import Settings
+from lightning_roundpipe.commands.quantized import Quantization, packed_weights
 from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
@@ -60,6 +63,16 @@ class Wish:
     reduce_dtype: str | None = None
     like_paper: bool = False
 
+    def changed(self, changes: Mapping[str, Any]) -> Wish:
+        """With other values of these options; ``model.NAME`` and ``lora.NAME`` are settings."""
+        options: dict[str, Any] = {}
+        for name, value in changes.items():
+            group, dot, setting = name.partition(".")
+            field = f"{group}_settings" if dot else name
+            before = options.get(field, getattr(self, field))
+            options[field] = tuple({**dict(before), setting: value}.items()) if dot else value
+        return replace(self, **options)
+
 
 class ModelShape:
     """A model without data, on a machine.
@@ -78,18 +91,21 @@ class ModelShape:
         memory: int | None = None, model_settings: Settings = (), lora_settings: Settings = (),
         reduce_dtype: str | None = None, like_paper: bool = False,
     ) -> None:  # fmt: skip
-        config = read_config(model, model_settings)
+        config, self.quantization = read_config(model, model_settings)
+        if self.quantization is not None and lora == "none":
+            raise ValueError(_untrained(model, self.quantization))
         self.longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
         self.hardware = hardware
         self._like_paper = like_paper
         self._module = make_model(config, model, lora, precision, lora_settings)
+        self._packed = {} if self.quantization is None else packed_weights(self._module, self.quantization)
         root = nn.Module()
         root.model = self._module  # as a LightningModule has it, so that layers have the names they will have
         found = find_layers(root)
         self.refined = Refined(found)
         if memory is not None:
-            refined = cut_to_fit(found, lambda layer: Size(*layer_bytes(layer)), memory // ARENAS)
-            sizes = {name: Size(*layer_bytes(layer)) for name, layer in refined.layers.items()}
+            refined = cut_to_fit(found, self._size, memory // ARENAS)
+            sizes = {name: self._size(layer) for name, layer in refined.layers.items()}
             fits = refined.stuck is None or arenas_of(sizes) <= memory  # in single arenas, as in training
             self.refined = replace(refined, stuck=None) if fits else refined
         self._layers = self.refined.layers if self.refined.stuck is None else found
@@ -101,7 +117,14 @@ class ModelShape:
         trained = sum(p.numel() for p in weights if p.requires_grad)
         frozen = sum(p.numel() for p in weights) - trained
         self._known: dict[tuple[int, int], Costs] = {}
-        self.parameters = Parameters(trained, frozen, weights[0].element_size(), apart=bool(staleness))
+        self.parameters = Parameters(
+            trained, frozen, weights[0].element_size(), bool(staleness), sum(p.numel() for p in self._packed),
+            sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
+            any(one.pieces > 1 for one in self._packed.values()),
+        )  # fmt: skip
+
+    def _size(self, layer: nn.Module) -> Size:
+        return Size(*layer_bytes(layer, self._packed))
 
     def costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         """Of a microbatch of that many sequences. They are estimated once: the host has no part in them."""
@@ -128,7 +151,11 @@ class ModelShape:
         )
 
     def _estimate(self, **batch: Tensor) -> Costs:
-        return estimate_costs(self._module, self._layers, batch, self.hardware, experts_in_turn=self._like_paper)
+        # Experts in few bits are dequantised one after another, for the tokens that each of them has.
+        in_turn = self._like_paper or self.parameters.packed_experts
+        return estimate_costs(
+            self._module, self._layers, batch, self.hardware, packed=self._packed, experts_in_turn=in_turn
+        )
 
     def rules(self, staleness: Staleness) -> Rules:
         """What takes time beside computing."""
@@ -140,6 +167,13 @@ class ModelShape:
         updates = UpdateModel(machine.optimizer_rate(traffic), blocking=blocking, piece_bytes=PART_BYTES)
         host = HostTime(machine.call_s, machine.turn_s, machine.hop_s, shared=True)
         return Rules(staleness=staleness, host=host, links=machine.links(), updates=updates)
+
+
+def _untrained(model: str, quantization: Quantization) -> str:
+    return (
+        f"model.quantization={quantization.form}: weights in few bits are not trained themselves, and lora=none has no "
+        f"adapters. Choose some, as lora=all_linear, or train model={model} in full with model.quantization=null."
+    )
 
 
 def _is_lean(module: nn.Module) -> bool:

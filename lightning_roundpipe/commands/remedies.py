@@ -59,6 +59,9 @@ _NARROWER: Mapping[Precision, tuple[Precision, ...]] = {
 }
 """Mixed precision is estimated as if all of it were in 16 bits, so ``*-true`` would change no figure of it."""
 
+_FOUR_BITS = {"model.quantization": "nf4"}
+"""Of the frozen weights beside adapters."""
+
 
 Changes = Mapping[str, Any]
 """Options and their values; None: the option is left out."""
@@ -120,7 +123,7 @@ def find_remedies(outlook: Outlook, seconds: float = SECONDS) -> Remedies:
 class _Tries:
     def __init__(self, outlook: Outlook, deadline: float) -> None:
         self._outlook, self._wish, self._deadline = outlook, outlook.wish, deadline
-        self._shapes: dict[tuple[str, str, int], ModelShape] = {}
+        self._shapes: dict[tuple[Any, ...], ModelShape] = {}
         self._refused: list[tuple[Changes, Outlook]] = []
         """What was tried and does not fit."""
         self._found: list[Remedy] = []
@@ -158,22 +161,27 @@ class _Tries:
             yield [{"precision": precision} for precision in narrower]
         if wish.lora == "none":
             yield [{"lora": lora} for lora in self._adapters()]
+        elif self._shape(wish).quantization is None:
+            yield [_FOUR_BITS]
         if fewer and (shorter := self._shorter({})):
             yield [shorter]
 
     def _together(self) -> None:
-        """Precision, adapters and shorter sequences, two of them and then all."""
+        """Precision, adapters, four bits and shorter sequences, two of them and then all."""
         wish = self._wish
         ways: list[Changes] = []
         if narrower := _NARROWER.get(wish.precision):
             ways.append({"precision": narrower[-1]})
         if wish.lora == "none":
             ways.append({"lora": self._adapters()[-1]})
+        if self._shape(wish).quantization is None:
+            ways.append(_FOUR_BITS)
         small: Changes = {} if wish.microbatch_size in (None, 1) else {"microbatch_size": 1}
         merged = [
             {name: value for way in (small, *chosen) for name, value in way.items()}
             for count in range(1, len(ways) + 1)
             for chosen in combinations(ways, count)
+            if wish.lora != "none" or _FOUR_BITS not in chosen or any("lora" in way for way in chosen)
         ]
         if any(self._first_that_fits([changes]) for changes in merged if len(changes) > 1):
             return
@@ -247,7 +255,7 @@ class _Tries:
 
     def _try(self, changes: Changes) -> Remedy | None:
         wish = self._wish
-        wish = replace(wish, search_seconds=min(wish.search_seconds, _SEARCH_SECONDS), **changes)
+        wish = replace(wish, search_seconds=min(wish.search_seconds, _SEARCH_SECONDS)).changed(changes)
         try:
             outlook = look_at(self._shape(wish), wish, longest=False)
         except ValueError:  # adapters that the model has no place for
@@ -259,7 +267,7 @@ class _Tries:
 
     def _shorter(self, changes: Changes) -> Changes | None:
         """The longest sequence that fits with ``changes``, where it is worth naming."""
-        wish, found = replace(self._wish, **changes), self._outlook
+        wish, found = self._wish.changed(changes), self._outlook
         longest = found.longest
         if changes or longest is None:
             if time.process_time() > self._deadline:
@@ -276,7 +284,7 @@ class _Tries:
         return {"sequence_length": longest.tokens, "microbatch_size": 1}
 
     def _shape(self, wish: Wish) -> ModelShape:
-        key = wish.lora, wish.precision, wish.staleness
+        key = wish.lora, wish.precision, wish.staleness, wish.model_settings
         if key not in self._shapes:
             self._shapes[key] = shape_of(wish, self._outlook.hardware)
         shape, machine = self._shapes[key], self._machine(wish)

@@ -30,7 +30,7 @@ Phase = Literal["forward", "fused", "backward"]
 
 _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",
-    "input_bytes", "forward_bytes", "waiting_bytes", "returning_bytes", "reduced_bytes", "issue_s",
+    "input_bytes", "forward_bytes", "waiting_bytes", "returning_bytes", "reduced_bytes", "issue_s", "backward_issue_s",
 )  # fmt: skip
 
 
@@ -59,6 +59,8 @@ class CallCost:
         is_synchronous: whether the host waits for the device within the forward, so that nothing is issued ahead.
         reduced_bytes: its gradients as they travel to the host, which sums them (``reduce_dtype``). None: they travel
             as they are on the worker, and a later round goes on from the sum of those before.
+        backward_issue_s: seconds of the interpreter that its backward takes: autograd issues operations without it, but
+            for those that dequantise packed weights.
     """
 
     layer: str
@@ -79,6 +81,7 @@ class CallCost:
     reduced_bytes: int | None = None
     issue_s: float = 0.0
     is_synchronous: bool = False
+    backward_issue_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.crossing import Crossed, Crossing
 from lightning_roundpipe.planning.meter import Meter, Work
+from lightning_roundpipe.planning.packing import Packed
 from lightning_roundpipe.planning.profile import Hardware
 
 ALIGNMENT = 256
@@ -39,6 +40,7 @@ def estimate_costs(
     batch: Mapping[str, Tensor],
     hardware: Hardware,
     *,
+    packed: Mapping[nn.Parameter, Packed] | None = None,
     experts_in_turn: bool = False,
 ) -> Costs:
     """Costs of one microbatch.
@@ -48,6 +50,7 @@ def estimate_costs(
         layers: by name, the modules of it that are moved as one.
         batch: its keyword arguments, on the meta device, as large as a microbatch.
         hardware: the machine.
+        packed: weights that are in few bits, and travel and lie on a worker so.
         experts_in_turn: whether the host issues each expert's operations on their own, for the tokens that the device
             has told it, instead of one operation for all experts.
 
@@ -55,7 +58,8 @@ def estimate_costs(
         ValueError: it cannot run without data, or calls no layer.
     """
     with _autocast_knows_meta(), Meter(hardware) as meter:
-        walk = _Walk(meter, hardware, experts_in_turn=experts_in_turn)
+        walk = _Walk(meter, hardware, packed or {}, experts_in_turn=experts_in_turn)
+        meter.pack(packed or {})
         meter.ignore([*model.parameters(), *model.buffers()])
         try:
             for name, layer in layers.items():
@@ -80,9 +84,12 @@ def estimate_costs(
     return walk.costs()
 
 
-def layer_bytes(layer: nn.Module) -> tuple[int, int]:
-    """What weights and gradients of ``layer`` take on a worker; its weights have the format that they travel in."""
-    weights = sum(_aligned(p.nbytes) for p in layer.parameters())
+def layer_bytes(layer: nn.Module, packed: Mapping[nn.Parameter, Packed] | None = None) -> tuple[int, int]:
+    """What weights and gradients of ``layer`` take on a worker; its weights have the format that they travel in, or are
+    ``packed``."""
+    held = packed or {}
+    sizes = ((p.nbytes,) if p not in held else held[p].parts for p in layer.parameters())
+    weights = sum(_aligned(nbytes) for parts in sizes for nbytes in parts)
     return weights, sum(_aligned(p.numel() * GRADIENT_BYTES) for p in layer.parameters() if p.requires_grad)
 
 
@@ -115,6 +122,7 @@ class _Measured:
     forward_peak: int | None
     """Of a forward that keeps no graph, if it is known."""
     issue_s: float
+    backward_issue_s: float
     is_synchronous: bool
 
 
@@ -129,8 +137,11 @@ class _Called:
 
 
 class _Walk:
-    def __init__(self, meter: Meter, hardware: Hardware, *, experts_in_turn: bool) -> None:
+    def __init__(
+        self, meter: Meter, hardware: Hardware, packed: Mapping[nn.Parameter, Packed], *, experts_in_turn: bool
+    ) -> None:
         self.meter = meter
+        self.packed = packed
         self.emulated = hardware.emulated
         self.issue_s = hardware.issue_s
         self.experts_in_turn = experts_in_turn
@@ -160,10 +171,9 @@ class _Walk:
         last = len(self.calls) - 1
         return Costs(tuple(self._cost(call, self.loss_backward_s * (i == last)) for i, call in enumerate(self.calls)))
 
-    @staticmethod
-    def _cost(call: _Called, loss_backward_s: float) -> CallCost:
+    def _cost(self, call: _Called, loss_backward_s: float) -> CallCost:
         found, after = call.measured, call.after
-        weights, gradients = layer_bytes(call.layer)
+        weights, gradients = layer_bytes(call.layer, self.packed)
         return CallCost(
             layer=call.name,
             forward_s=found.forward.seconds + after.seconds - loss_backward_s,
@@ -178,13 +188,14 @@ class _Walk:
             forward_bytes=None if found.forward_peak is None else found.inputs + found.forward_peak,
             returning_bytes=found.returning,
             issue_s=found.issue_s,
+            backward_issue_s=found.backward_issue_s,
             is_synchronous=found.is_synchronous,
             **asdict(call.crossed),
         )
 
     def _call(self, name: str, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
-        key = (_likeness(layer), str(form), *(_shape(leaf) for leaf in leaves))
+        key = (_likeness(layer, self.packed), str(form), *(_shape(leaf) for leaf in leaves))
         if key not in self._known:
             self._known[key] = self._measure(layer, run, args, kwargs)
         found, outputs = self._known[key]
@@ -218,7 +229,7 @@ class _Walk:
         with self.meter.scope(work), repeated or nullcontext():
             args, kwargs = tree_map(cut, (args, kwargs))
             out = run(*args, **kwargs)
-        issued = work.operations + (repeated.operations if repeated else 0)
+        issued = work.operations + work.unpackings + (repeated.operations if repeated else 0)
         leaves = _tensors(tree_flatten(out)[0])
         roots = [leaf for leaf in leaves if leaf.requires_grad]
         kept, outputs = work.live, tree_map(_described, out)
@@ -234,7 +245,7 @@ class _Walk:
         taken = sum(inputs.values())
         found = _Measured(
             work, backward, bool(roots), taken, kept, returning, peak, forward_peak, issued * self.issue_s,
-            bool(repeated and repeated.operations),
+            backward.unpackings * self.issue_s, bool(repeated and repeated.operations),
         )  # fmt: skip
         return found, outputs
 
@@ -309,9 +320,9 @@ def _shape(leaf: Any) -> Any:
     return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
 
-def _likeness(layer: nn.Module) -> Any:
+def _likeness(layer: nn.Module, packed: Mapping[nn.Parameter, Packed]) -> Any:
     """Equal for layers that do the same with different weights. Numbers that only count layers do not matter."""
-    weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+    weights = tuple((name, p.shape, p.dtype, p.requires_grad, packed.get(p)) for name, p in layer.named_parameters())
     settings = tuple(
         (type(module), *((k, v) for k, v in vars(module).items() if isinstance(v, _PLAIN) and k != "layer_idx"))
         for module in layer.modules()

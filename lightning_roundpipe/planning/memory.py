@@ -44,12 +44,20 @@ class Parameters:
         frozen: the others.
         compute_bytes: of each, in the format that layers compute in.
         apart: whether they are updated while a step computes with them (staleness 1).
+        packed: of the frozen ones, those that are in few bits.
+        packed_bytes: of these, scales included.
+        packed_as: their format, in words.
+        packed_experts: whether experts' weights are among them.
     """
 
     trained: int
     frozen: int
     compute_bytes: int
     apart: bool = False
+    packed: int = 0
+    packed_bytes: int = 0
+    packed_as: str = ""
+    packed_experts: bool = False
 
 
 MASTER_BYTES = 4
@@ -237,7 +245,8 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
     items = [
         Item("trained weights, fp32", MASTER_BYTES * trained, locked=not copied),
         Item("their working copy in compute precision", size * trained if copied else 0, locked=True),
-        Item("frozen weights in compute precision", size * frozen, locked=True),
+        Item(f"frozen weights, {parameters.packed_as}", parameters.packed_bytes, locked=True),
+        Item("frozen weights in compute precision", size * (frozen - parameters.packed), locked=True),
         Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=not landings),
         Item("gradients as they arrive", landings, locked=True),
         Item("AdamW's two moments, fp32", 2 * MASTER_BYTES * trained),

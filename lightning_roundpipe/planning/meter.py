@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_roundpipe.planning.packing import Packed
 from lightning_roundpipe.planning.profile import Format, Hardware
 
 ATTENTION = "roundpipe_meter"
@@ -52,6 +53,17 @@ _LIKE = {
 _SUMS_IN_FP32 = (aten.mm.dtype, aten.addmm.dtype_out)
 """Products that have another format than their factors."""
 
+_FOUR_BITS = ("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit")
+"""Products with a packed weight, whose shape is their third argument. Each is counted as the product with a copy of the
+weight in the format of the other factor, which is written first: bitsandbytes does so where there are many rows."""
+
+_EIGHT_BITS = {
+    "bitsandbytes::int8_linear_matmul": 1,
+    "bitsandbytes::int8_scaled_mm": 1,
+    "bitsandbytes::int8_mixed_scaled_mm": 2,
+}
+"""Products of int8 factors, and which argument is the weight. They are counted at the rate of bf16, which is slower."""
+
 
 @dataclass
 class Work:
@@ -64,6 +76,7 @@ class Work:
         operations: how many there were, views included.
         live: bytes of all storages that were made in it and are still alive.
         peak: the most that ``live`` was.
+        unpackings: operations that dequantise packed weights, which ``operations`` leaves out.
     """
 
     seconds: float = 0.0
@@ -72,6 +85,7 @@ class Work:
     operations: int = 0
     live: int = 0
     peak: int = 0
+    unpackings: int = 0
 
     def allocate(self, nbytes: int) -> None:
         self.live += nbytes
@@ -114,6 +128,10 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 read = sum(map(_touched, inputs))
             form = _FORMATS.get(inputs[0].dtype, "fp32") if inputs else "fp32"
+            if name in _EIGHT_BITS:
+                form = "bf16"
+            if name in _FOUR_BITS:
+                read += 2 * math.prod(args[2]) * args[0].element_size()  # written and read
             if func in _SUMS_IN_FP32:  # the last of the inputs is a factor
                 form = _summed_in_fp32(_FORMATS.get(inputs[-1].dtype, "fp32"))
             if grouped:
@@ -138,14 +156,36 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
     def __init__(self, hardware: Hardware) -> None:
         super().__init__(hardware)
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._packed: dict[int, tuple[Tensor, Packed]] = {}
+        """By the storages of the weights."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         grouped = "grouped_mm" in func._schema.name
+        work, copies = self._scopes[-1], self._unpack(func, args, kwargs)
+        work.allocate(copies)
         out = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
         self._hold([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+        work.free(copies)
         self._count(func, args, kwargs, out)
         return out
+
+    def _unpack(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Counts the copies of packed weights that an operation reads; returns the bytes that are there at once."""
+        if not self._packed or func.is_view or func._schema.name.startswith(_FREE):
+            return 0
+        held = 0
+        for leaf in tree_leaves((args, kwargs)):
+            found = self._packed.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+            if found is None:
+                continue
+            weight, packed = found
+            self.add(0.0, packed.nbytes + weight.nbytes + packed.scratch_bytes, "fp32")
+            work, kernels = self._scopes[-1], packed.kernels * packed.pieces
+            work.seconds += (kernels - 1) * self._hardware.kernel_s
+            work.unpackings += kernels + packed.views * packed.pieces
+            held += weight.nbytes // packed.pieces + packed.buffer_bytes
+        return held
 
     @contextmanager
     def scope(self, work: Work | None = None) -> Iterator[Work]:
@@ -159,6 +199,10 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
     def go_on_with(self, work: Work) -> None:
         """What follows in the innermost scope is counted into ``work``."""
         self._scopes[-1] = work
+
+    def pack(self, packed: Mapping[nn.Parameter, Packed]) -> None:
+        """These weights are in few bits: what reads one of them reads a copy that is made for it."""
+        self._packed |= {weight.untyped_storage()._cdata: (weight, one) for weight, one in packed.items()}
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Their memory is there all the time, and counted elsewhere: views of them are not new."""
@@ -246,11 +290,16 @@ def _touched(tensor: Tensor) -> int:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    name = func._schema.name
+    if name in _FOUR_BITS:
+        return 2.0 * float(args[0].numel() * args[2][0])
+    if name in _EIGHT_BITS:
+        return 2.0 * float(args[0].numel() * args[_EIGHT_BITS[name]].shape[0])
     counted = flop_registry.get(func._overloadpacket) or flop_registry.get(_LIKE.get(func._overloadpacket))
     if counted is None:
         return 0.0
     args = [arg for arg in args if not isinstance(arg, torch.dtype)]
-    if "scaled_dot_product" in func._schema.name:
+    if "scaled_dot_product" in name:
         args = _with_all_heads(args)
     return float(counted(*args, **kwargs, out_val=out))
 

@@ -175,6 +175,7 @@ class _SimulatedStage:
         run = self.trained if stage.phase == "backward" else calls
         self.host_s = 0.0 if rules.host.shared else host
         self.issue_s = sum(call.issue_s for call in run) + (host if rules.host.shared else 0.0)
+        self.backward_issue_s = sum(call.backward_issue_s for call in self.trained)
         self.waits_for_device = any(call.is_synchronous for call in run)
         # What a fused turn still does when the loss is known.
         self.behind_loss_s = backward + (0.0 if rules.host.shared else len(self.trained) * rules.host.call_s)
@@ -339,13 +340,16 @@ class _Pipeline:
                 self.waits.append(Wait(worker, recomputed, start, start, start))
             self._note("recompute", worker, stage, microbatch, recomputed - stage.recompute_s, recomputed)
             self._note("host", worker, stage, microbatch, start, start + hosted)
-            end = start + hosted + stage.compute_s
+            issued = self._interpreter.take(start, stage.backward_issue_s)
+            end = max(start + hosted + stage.compute_s, issued)
             self._note("backward", worker, stage, microbatch, start + hosted, end)
         else:
             given = self._given(stage, worker, microbatch)
             begin = max(free, given, ready)  # [3]
             self._wait(worker, free, given, updated, ready)
             end = self._computed(stage, begin, hosted + stage.compute_s)  # [5]
+            if stage.phase == "fused":
+                end = max(end, self._interpreter.take(begin, stage.backward_issue_s))
             self._note("host", worker, stage, microbatch, begin, begin + hosted)
             self._note(stage.phase, worker, stage, microbatch, end - stage.compute_s, end)
             if stage.phase == "fused":

@@ -1,0 +1,179 @@
+"""The figures in docs/quantization-plans.md: what `roundpipe-plan` says of packed base weights, beside 16 bits.
+
+    .venv/bin/python docs/make_quantization_plans.py          (about twenty minutes on two cores)
+
+Nothing between the marks on that page is written by hand. Plans are those of `search_seconds=0`, which are the same on
+every machine, so a test computes some of the rows again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_roundpipe.commands.machines import choose_machine
+from lightning_roundpipe.commands.plan_model import Outlook, find_longest, look_at, memory_of, shape_of, total
+from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+
+PAGE = Path(__file__).with_name("quantization-plans.md")
+BEGIN, END = "<!-- figures: docs/make_quantization_plans.py -->\n", "<!-- end of figures -->\n"
+GIB = 2**30
+SEQUENCES = 64
+"""Of a step, each of 2048 tokens."""
+SIZES = (4, 2, 1)
+"""Sequences of a microbatch."""
+GPUS = (1, 2, 4, 8)
+HOSTS = (64, 128, 192, 256)
+"""GiB. What is planned for a smaller host fits a larger one, too."""
+BASES = {"16 bits": (), "nf4": (("quantization", "nf4"),)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model: the choice of conf/model, its name, and the choice of conf/lora."""
+
+    name: str
+    title: str
+    lora: str
+
+    def wish(self, base: str, gpus: int, host: int, size: int) -> Wish:
+        return Wish(
+            model=self.name,
+            model_settings=BASES[base],
+            hardware=None,
+            gpu="rtx4090",
+            gpus=gpus,
+            host_memory=host * GIB,
+            lora=self.lora,
+            precision="bf16-true",
+            sequence_length=2048,
+            microbatch_size=size,
+            microbatches=SEQUENCES // size,
+            workers=None,
+            staleness=0,
+            memory=None,
+            search_seconds=0,
+        )
+
+    @property
+    def command(self) -> str:
+        return (
+            f"roundpipe-plan model={self.name} model.quantization=nf4 lora={self.lora} gpu=rtx4090 gpus=4 "
+            "host_memory=256GiB precision=bf16-true microbatch_size=4 microbatches=16 search_seconds=0"
+        )
+
+
+ROWS = (
+    Row("llama3_1_70b", "Llama-3.1-70B", "all_linear"),
+    Row("qwen3_32b", "Qwen3-32B", "all_linear"),
+    Row("qwen3_235b_a22b", "Qwen3-235B-A22B", "attention"),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is planned for a machine.
+
+    Args:
+        best: with the fastest size of microbatches that fits; None: none does.
+        longest: tokens of the longest sequence.
+        needs: bytes of the host, with the size that needs the least.
+    """
+
+    best: Outlook | None
+    longest: int
+    needs: int
+
+
+def shapes(row: Row) -> dict[str, ModelShape]:
+    """The model with each kind of base weights."""
+    found = {}
+    for base in BASES:
+        wish = row.wish(base, 1, HOSTS[0], 1)
+        found[base] = shape_of(wish, choose_machine(None, "rtx4090", 1, None, wish.host_memory).hardware)
+    return found
+
+
+def on_machine(shape: ModelShape, gpus: int, host: int) -> ModelShape:
+    """The same model on so many of the same GPUs: the costs of its calls are the same."""
+    other = copy(shape)
+    other.hardware = choose_machine(None, "rtx4090", gpus, None, host * GIB).hardware
+    return other
+
+
+def find(row: Row, base: str, shape: ModelShape, gpus: int, host: int, before: Outlook | None = None) -> Found:
+    """``before`` is what was planned for less host memory."""
+    own = on_machine(shape, gpus, host)
+    outlooks = [look_at(own, row.wish(base, gpus, host, size), longest=False) for size in SIZES]
+    fitting = [outlook for outlook in (*outlooks, before) if outlook is not None and outlook.fits]
+    best = max(fitting, key=lambda outlook: outlook.tokens_per_s, default=None)
+    longest = find_longest(own, gpus, SEQUENCES // SIZES[0], memory_of(outlooks[0].wish, own.hardware))
+    return Found(best, longest.tokens, min(total(outlook.host_items) for outlook in outlooks))
+
+
+def machines(row: Row, found: dict[str, ModelShape]) -> Iterator[tuple[int, int, dict[str, Found]]]:
+    """Every machine, the smallest first, with what is planned for it."""
+    for gpus in GPUS:
+        before: dict[str, Outlook | None] = {}
+        for host in HOSTS:
+            planned = {base: find(row, base, shape, gpus, host, before.get(base)) for base, shape in found.items()}
+            before = {base: one.best for base, one in planned.items()}
+            yield gpus, host, planned
+
+
+def cells(gpus: int, host: int, found: dict[str, Found]) -> list[str]:
+    """A row of a table."""
+    row = [str(gpus), str(host)]
+    for one in found.values():
+        if one.best is None:
+            row += [f"needs {one.needs / GIB:,.0f} GiB", "", f"{one.longest:,}" if one.longest else "–"]
+        else:
+            batch = f"{one.best.microbatches} x {one.best.microbatch_size}"
+            row += [f"{one.best.tokens_per_s:,.0f}", batch, f"{one.longest:,}"]
+    return row
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    ruler = ["---:" for _ in head]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ruler, *rows))
+
+
+def weights(row: Row, found: dict[str, ModelShape]) -> str:
+    """What the frozen weights take, in a sentence."""
+    counts = found["nf4"].parameters
+    others = counts.compute_bytes * (counts.frozen - counts.packed)
+    sizes = [(counts.packed_bytes + others) / GIB, counts.compute_bytes * counts.frozen / GIB]
+    return (
+        f"The {counts.frozen / 1e9:.1f} billion frozen weights of {row.title} take {sizes[1]:,.1f} GiB in 16 bits, and "
+        f"{sizes[0]:,.1f} GiB\nwith {counts.packed / 1e9:.1f} billion of them in nf4. Adapters: `lora={row.lora}`."
+    )
+
+
+def section(row: Row) -> str:
+    """A model's heading, sentence, table and command."""
+    found = shapes(row)
+    head = ["GPUs", "host GiB"]
+    for base in BASES:
+        head += [f"{base}: tokens/s", "batch", "longest"]
+    rows = []
+    for gpus, host, planned in machines(row, found):
+        rows.append(cells(gpus, host, planned))
+        print(row.title, rows[-1], file=sys.stderr)
+    return f"\n### {row.title}\n\n{weights(row, found)}\n\n{table(head, rows)}\n```\n{row.command}\n```\n"
+
+
+def between(page: str) -> str:
+    return page.split(BEGIN)[1].split(END)[0]
+
+
+def main() -> None:
+    figures = "".join(section(row) for row in ROWS)
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{figures}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()

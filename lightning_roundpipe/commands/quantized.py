@@ -1,0 +1,138 @@
+"""Which weights of a model ``model.quantization=`` has in few bits, and how: for models without data.
+
+As in training, these are the frozen weights of linear layers and of fused experts. Embeddings, the output layer, norms
+and routers stay in the format that layers compute in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from lightning_roundpipe.commands.options import Settings, did_you_mean
+from lightning_roundpipe.planning.packing import BLOCK, Packed, PackedFormat, pack
+
+NAMES = ("quantization", "double_quantization")
+"""Settings of a model that are about this."""
+
+_NOTHING = ("null", "none")
+_SWITCH = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A format of packed weights.
+
+    Args:
+        form: of the weights.
+        double: whether the scales of four-bit weights are in eight bits themselves.
+    """
+
+    form: PackedFormat
+    double: bool = True
+
+    @property
+    def words(self) -> str:
+        """As answers say it."""
+        if self.form == "int8":
+            return self.form
+        return f"{self.form} with scales in {'8' if self.double else '32'} bits"
+
+
+def read_quantization(model: str, own: Mapping[str, Any], changed: Settings = ()) -> Quantization | None:
+    """The format that a model's weights have.
+
+    Args:
+        model: as the command line names it.
+        own: settings of the model itself, those of a ``config.json`` of packed weights among them.
+        changed: settings that the command line changes.
+
+    Raises:
+        ValueError: there is no such format, or ``double_quantization`` is neither true nor false.
+    """
+    found = {"quantization": "null", "double_quantization": "true"}
+    found |= {name: _text(own[name]) for name in NAMES if name in own}
+    found |= _of_files(own.get("quantization_config"))
+    found |= {name: text for name, text in changed if name in NAMES}
+    form, double = found["quantization"], found["double_quantization"].lower()
+    if double not in _SWITCH:
+        raise ValueError(f"model.double_quantization={double} of model={model} must be true or false.")
+    if form in _NOTHING:
+        return None
+    for known in get_args(PackedFormat):
+        if form == known:
+            return Quantization(known, _SWITCH[double])
+    known = ("null", *get_args(PackedFormat))
+    raise ValueError(f"model.quantization={form} must be one of {', '.join(known)}.{did_you_mean(form, known)}")
+
+
+def _text(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def _of_files(config: object) -> dict[str, str]:
+    """What a ``config.json`` says of weights that bitsandbytes has packed."""
+    if not isinstance(config, Mapping) or config.get("quant_method") != "bitsandbytes":
+        return {}
+    form = "int8" if config.get("load_in_8bit") else config.get("bnb_4bit_quant_type", "fp4")
+    return {"quantization": str(form), "double_quantization": str(config.get("bnb_4bit_use_double_quant", False))}
+
+
+def packed_weights(model: nn.Module, quantization: Quantization) -> dict[nn.Parameter, Packed]:
+    """The weights of ``model`` that are in few bits; adapters, if it has any, are not among them.
+
+    Raises:
+        ValueError: it has experts that cannot be quantised, or adapters in quantised experts' weights.
+    """
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    kept = {id(getattr(head, "weight", None))}
+    found = {}
+    for name, module in model.named_modules():
+        if count := _experts_inside(module):
+            kept |= {id(child.weight) for child in module.children() if _is_router(child, count)}
+        for own, weight in module.named_parameters(recurse=False):
+            if weight.requires_grad or id(weight) in kept:
+                continue
+            if weight.ndim == 3:
+                _check_experts(f"{name}.{own}", module, weight, quantization)
+            elif not (isinstance(module, nn.Linear) and own == "weight"):
+                continue
+            found[weight] = pack(weight.shape, quantization.form, quantization.double, weight.element_size())
+        if isinstance(module, ParamWrapper):
+            raise ValueError(
+                f"model.quantization={quantization.form}: experts in few bits take no adapters of their own, and "
+                f"{module.parameter_name} has some (lora.target_parameters). Adapt attention alone: lora=attention."
+            )
+    return found
+
+
+def _experts_inside(module: nn.Module) -> int:
+    """How many experts a child of ``module`` has; 0: none has any."""
+    weights = (weight for child in module.children() for weight in child.parameters(recurse=False))
+    return max((len(weight) for weight in weights if weight.ndim == 3), default=0)
+
+
+def _is_router(module: nn.Module, experts: int) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features in (1, experts)
+
+
+def _check_experts(name: str, module: nn.Module, weight: nn.Parameter, quantization: Quantization) -> None:
+    """That training quantises them, too."""
+    setting = f"model.quantization={quantization.form}: {name}"
+    if not hasattr(module, "is_transposed"):  # transformers' own way to compute experts, which training takes over
+        raise ValueError(
+            f"{setting} of {type(module).__name__} holds experts in a way that cannot be quantised. Plan for "
+            "model.quantization=null."
+        )
+    if quantization.form == "int8":
+        raise ValueError(f"{setting} holds experts, which are quantised in four bits only: model.quantization=nf4.")
+    if math.prod(weight.shape[1:]) % BLOCK:
+        raise ValueError(
+            f"{setting} has experts of {weight.shape[1]} x {weight.shape[2]} weights, which are no whole blocks of "
+            f"{BLOCK}. Plan for model.quantization=null."
+        )
