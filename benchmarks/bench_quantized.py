@@ -97,7 +97,14 @@ def main() -> None:
             bandwidth = parse_bytes(args.bandwidth, "bandwidth")
             rows[name] = measure(task(folder, options), args.devices, bandwidth, steps, plan)
     table = Table(title=f"{layers} layers of width {width}, {args.devices} devices, {args.bandwidth}/s each")
-    for column in ("frozen weights", "step (s)", "over bfloat16", "sent up (MB a step)", "over bfloat16", "stalled (%)"):
+    for column in (
+        "frozen weights",
+        "step (s)",
+        "over bfloat16",
+        "sent up (MB a step)",
+        "over bfloat16",
+        "stalled (%)",
+    ):
         table.add_column(column, justify="left" if column == "frozen weights" else "right")
     first = rows["bfloat16"]
     for name, row in rows.items():
