@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
+from lightning_roundpipe.model.quantize import refuse_untrainable, stored_beside
 
 Batch = dict[str, Tensor]
 
@@ -58,6 +60,7 @@ class CausalLM(LightningModule):
         lean_loss: bool = True,
     ) -> None:
         super().__init__()
+        refuse_untrainable(model, lora)
         self.model: PreTrainedModel | PeftModel = model if lora is None else get_peft_model(model, lora)
         self.model.train()  # Hugging Face loads models in eval mode, and Lightning keeps the mode
         if lean_loss:
@@ -130,7 +133,11 @@ class CausalLM(LightningModule):
             return
         named = self.named_parameters(remove_duplicate=False)  # tied weights are saved under all their names
         frozen = {name for name, parameter in named if not parameter.requires_grad}
-        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in frozen}
+        frozen |= stored_beside(self, frozen)
+        state = checkpoint["state_dict"].items()
+        checkpoint["state_dict"] = {
+            k: v for k, v in state if frozen.isdisjoint(accumulate(k.split("."), "{}.{}".format))
+        }
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
