@@ -145,27 +145,35 @@ def quantize(model: PreTrainedModel, quantization: str, *, double_quantization: 
     return model
 
 
-def refuse_untrainable(model: nn.Module, lora: PeftConfig | None) -> None:
-    """Raise if these adapters, or all weights, cannot be trained because weights are packed.
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether any weight is packed."""
+    return any(type(parameter).__name__ in ("Params4bit", "Int8Params") for parameter in model.parameters())
 
-    Raises:
-        ValueError: there are no adapters, or they are for the weights of packed experts.
-    """
-    if not any(type(p).__name__ in ("Params4bit", "Int8Params") for p in model.parameters()):
-        return
-    if lora is None:
+
+def refuse_full_training(model: nn.Module) -> None:
+    """Raise if not all weights of ``model`` can be trained because some are packed."""
+    if is_quantized(model):
         raise ValueError(
             "The model is quantised, and packed weights cannot be trained: train adapters (lora=all_linear), or all "
             "weights of a model with model.quantization=null."
         )
+
+
+def refuse_adapted_experts(model: nn.Module, lora: PeftConfig) -> None:
+    """Raise if ``lora`` asks for adapters in packed experts. PEFT leaves these out without an error.
+
+    Args:
+        model: with its adapters.
+        lora: as PEFT has completed it: "all-linear" becomes a list of modules, and of parameters of experts.
+    """
     from lightning_roundpipe.model.quantize_experts import ExpertWeights
 
     experts = [name for name, module in model.named_modules() if isinstance(module, ExpertWeights)]
-    for target in getattr(lora, "target_parameters", None) or ():
+    for target in sorted(getattr(lora, "target_parameters", None) or ()):
         if found := next((name for name in experts if name == target or name.endswith(f".{target}")), None):
             raise ValueError(
-                f"lora.target_parameters asks for adapters in {found}, which is quantised, and PEFT adapts such a "
-                "parameter only as a whole. Use lora=attention, or model.quantization=null."
+                f"lora asks for adapters in experts that are quantised ({found}), and PEFT adapts experts in 16 or 32 "
+                "bits only. Use lora=attention, or model.quantization=null."
             )
 
 

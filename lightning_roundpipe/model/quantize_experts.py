@@ -53,6 +53,16 @@ def check_sizes(name: str, shape: Sequence[int]) -> None:
         )
 
 
+class AllExpertsError(RoundPipeError, AttributeError):
+    """Code that computes with all experts at once was given experts that are packed."""
+
+    def __init__(self, asked: str) -> None:
+        super().__init__(
+            f"experts in four bits are computed one by one, and code asked for all of a layer ({asked}): call "
+            "model.set_experts_implementation('eager')."
+        )
+
+
 class ExpertWeights(nn.Module):
     """A weight of all experts of a layer, in four bits.
 
@@ -71,25 +81,23 @@ class ExpertWeights(nn.Module):
 
     def __getitem__(self, expert: Any) -> ExpertWeight:
         if isinstance(expert, Tensor) and expert.numel() != 1:
-            self.transpose()
+            raise AllExpertsError("several experts at once")
         return ExpertWeight(self.weight, int(expert))
 
-    def transpose(self, *_: Any) -> NoReturn:
-        """Refuse what implementations do that multiply with all experts at once."""
-        raise RoundPipeError(
-            f"experts in four bits are computed one by one, and {type(self).__name__} was asked for all at once: call "
-            "model.set_experts_implementation('eager')."
-        )
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if hasattr(Tensor, name):
+                raise AllExpertsError(name) from None
+            raise
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> NoReturn:
-        raise RoundPipeError(
-            f"{getattr(func, '__name__', func)} was called with all experts of a layer at once, and they are in four "
-            "bits. Adapters in their weights (target_parameters) are not supported: adapt the attention "
-            "(lora=attention). Otherwise call model.set_experts_implementation('eager')."
-        )
+        raise AllExpertsError(getattr(func, "__name__", str(func)))
 
     @override
     def extra_repr(self) -> str:

@@ -266,11 +266,12 @@ def _make_weights(module: nn.Module, name: str, owner: PreTrainedModel, quantize
     for key, child in module.named_children():
         inner = child if isinstance(child, PreTrainedModel) else owner
         _make_weights(child, f"{name}.{key}" if name else key, inner, quantizer, model)
-    for held in (module._parameters, module._buffers):
+    holders: tuple[Any, ...] = (module._parameters, module._buffers)
+    for held in holders:
         for key, tensor in held.items():
             if tensor is not None and tensor.is_meta:
                 empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-                held[key] = nn.Parameter(empty, tensor.requires_grad) if held is module._parameters else empty
+                held[key] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     owner._initialize_weights(module)
     for key, parameter in module._parameters.items():
         whole = f"{name}.{key}" if name else key

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
-from lightning_roundpipe.model.quantize import refuse_untrainable, stored_beside
+from lightning_roundpipe.model.quantize import refuse_adapted_experts, refuse_full_training, stored_beside
 
 Batch = dict[str, Tensor]
 
@@ -60,8 +60,11 @@ class CausalLM(LightningModule):
         lean_loss: bool = True,
     ) -> None:
         super().__init__()
-        refuse_untrainable(model, lora)
+        if lora is None:
+            refuse_full_training(model)
         self.model: PreTrainedModel | PeftModel = model if lora is None else get_peft_model(model, lora)
+        if lora is not None:
+            refuse_adapted_experts(self.model, lora)
         self.model.train()  # Hugging Face loads models in eval mode, and Lightning keeps the mode
         if lean_loss:
             make_lean(self.model)
