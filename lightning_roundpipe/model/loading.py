@@ -35,6 +35,7 @@ from transformers.utils import logging as hf_logging
 
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model import quantize
+from lightning_roundpipe.model.quantize_weight import UnfitModelError
 from lightning_roundpipe.model.weight_files import check_file, from_the_hub, weight_files
 
 RANDOM = "random"
@@ -161,6 +162,8 @@ def from_config(
     def making() -> Iterator[None]:
         try:
             yield
+        except UnfitModelError:
+            raise
         except Exception as error:
             raise ValueError(
                 f"model.model_type={model_type!r} with {settings} makes no causal language model: "
@@ -419,6 +422,8 @@ def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
+    except UnfitModelError:
+        raise
     except Exception as error:
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "a folder"
         raise ValueError(

@@ -20,7 +20,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.model.quantize_weight import BLOCK, NESTED_BLOCK
+from lightning_roundpipe.model.quantize_weight import BLOCK, NESTED_BLOCK, UnfitModelError
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
@@ -29,13 +29,13 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield each parameter that holds a weight of all experts: its qualified name, its module, and its name there.
 
     Raises:
-        ValueError: a module is named like experts and keeps them in another way.
+        UnfitModelError: a module is named like experts and keeps them in another way.
     """
     for prefix, module in model.named_modules():
         weights = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
         known = hasattr(module, "is_transposed") and hasattr(module, "has_gate")  # by use_experts_implementation
         if weights and not known and type(module).__name__.endswith("Experts"):
-            raise ValueError(
+            raise UnfitModelError(
                 f"model.quantization: {prefix} ({type(module).__name__}) keeps its experts in a way that cannot be "
                 "quantised. Load this model with model.quantization=null."
             )
@@ -47,7 +47,7 @@ def check_sizes(name: str, shape: Sequence[int]) -> None:
     """Raise unless each expert begins with a block of its own."""
     _, rows, columns = shape
     if rows * columns % BLOCK:
-        raise ValueError(
+        raise UnfitModelError(
             f"model.quantization: each expert in {name} has {rows} x {columns} weights, which no number of blocks of "
             f"{BLOCK} holds. Load this model with model.quantization=null."
         )

@@ -34,7 +34,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from typing_extensions import override
 
 from lightning_roundpipe.model.quantize_experts import ExpertWeights, check_sizes, fused_experts
-from lightning_roundpipe.model.quantize_weight import pack_4bit, pack_8bit
+from lightning_roundpipe.model.quantize_weight import UnfitModelError, pack_4bit, pack_8bit
 
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
 
@@ -117,6 +117,11 @@ class _Quantizer:
         _return_freed_memory()
         for name, parameter in model.named_parameters():
             _check_whole(name, parameter)
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # Otherwise the first evaluation on a CPU that has these instructions rounds the scales and packs the
+                # weight for a kernel without gradients, and training after it computes none.
+                module.support_avx512bf16_for_cpu = False
         return super()._process_model_after_weight_loading(model, **options)  # type: ignore[misc]
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -186,7 +191,7 @@ class Quantizer8bit(_Quantizer, Bnb8BitHfQuantizer):
     def _find_experts(self, model: PreTrainedModel) -> None:
         found = next((name for name, *_ in fused_experts(model)), None)
         if found is not None and not self.pre_quantized:
-            raise ValueError(
+            raise UnfitModelError(
                 f"model.quantization='int8' is not supported for experts such as {found}: use model.quantization=nf4."
             )
 

@@ -23,6 +23,10 @@ _PIECE = 1 << 19
 """Elements of a piece for each core: they stay in its cache."""
 
 
+class UnfitModelError(ValueError):
+    """A model whose weights cannot be packed as asked, whatever its files are like."""
+
+
 def pack_4bit(weight: Tensor, kind: str, double: bool, module: nn.Module | None = None) -> nn.Parameter:
     """Return ``weight`` as bitsandbytes' ``Params4bit``.
 

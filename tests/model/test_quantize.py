@@ -454,6 +454,16 @@ def test_adapters_in_packed_experts_are_refused_by_their_whole_names_too(folders
         quantize.refuse_adapted_experts(adapted_by_hand, lora)
 
 
+def test_evaluation_does_not_change_training(folders: dict[str, Path]) -> None:
+    """bitsandbytes would pack the weights anew in evaluation, for a kernel without gradients."""
+    wanted, found = (quantize.from_pretrained(folders["llama"], "nf4") for _ in range(2))
+    with torch.no_grad():
+        found.eval()(TOKENS)
+    for model in (wanted, found):
+        model.train()(TOKENS, labels=TOKENS).loss.backward()
+    assert torch.equal(wanted.model.embed_tokens.weight.grad, found.model.embed_tokens.weight.grad)
+
+
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
@@ -551,4 +561,4 @@ def test_little_more_is_held_than_the_packed_model(
     assert left < packed + (16 << 20), f"{left >> 20} MiB"
     # Three times, where the weights of experts are put together. And what is freed in between, and the pieces.
     most_weights = 3 * largest if kind == "experts" else largest
-    assert most < packed + most_weights + (64 << 20) < plain_size, f"{most >> 20} MiB"
+    assert most < packed + most_weights + (40 << 20) < plain_size, f"{most >> 20} MiB"
