@@ -11,6 +11,8 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "pyarrow": "data",
     "datasets": "data",
+    "bitsandbytes": "quant",
+    "accelerate": "quant",
 }
 """The extra that installs each package."""
 

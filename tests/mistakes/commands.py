@@ -51,6 +51,23 @@ COMMANDS = [
     ),
     Mistake(
         SECTION,
+        "`model.quantization` without adapters",
+        "roundpipe-train: The model is quantised, and packed weights cannot be trained",
+        "train adapters (lora=all_linear), or all weights of a model with model.quantization=null",
+        (command("model.quantization=nf4"), command("model.quantization=int8")),
+    ),
+    Mistake(
+        SECTION,
+        "adapters in experts that are quantised",
+        "roundpipe-train: lora asks for adapters in experts that are quantised",
+        "Use lora=attention, or model.quantization=null",
+        (
+            command("model=tiny_qwen3_235b_a22b", "lora=moe_experts", "model.quantization=nf4"),
+            command("model=tiny_gpt_oss_20b", "lora=moe_experts", "model.quantization=fp4"),
+        ),
+    ),
+    Mistake(
+        SECTION,
         "a setting that has to be set",
         "roundpipe-train: … must be set",
         "for example on the command line: …=VALUE",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,55 @@ def _package(*files: str, content: bytes = b"GGUF") -> Callable[[User], Pretrain
     return way
 
 
+def _quantised(change: Callable[[Path], Any], **settings: Any) -> Callable[[User], Pretrained]:
+    """The mistake of reading a folder of a quantised model after this change."""
+
+    def way(user: User) -> Pretrained:
+        pytest.importorskip("bitsandbytes")
+        from_config("llama", quantization="nf4", **LLAMA).model.save_pretrained(user.folder)
+        change(user.folder)
+        loaded = from_folder(user.folder, **settings)
+        loaded.model  # noqa: B018
+        return loaded
+
+    return way
+
+
+def _of_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
+    """Change the tensors of ``model.safetensors``."""
+
+    def apply(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return apply
+
+
+def _drop(*endings: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if "layers.0" in name and name.endswith(endings)]:
+            del weights[name]
+
+    return change
+
+
+def _garble(weights: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in weights if name.endswith("bitsandbytes__nf4"))
+    weights[name] = torch.zeros_like(weights[name])
+
+
+def _without_bitsandbytes(user: User) -> Any:
+    pytest.importorskip("bitsandbytes")
+    user.monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    return from_config("llama", quantization="nf4", **LLAMA)
+
+
+MOE = {"num_local_experts": 2, "num_experts_per_tok": 1}
+_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", "bitsandbytes__nf4")
+
 SECTION = "Model files of `roundpipe-train`"
 MODELS = [
     Mistake(
@@ -359,6 +409,76 @@ MODELS = [
         "model.dtype='…' must be 'float32'",
         "which model.gguf_file='…' becomes",
         (_gguf_as_it_is,),
+    ),
+    Mistake(
+        SECTION,
+        "`model.quantization` that is no format",
+        "model.quantization='…' must be",
+        "null or one of nf4, fp4, int8",
+        (
+            lambda user: from_config("llama", quantization="int4", **LLAMA),
+            lambda user: from_package("some-model", quantization="NF4"),
+            _folder(_nothing, quantization="4bit"),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.quantization` without bitsandbytes",
+        "model.quantization='…' needs bitsandbytes",
+        "bitsandbytes is not installed: pip install 'lightning-roundpipe[quant]'",
+        (_without_bitsandbytes,),
+    ),
+    Mistake(
+        SECTION,
+        "a checkpoint that is quantised in a format that cannot be trained",
+        "model.folder='…' is quantised with …, and only bitsandbytes' formats can be trained",
+        "Take the same model with weights in 16 bits, and set model.quantization=nf4",
+        tuple(
+            _folder(_configure(quantization_config={"quant_method": method}), **settings)
+            for method in ("gptq", "awq", "hqq", "torchao", "mxfp4", "fp8", "compressed-tensors")
+            for settings in ({}, {"quantization": "nf4"})
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.quantization` of a checkpoint that is quantised in another format",
+        "model.quantization='…': model.folder='…' is already quantised, as nf4",
+        "Set model.quantization=nf4, or take weights in 16 bits",
+        (_quantised(_nothing, quantization="fp4"), _quantised(_nothing, quantization="int8")),
+    ),
+    Mistake(
+        SECTION,
+        "a quantised checkpoint that is cut short or broken",
+        "model.folder='…': … cannot be read",
+        "repair: copy or download the folder again",
+        (
+            _quantised(_shorten("model.safetensors", 9000)),
+            _quantised(_of_weights(_drop(*_PARTS))),
+            _quantised(_of_weights(_drop(".absmax"))),
+            _quantised(_of_weights(_drop(".nested_quant_map"))),
+            _quantised(_of_weights(_drop("q_proj.weight"))),
+            _quantised(_of_weights(_garble)),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "`model.quantization=int8` of a model with experts",
+        "model.quantization='int8' is not supported for experts",
+        "use model.quantization=nf4",
+        (lambda user: from_config("mixtral", quantization="int8", **(LLAMA | MOE)).model,),
+    ),
+    Mistake(
+        SECTION,
+        "`model.quantization` of experts whose sizes do not fit",
+        "model.quantization: each expert in … has … weights, which no number of blocks of 64 holds",
+        "Load this model with model.quantization=null",
+        (
+            lambda user: (
+                from_config(
+                    "mixtral", quantization="nf4", **(LLAMA | MOE | {"hidden_size": 12, "intermediate_size": 30})
+                ).model
+            ),
+        ),
     ),
     Mistake(
         SECTION,

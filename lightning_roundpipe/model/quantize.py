@@ -1,0 +1,234 @@
+"""Makes models with weights in four or eight bits, for QLoRA: as they are read, as they are made, or of a whole model.
+
+The result is what ``AutoModelForCausalLM.from_pretrained(..., quantization_config=BitsAndBytesConfig(...))`` gives,
+with the modules of bitsandbytes in place of linear layers, and it is trained and saved in the same way. In addition,
+experts are packed, and no more than about one weight at a time is held in 16 bits::
+
+    model = from_pretrained("Qwen/Qwen3-30B-A3B", "nf4")
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+
+Nothing here depends on the strategy.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lightning_roundpipe.extras import need
+from lightning_roundpipe.messages import PREFIX
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+QUANTIZATIONS = ("nf4", "fp4", "int8")
+"""Formats of packed weights: two of four bits, one of eight."""
+
+_PATIENCE_S = 3.0
+"""Before progress is shown."""
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raise unless weights can be packed so.
+
+    Raises:
+        ValueError: there is no such format.
+        ImportError: a package is missing.
+    """
+    if quantization is None:
+        return
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"model.quantization={quantization!r} must be null or one of {', '.join(QUANTIZATIONS)}.")
+    _need_packages(f"model.quantization={quantization!r}")
+
+
+def stored_quantization(config: PretrainedConfig, setting: str, quantization: str | None) -> str | None:
+    """Return the format that a checkpoint's weights are stored in, by its configuration; None for plain weights.
+
+    Raises:
+        ValueError: it is none of `QUANTIZATIONS`, or another one than ``quantization`` asks for.
+        ImportError: a package is missing.
+    """
+    stored: Any = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    stored = stored if isinstance(stored, dict) else stored.to_dict()
+    packed = stored.get("load_in_4bit") or stored.get("load_in_8bit")
+    method = "bitsandbytes" if packed else stored.get("quant_method")
+    if method != "bitsandbytes":
+        raise ValueError(
+            f"{setting} is quantised with {method}, and only bitsandbytes' formats can be trained: "
+            f"{', '.join(QUANTIZATIONS)}. Take the same model with weights in 16 bits, and set model.quantization=nf4."
+        )
+    kind = "int8" if stored.get("load_in_8bit") else str(stored.get("bnb_4bit_quant_type", "fp4"))
+    if quantization not in (None, kind):
+        raise ValueError(
+            f"model.quantization={quantization!r}: {setting} is already quantised, as {kind}. Set "
+            f"model.quantization={kind}, or take weights in 16 bits."
+        )
+    _need_packages(f"{setting} is quantised ({kind})")
+    return kind
+
+
+def from_pretrained(
+    path: str | Path,
+    quantization: str | None = None,
+    *,
+    double_quantization: bool = True,
+    dtype: str | torch.dtype = "auto",
+    **options: Any,
+) -> Any:
+    """Return a causal language model that is packed weight by weight while it is read.
+
+    Args:
+        path: a folder, or the name of a model on the hub. It may be quantised already, then that format is kept.
+        quantization: one of `QUANTIZATIONS`; None: that of the files.
+        double_quantization: quantise the scales of ``nf4`` and ``fp4`` too, as QLoRA does.
+        dtype: of all other weights and of the computation; ``"auto"``: that of the files.
+        options: others of transformers' ``from_pretrained``.
+
+    Raises:
+        ValueError: the format does not exist, or the files are quantised in another one.
+        ImportError: a package is missing.
+    """
+    from transformers import AutoConfig
+
+    from lightning_roundpipe.model import quantize_loader
+
+    check_quantization(quantization)
+    config = options.pop("config", None) or AutoConfig.from_pretrained(path)
+    stored = stored_quantization(config, str(path), quantization)
+    computed = _dtype(dtype, config)
+    if stored is None and quantization is not None:
+        options["quantization_config"] = quantize_loader.configuration(quantization, double_quantization, computed)
+    elif stored is not None and isinstance(config.quantization_config, dict):
+        config.quantization_config["bnb_4bit_compute_dtype"] = str(computed).removeprefix("torch.")
+    with ShownProgress() as progress, quantize_loader.installed(progress):
+        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map="cpu", **options)
+
+
+def from_config(
+    config: PretrainedConfig, quantization: str, *, double_quantization: bool = True, dtype: str | torch.dtype = "auto"
+) -> PreTrainedModel:
+    """Return a model with random weights, each of which is packed before the next is made.
+
+    They are not those that the model has without ``quantization`` from the same seed: PyTorch draws numbers for each
+    layer before transformers does, and these layers have no memory for them.
+    """
+    from lightning_roundpipe.model import quantize_loader
+
+    check_quantization(quantization)
+    computed = _dtype(dtype, config)
+    wanted = quantize_loader.configuration(quantization, double_quantization, computed)
+    with ShownProgress() as progress:
+        return quantize_loader.random_model(config, computed, wanted, progress)
+
+
+def quantize(model: PreTrainedModel, quantization: str, *, double_quantization: bool = True) -> PreTrainedModel:
+    """Pack the weights of ``model`` in place, one by one, and return it."""
+    from lightning_roundpipe.model import quantize_loader
+
+    check_quantization(quantization)
+    wanted = quantize_loader.configuration(quantization, double_quantization, model.dtype)
+    with ShownProgress() as progress:
+        quantize_loader.quantize_model(model, wanted, progress)
+    return model
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether any weight is packed."""
+    return any(type(parameter).__name__ in ("Params4bit", "Int8Params") for parameter in model.parameters())
+
+
+def refuse_full_training(model: nn.Module) -> None:
+    """Raise if not all weights of ``model`` can be trained because some are packed."""
+    if is_quantized(model):
+        raise ValueError(
+            "The model is quantised, and packed weights cannot be trained: train adapters (lora=all_linear), or all "
+            "weights of a model with model.quantization=null."
+        )
+
+
+def refuse_adapted_experts(model: nn.Module, lora: PeftConfig) -> None:
+    """Raise if ``lora`` asks for adapters in packed experts. PEFT leaves these out without an error.
+
+    Args:
+        model: with its adapters.
+        lora: as PEFT has completed it: "all-linear" becomes a list of modules, and of parameters of experts.
+    """
+    from lightning_roundpipe.model.quantize_experts import ExpertWeights
+
+    experts = [name for name, module in model.named_modules() if isinstance(module, ExpertWeights)]
+    for target in sorted(getattr(lora, "target_parameters", None) or ()):
+        if found := next((name for name in experts if name == target or name.endswith(f".{target}")), None):
+            raise ValueError(
+                f"lora asks for adapters in experts that are quantised ({found}), and PEFT adapts experts in 16 or 32 "
+                "bits only. Use lora=attention, or model.quantization=null."
+            )
+
+
+def stored_beside(model: nn.Module, weights: Collection[str]) -> set[str]:
+    """Return the names in a state dictionary under which packed ``weights`` are stored, where these are not theirs.
+
+    The parts of a packed weight are stored under names that begin with these or with the weight's own.
+    """
+    from lightning_roundpipe.model.quantize_experts import ExpertWeights
+
+    experts = {name for name, module in model.named_modules() if isinstance(module, ExpertWeights)}
+    scales = {f"{name.removesuffix('weight')}{part}" for name in weights for part in ("SCB", "weight_format")}
+    return {name for name in experts if f"{name}.weight" in weights} | scales
+
+
+class ShownProgress:
+    """Shows how many weights are packed, if that takes long: as a bar on a terminal, else as a line for each tenth."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._bar: Progress | None = None
+        self._tenths = 0
+
+    def __enter__(self) -> ShownProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` elements are packed."""
+        if time.monotonic() - self._started < _PATIENCE_S:
+            return
+        if sys.stderr.isatty():
+            if self._bar is None:
+                columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+                self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+                self._bar.start()
+                self._bar.add_task(f"{PREFIX}quantising", total=total)
+            self._bar.update(self._bar.task_ids[0], completed=done)
+        elif (tenths := 10 * done // max(1, total)) > self._tenths:
+            self._tenths = tenths
+            print(f"{PREFIX}{10 * tenths} % of {total / 1e9:.1f} billion weights are quantised", file=sys.stderr)
+
+
+def _dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dtype:
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    made: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return made
+
+
+def _need_packages(why: str) -> None:
+    for package in ("bitsandbytes", "accelerate"):
+        need(package, f"{why} needs {package}")

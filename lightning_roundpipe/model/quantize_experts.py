@@ -1,0 +1,193 @@
+"""Experts in four bits: transformers keeps all experts of a layer in one parameter, which bitsandbytes cannot pack.
+
+It packs linear layers only. The weights of the experts, which are most of such a model, would silently stay in 16 bits
+(bitsandbytes#1849). `ExpertWeights` takes the place of such a parameter. The experts' own code asks it for one expert
+at a time (``self.gate_up_proj[expert]``), and it unpacks that expert where it is multiplied. Backward unpacks it again:
+otherwise the weights of all experts with tokens would be held in 16 bits until then.
+
+The packed weight is what ``bitsandbytes.functional.quantize_4bit`` makes of the whole parameter: experts are slices of
+it, and so are their scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model.quantize_weight import BLOCK, NESTED_BLOCK, UnfitModelError
+
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield each parameter that holds a weight of all experts: its qualified name, its module, and its name there.
+
+    Raises:
+        UnfitModelError: a module is named like experts and keeps them in another way.
+    """
+    for prefix, module in model.named_modules():
+        weights = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
+        known = hasattr(module, "is_transposed") and hasattr(module, "has_gate")  # by use_experts_implementation
+        if weights and not known and type(module).__name__.endswith("Experts"):
+            raise UnfitModelError(
+                f"model.quantization: {prefix} ({type(module).__name__}) keeps its experts in a way that cannot be "
+                "quantised. Load this model with model.quantization=null."
+            )
+        for name in weights if known else ():
+            yield f"{prefix}.{name}", module, name
+
+
+def check_sizes(name: str, shape: Sequence[int]) -> None:
+    """Raise unless each expert begins with a block of its own."""
+    _, rows, columns = shape
+    if rows * columns % BLOCK:
+        raise UnfitModelError(
+            f"model.quantization: each expert in {name} has {rows} x {columns} weights, which no number of blocks of "
+            f"{BLOCK} holds. Load this model with model.quantization=null."
+        )
+
+
+class AllExpertsError(RoundPipeError, AttributeError):
+    """Code that computes with all experts at once was given experts that are packed."""
+
+    def __init__(self, asked: str) -> None:
+        super().__init__(
+            f"experts in four bits are computed one by one, and code asked for all of a layer ({asked}): call "
+            "model.set_experts_implementation('eager')."
+        )
+
+
+class ExpertWeights(nn.Module):
+    """A weight of all experts of a layer, in four bits.
+
+    Args:
+        weight: a ``Params4bit`` of shape (experts, rows, columns).
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the weight before it was packed."""
+        return cast(torch.Size, cast(Any, self.weight).quant_state.shape)
+
+    def __getitem__(self, expert: Any) -> ExpertWeight:
+        if isinstance(expert, Tensor) and expert.numel() != 1:
+            raise AllExpertsError("several experts at once")
+        return ExpertWeight(self.weight, int(expert))
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if hasattr(Tensor, name):
+                raise AllExpertsError(name) from None
+            raise
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> NoReturn:
+        raise AllExpertsError(getattr(func, "__name__", str(func)))
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{tuple(self.shape)}, {cast(Any, self.weight).quant_state.quant_type}"
+
+    @override
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save under the names that ``bitsandbytes.nn.parametrize`` has: the parameter's own, and ``name.absmax``..."""
+        name = prefix.removesuffix(".")
+        destination[name] = self.weight if keep_vars else self.weight.detach()
+        for key, value in cast(Any, self.weight).quant_state.as_dict(packed=True).items():
+            destination[f"{name}.{key}"] = value if keep_vars else value.detach()
+
+
+class ExpertWeight:
+    """The weight of one expert, as a matrix that is unpacked where it is used.
+
+    It is no tensor. PyTorch's functions take it all the same, because it has ``__torch_function__``.
+    """
+
+    def __init__(self, weight: nn.Parameter, expert: int) -> None:
+        self._weight = weight
+        self._expert = expert
+
+    def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the matrix, by default in the format that it was packed from."""
+        state = cast(Any, self._weight).quant_state
+        return _unpack(self._weight.detach(), state, self._expert, dtype or state.dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is functional.linear and not kwargs and isinstance(args[1], cls):
+            x, own, *bias = args
+            product = _multiply(x, own._weight, own._expert, True)
+            return product + bias[0] if bias and bias[0] is not None else product
+        if func in _MATMULS and not kwargs and isinstance(args[1], cls):
+            return _multiply(args[0], args[1]._weight, args[1]._expert, False)
+        unpacked = [a.unpacked() if isinstance(a, cls) else a for a in args]
+        return func(*unpacked, **{k: v.unpacked() if isinstance(v, cls) else v for k, v in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.unpacked(), name)
+
+
+class _Product(torch.autograd.Function):
+    """``x`` times the weight of an expert, or times its transpose as ``linear`` has it."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, expert: int, transposed: bool) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.state, ctx.expert, ctx.transposed = cast(Any, weight).quant_state, expert, transposed
+        matrix = _unpack(weight, ctx.state, expert, x.dtype)
+        return functional.linear(x, matrix) if transposed else x @ matrix
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        (weight,) = ctx.saved_tensors
+        matrix = _unpack(weight, ctx.state, ctx.expert, grad.dtype)
+        return grad @ (matrix if ctx.transposed else matrix.t()), None, None, None
+
+
+_multiply: Callable[..., Tensor] = _Product.apply
+
+
+def _unpack(packed: Tensor, state: Any, expert: int, dtype: torch.dtype) -> Tensor:
+    """Return the matrix of one expert, of ``packed`` bytes of all of them."""
+    _, rows, columns = state.shape
+    size = rows * columns
+    first, last = expert * size // BLOCK, (expert + 1) * size // BLOCK
+    bytes_of_it = packed.view(-1, 1)[expert * size // 2 : (expert + 1) * size // 2]
+    unpack: Callable[..., Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
+    scales = _scales(state, first, last)
+    return unpack(bytes_of_it, scales, state.blocksize, state.quant_type, (rows, columns), dtype)
+
+
+def _scales(state: Any, first: int, last: int) -> Tensor:
+    """Return the scales of these blocks. Quantised scales have blocks of their own, which need not begin there."""
+    if not state.nested:
+        return cast(Tensor, state.absmax[first:last])
+    outer, end = first // NESTED_BLOCK, -(-last // NESTED_BLOCK)
+    nested = state.state2
+    scales: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
+        state.absmax[outer * NESTED_BLOCK : last], nested.absmax[outer:end], nested.code, NESTED_BLOCK, nested.dtype
+    )
+    offset: Tensor = state.offset
+    return scales[first - outer * NESTED_BLOCK :] + offset

@@ -1,0 +1,342 @@
+"""What transformers' loader of quantised models lacks: experts, weights packed in pieces, and files that lack scales.
+
+transformers reads a checkpoint weight by weight and gives each one that is to be quantised to its quantizer, which is
+how no more than one weight is ever held in 16 bits. The quantizers here are transformers' own with three differences:
+
+- they also pack the weights of experts, which transformers leaves in 16 bits;
+- they pack a weight in pieces, where bitsandbytes takes seven times its size;
+- linear layers that choose experts (routers) stay as they are.
+
+Models get the same marks as from transformers, so that PEFT and ``save_pretrained`` know them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter, WeightTransform
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import auto
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
+from typing_extensions import override
+
+from lightning_roundpipe.model.quantize_experts import ExpertWeights, check_sizes, fused_experts
+from lightning_roundpipe.model.quantize_weight import UnfitModelError, pack_4bit, pack_8bit
+
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+
+_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
+
+_installing = threading.Lock()
+
+_TRIM_EVERY = 16 << 20
+"""Bytes of packed weights in their first format, after which freed memory is returned to the system."""
+
+Progress = Callable[[int, int], None]
+"""Told after each packed weight: how many elements are done, and of how many."""
+
+
+def _silent(done: int, total: int) -> None: ...
+
+
+class _Pack(ConversionOps):
+    """Packs what the loader has read of one parameter."""
+
+    def __init__(self, quantizer: Any) -> None:
+        self._quantizer = quantizer
+
+    @override
+    def convert(self, input_dict: dict[str, Any], *patterns: Any, **options: Any) -> dict[str, Any]:
+        model = options["model"]
+        made = {}
+        for name, value in input_dict.items():
+            value = value[0] if isinstance(value, list) else value
+            made[name] = self._quantizer.packed(model, name, value)
+        return made
+
+
+class _Unite(ConversionOps):
+    """Makes one parameter of the bytes and scales of experts, which files hold under names of their own."""
+
+    def __init__(self, quantizer: Any, name: str) -> None:
+        self.hf_quantizer, self._name = quantizer, name
+
+    @override
+    def convert(self, input_dict: dict[str, Any], *patterns: Any, **options: Any) -> dict[str, Any]:
+        params: Any = import_module("bitsandbytes.nn")
+        tensors = {re.sub(r"\\(.)", r"\1", key): value[0] for key, value in input_dict.items()}
+        weight = tensors.pop(self._name)
+        if not tensors:  # in 16 bits, as transformers leaves experts
+            return {self._name: weight}
+        stats = {key.removeprefix(f"{self._name}."): value for key, value in tensors.items()}
+        return {self._name: params.Params4bit.from_prequantized(weight, stats, device="cpu")}
+
+
+class _Quantizer:
+    """What both kinds of quantizers here share, over one of transformers' own."""
+
+    progress: Progress = staticmethod(_silent)
+    experts: tuple[str, ...] = ()
+
+    _done = 0
+    _total = 0
+    _untrimmed = 0
+
+    def _process_model_before_weight_loading(self: Any, model: PreTrainedModel, *args: Any, **options: Any) -> None:
+        if not self.pre_quantized and (routers := _routers(model)):
+            skipped = sorted({*get_keys_to_not_convert(model), *routers})
+            self.quantization_config.llm_int8_skip_modules = skipped
+        super()._process_model_before_weight_loading(model, *args, **options)  # type: ignore[misc]
+        self._find_experts(model)
+        if not self.pre_quantized:
+            self._total = sum(p.numel() for n, p in model.named_parameters() if self.param_needs_quantization(model, n))
+
+    def _process_model_after_weight_loading(self: Any, model: PreTrainedModel, **options: Any) -> Any:
+        for name in self.experts:
+            prefix, _, own = name.rpartition(".")
+            module = model.get_submodule(prefix)
+            weight = module._parameters[own]
+            if type(weight).__name__ == "Params4bit":
+                del module._parameters[own]
+                setattr(module, own, ExpertWeights(cast(nn.Parameter, weight)))
+        _forget_conversions(model, self.experts)
+        _return_freed_memory()
+        for name, parameter in model.named_parameters():
+            _check_whole(name, parameter)
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # Otherwise the first evaluation on a CPU that has these instructions rounds the scales and packs the
+                # weight for a kernel without gradients, and training after it computes none.
+                module.support_avx512bf16_for_cpu = False
+        return super()._process_model_after_weight_loading(model, **options)  # type: ignore[misc]
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Pack(self)
+
+    def packed(self, model: PreTrainedModel, name: str, weight: Tensor) -> Tensor:
+        """Return the parameter ``name`` of ``model``, packed from ``weight``."""
+        module = model.get_submodule(name.rpartition(".")[0])
+        if issubclass(getattr(module, "source_cls", object), Conv1D):
+            weight = weight.t()
+        made = self._pack(weight, module)
+        module._is_hf_initialized = True  # type: ignore[assignment]
+        self._done += weight.numel()
+        self._untrimmed += weight.nbytes
+        if self._untrimmed >= _TRIM_EVERY:
+            self._untrimmed = 0
+            _return_freed_memory()
+        self.progress(self._done, self._total)
+        return made
+
+    def _pack(self, weight: Tensor, module: nn.Module) -> Tensor:
+        raise NotImplementedError
+
+    def _find_experts(self, model: PreTrainedModel) -> None:
+        raise NotImplementedError
+
+
+class Quantizer4bit(_Quantizer, Bnb4BitHfQuantizer):
+    """Linear layers and experts in ``nf4`` or ``fp4``."""
+
+    @override
+    def _find_experts(self, model: PreTrainedModel) -> None:
+        found = [(name, module._parameters[own]) for name, module, own in fused_experts(model)]
+        for name, parameter in found:
+            assert parameter is not None
+            check_sizes(name, parameter.shape)
+        self.experts = tuple(name for name, _ in found)
+        if found:
+            model.set_experts_implementation("eager")
+
+    @override
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **options: Any) -> bool:
+        return param_name in self.experts or super().param_needs_quantization(model, param_name, **options)
+
+    @override
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        found: list[Any] = super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
+        if not self.pre_quantized:
+            return found
+        of_experts = []
+        for name in self.experts:
+            sources = [re.escape(key) for key in (*(f"{name}.{part}" for part in (*_PARTS, *_STATES)), name)]
+            of_experts.append(WeightConverter(sources, [name], [_Unite(self, name)]))
+        return of_experts + found
+
+    @override
+    def _pack(self, weight: Tensor, module: nn.Module) -> Tensor:
+        config = self.quantization_config
+        own = module if hasattr(module, "quant_state") else None
+        return pack_4bit(weight, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant, own)
+
+
+class Quantizer8bit(_Quantizer, Bnb8BitHfQuantizer):
+    """Linear layers in ``int8``."""
+
+    @override
+    def _find_experts(self, model: PreTrainedModel) -> None:
+        found = next((name for name, *_ in fused_experts(model)), None)
+        if found is not None and not self.pre_quantized:
+            raise UnfitModelError(
+                f"model.quantization='int8' is not supported for experts such as {found}: use model.quantization=nf4."
+            )
+
+    @override
+    def _pack(self, weight: Tensor, module: nn.Module) -> Tensor:
+        return pack_8bit(weight)
+
+
+def configuration(quantization: str, double: bool, compute: torch.dtype) -> BitsAndBytesConfig:
+    """Return transformers' configuration of ``nf4``, ``fp4`` or ``int8``."""
+    if quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization,
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+@contextmanager
+def installed(progress: Progress) -> Iterator[None]:
+    """Make ``from_pretrained`` use the quantizers of this file."""
+    ours = {"bitsandbytes_4bit": Quantizer4bit, "bitsandbytes_8bit": Quantizer8bit}
+    mapping: Any = auto.AUTO_QUANTIZER_MAPPING
+    with _installing:
+        theirs = {key: mapping[key] for key in ours}
+        mapping.update({key: _telling(kind, progress) for key, kind in ours.items()})
+        try:
+            yield
+        finally:
+            mapping.update(theirs)
+
+
+def _telling(kind: Any, progress: Progress) -> Callable[..., Any]:
+    def make(config: BitsAndBytesConfig, **options: Any) -> Any:
+        made = kind(config, **options)
+        made.progress = progress
+        return made
+
+    return make
+
+
+def quantize_model(model: PreTrainedModel, config: BitsAndBytesConfig, progress: Progress = _silent) -> None:
+    """Quantise a model that has its weights. Each is given up when it is packed."""
+    before = dict(model.named_modules())
+    quantizer = _prepare(model, config, progress)
+    for name, module in model.named_modules():
+        old: Any = before.pop(name, module)
+        if old is not module:
+            module.weight = quantizer.packed(model, f"{name}.weight", old.weight.data)
+            module.bias = old.bias
+            old.weight = None
+    for name in quantizer.experts:
+        prefix, _, own = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        module._parameters[own] = cast(nn.Parameter, quantizer.packed(model, name, module.get_parameter(own).data))
+    _finish(model, quantizer)
+
+
+def random_model(
+    config: PretrainedConfig, dtype: torch.dtype, quantization: BitsAndBytesConfig, progress: Progress
+) -> PreTrainedModel:
+    """Return a model with random weights, each of which is packed before the next is made."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    quantizer = _prepare(model, quantization, progress)
+    with torch.no_grad():
+        _make_weights(model, "", model, quantizer, model)
+    model.tie_weights()
+    _finish(model, quantizer)
+    return model
+
+
+def _make_weights(module: nn.Module, name: str, owner: PreTrainedModel, quantizer: Any, model: PreTrainedModel) -> None:
+    """Give weights to the modules in ``module``, in the order of transformers."""
+    for key, child in module.named_children():
+        inner = child if isinstance(child, PreTrainedModel) else owner
+        _make_weights(child, f"{name}.{key}" if name else key, inner, quantizer, model)
+    holders: tuple[Any, ...] = (module._parameters, module._buffers)
+    for held in holders:
+        for key, tensor in held.items():
+            if tensor is not None and tensor.is_meta:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                held[key] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    owner._initialize_weights(module)
+    for key, parameter in module._parameters.items():
+        whole = f"{name}.{key}" if name else key
+        if parameter is not None and quantizer.param_needs_quantization(model, whole):
+            packed: nn.Parameter = quantizer.packed(model, whole, parameter.data)
+            module._parameters[key] = packed
+
+
+def _prepare(model: PreTrainedModel, config: BitsAndBytesConfig, progress: Progress) -> Any:
+    """Put modules for packed weights into ``model``, without weights. Return the quantizer that packs them."""
+    kind = Quantizer8bit if config.load_in_8bit else Quantizer4bit
+    quantizer: Any = kind(config, pre_quantized=False)
+    quantizer.progress = progress
+    quantizer.preprocess_model(model=model, device_map=None)
+    return quantizer
+
+
+def _finish(model: PreTrainedModel, quantizer: Any) -> None:
+    if getattr(model, "_weight_conversions", None) is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        cast(Any, model)._weight_conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
+    cast(Any, model).hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+
+
+def _routers(model: PreTrainedModel) -> list[str]:
+    """Return the linear layers that choose experts."""
+    config = model.config.get_text_config()
+    numbers = {1, *(getattr(config, key, 1) for key in ("num_experts", "num_local_experts", "n_routed_experts"))}
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in _ROUTERS and module.out_features in numbers
+    ]
+
+
+def _forget_conversions(model: PreTrainedModel, experts: tuple[str, ...]) -> None:
+    """Keep of what ``save_pretrained`` reverts the names: it cannot cut packed weights into those of single experts."""
+    kept: list[WeightTransform] = []
+    for conversion in cast(Any, model)._weight_conversions or ():
+        operations = getattr(conversion, "operations", ())
+        of_experts = any(re.search(rf"{re.escape(t)}$", name) for t in conversion.target_patterns for name in experts)
+        if not any(hasattr(operation, "hf_quantizer") for operation in operations) and not (operations and of_experts):
+            kept.append(conversion)
+    cast(Any, model)._weight_conversions = kept
+
+
+def _return_freed_memory() -> None:
+    """Return freed memory to the system.
+
+    A packed weight takes a part of the memory that the weight before it was in. The rest is too small for the next
+    weight, so without this the process would keep nearly as much memory as the model takes in 16 bits.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def _check_whole(name: str, parameter: Any) -> None:
+    kind = type(parameter).__name__
+    lacks = (kind == "Params4bit" and parameter.quant_state is None) or (kind == "Int8Params" and parameter.SCB is None)
+    if lacks or (kind == "Parameter" and not parameter.is_floating_point()):
+        raise ValueError(f"it lacks the scales of the quantised weight {name!r}")

@@ -1,0 +1,564 @@
+"""Weights in four and eight bits: the bytes are those of bitsandbytes, and the results those of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from harness import quiet, trainer_of
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model import quantize, quantize_experts, quantize_loader, quantize_weight
+from lightning_roundpipe.model.loading import from_config, from_folder
+from lightning_roundpipe.model.quantize_experts import ExpertWeights
+from lightning_roundpipe.tasks import CausalLM
+
+bnb: Any = pytest.importorskip("bitsandbytes")
+
+_SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+DENSE = {"model_type": "llama", "intermediate_size": 128, "tie_word_embeddings": True, **_SIZES}
+EXPERTS: dict[str, dict[str, Any]] = {
+    # Scales of an expert are quantised in blocks of 256; these have 48, 24, 128, 64 and 300 scales.
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 64, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 64, "head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 150},
+}
+TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def settings(name: str) -> dict[str, Any]:
+    return DENSE if name == "llama" else {"model_type": name, "num_experts_per_tok": 2, **_SIZES, **EXPERTS[name]}
+
+
+@functools.cache
+def plain(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    made = settings(name)
+    config = AutoConfig.for_model(initializer_range=0.1, **made)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models in 32 bits, as `save_pretrained` writes them."""
+    made = {}
+    for name in ("llama", *EXPERTS):
+        made[name] = tmp_path_factory.mktemp(name)
+        plain(name).save_pretrained(made[name])
+    return made
+
+
+def logits(model: nn.Module) -> Tensor:
+    """In training mode: in evaluation, bitsandbytes rounds the scales for good, on processors that compute in bf16."""
+    with torch.no_grad():
+        return model.train()(TOKENS).logits
+
+
+def by_hand(folder: Path, kind: str = "nf4", double: bool = True) -> nn.Module:
+    """What transformers makes, as QLoRA is written by hand."""
+    if kind == "int8":
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, device_map="cpu", dtype=torch.float32
+    )
+
+
+def unpacked(model: nn.Module) -> nn.Module:
+    """The same model with the values of packed experts in plain parameters."""
+    model = copy.deepcopy(model)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, ExpertWeights):
+                delattr(module, name)
+                values = bnb.functional.dequantize_4bit(child.weight.data, child.weight.quant_state)
+                setattr(module, name, nn.Parameter(values, requires_grad=False))
+    return model
+
+
+# -- one weight --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("shape", [(64, 64), (300, 1001), (5, 64, 24)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_bytes_are_those_of_bitsandbytes(
+    kind: str, double: bool, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize_weight, "_PIECE", 1 << 12)  # several pieces, and a last one that is not full
+    weight = torch.randn(shape).to(dtype)
+    theirs, state = bnb.functional.quantize_4bit(weight, quant_type=kind, compress_statistics=double)
+    ours = quantize_weight.pack_4bit(weight, kind, double)
+    assert torch.equal(ours.data, theirs)
+    wanted, found = state.as_dict(packed=True), ours.quant_state.as_dict(packed=True)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
+
+def test_the_bytes_of_eight_bits_are_those_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_weight, "_PIECE", 1 << 10)
+    weight = torch.randn(100, 33, dtype=torch.bfloat16)
+    theirs = bnb.nn.Int8Params(weight, requires_grad=False).to("cpu")
+    ours = quantize_weight.pack_8bit(weight)
+    assert torch.equal(ours.data, theirs.data)
+    assert torch.equal(ours.SCB, theirs.SCB)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("fp4", True), ("int8", True)])
+def test_a_dense_model_is_that_of_transformers(folders: dict[str, Path], kind: str, double: bool) -> None:
+    theirs = by_hand(folders["llama"], kind, double)
+    made = [
+        quantize.from_pretrained(folders["llama"], kind, double_quantization=double),
+        from_folder(folders["llama"], quantization=kind, double_quantization=double).model,
+        quantize.quantize(copy.deepcopy(plain("llama")), kind, double_quantization=double),
+    ]
+    for ours in made:
+        assert [type(m).__name__ for m in ours.modules()] == [type(m).__name__ for m in theirs.modules()]
+        wanted, found = theirs.state_dict(), ours.state_dict()
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+        assert torch.equal(logits(ours), logits(theirs))
+        mine, their = ours.config.quantization_config.to_dict(), theirs.config.quantization_config.to_dict()
+        assert mine == their
+        assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
+            n for n, p in theirs.named_parameters() if p.requires_grad
+        }
+
+
+def test_what_is_not_packed() -> None:
+    """Embeddings, norms, the output layer and routers."""
+    model = from_config(quantization="nf4", dtype="bfloat16", **settings("qwen3_moe")).model
+    kept = {
+        name.replace(".0.", ".N.").replace(".1.", ".N.")
+        for name, p in model.named_parameters()
+        if p.dtype is torch.bfloat16
+    }
+    assert kept == {
+        "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.N.mlp.gate.weight",
+        "model.layers.N.input_layernorm.weight", "model.layers.N.post_attention_layernorm.weight",
+        "model.layers.N.self_attn.q_norm.weight", "model.layers.N.self_attn.k_norm.weight",
+    }  # fmt: skip
+
+
+def test_routers_that_are_linear_layers_stay(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen2_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+                                  intermediate_size=64, shared_expert_intermediate_size=64, **_SIZES)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "plain")
+    ours = quantize.from_pretrained(tmp_path / "plain", "nf4")
+    experts = ours.model.layers[0].mlp
+    assert type(experts.shared_expert_gate) is nn.Linear
+    assert type(experts.shared_expert.up_proj) is bnb.nn.Linear4bit
+    ours.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(quantize.from_pretrained(tmp_path / "packed")), logits(ours))
+
+
+@pytest.mark.parametrize("name", ["llama", *EXPERTS])
+def test_random_weights_are_packed_as_they_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, alive = [0], set[int]()
+
+    def packed(self: Any, model: nn.Module, key: str, weight: Tensor) -> Tensor:
+        floats = sum(p.numel() for n, p in model.named_parameters() if not p.is_meta and _is_packed_later(n))
+        most[0] = max(most[0], floats)
+        return real(self, model, key, weight)
+
+    def _is_packed_later(key: str) -> bool:
+        parameter = model_of[0].get_parameter(key)
+        return parameter.is_floating_point() and ("proj" in key and "bias" not in key)
+
+    model_of: list[Any] = []
+    real = quantize_loader._Quantizer.packed
+    prepare = quantize_loader._prepare
+
+    def preparing(model: Any, *args: Any) -> Any:
+        model_of.append(model)
+        return prepare(model, *args)
+
+    monkeypatch.setattr(quantize_loader, "_prepare", preparing)
+    monkeypatch.setattr(quantize_loader._Quantizer, "packed", packed)
+    model = from_config(quantization="nf4", **settings(name)).model
+    largest = max(p.numel() for n, p in plain(name).named_parameters() if "proj" in n)
+    second = 0 if name == "llama" else largest  # both weights of a layer's experts are made by one function
+    assert 0 < most[0] <= largest + second, alive
+    assert torch.isfinite(logits(model)).all()
+    q = model.model.layers[0].self_attn.q_proj.weight
+    std = bnb.functional.dequantize_4bit(q.data, q.quant_state).std()
+    assert 0.01 < std < 0.03
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("fp4", True)])
+def test_experts_compute_with_the_values_that_they_have(
+    folders: dict[str, Path], name: str, kind: str, double: bool
+) -> None:
+    """Outputs and gradients of the layers before, to the bit."""
+    ours = quantize.from_pretrained(folders[name], kind, double_quantization=double).train()
+    like = unpacked(ours)
+    assert any(isinstance(m, ExpertWeights) for m in ours.modules())
+    assert not any(isinstance(m, ExpertWeights) for m in like.modules())
+    for model in (ours, like):
+        model(TOKENS, labels=TOKENS).loss.backward()
+    found = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    wanted = {n: p.grad for n, p in like.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    assert "model.embed_tokens.weight" in found
+    assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+    assert torch.equal(logits(ours), logits(like))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_in_autocast(folders: dict[str, Path], name: str) -> None:
+    ours = quantize.from_pretrained(folders[name], "nf4")
+    like = unpacked(ours)
+    for model in (ours, like):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+    gradients = [model.model.embed_tokens.weight.grad for model in (ours, like)]
+    assert torch.equal(*gradients)
+
+
+def test_an_expert_without_tokens_is_not_unpacked(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize.from_pretrained(folders["gpt_oss"], "nf4")
+    for block in model.model.layers:
+        block.mlp.router.bias.data[3] = -1e4
+    used = []
+    real = quantize_experts._unpack
+
+    def unpack(packed: Tensor, state: Any, expert: int, dtype: torch.dtype) -> Tensor:
+        used.append(expert)
+        return real(packed, state, expert, dtype)
+
+    monkeypatch.setattr(quantize_experts, "_unpack", unpack)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert set(used) == {0, 1, 2}
+
+
+def test_backward_does_not_hold_unpacked_experts(folders: dict[str, Path]) -> None:
+    model = quantize.from_pretrained(folders["qwen3_moe"], "nf4")
+    saved: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        model(TOKENS, labels=TOKENS)
+    assert saved
+    assert not {(48, 64), (64, 48), (64, 24), (24, 64)} & {tuple(shape) for shape in saved}
+
+
+def test_experts_refuse_what_needs_all_of_them(folders: dict[str, Path]) -> None:
+    for name, implementation in (("qwen3_moe", "grouped_mm"), ("qwen3_moe", "batched_mm"), ("gpt_oss", "grouped_mm")):
+        model = quantize.from_pretrained(folders[name], "nf4")
+        model.set_experts_implementation(implementation)
+        with pytest.raises(RoundPipeError, match=r"call model\.set_experts_implementation\('eager'\)"):
+            model(TOKENS)
+
+
+def test_an_expert_is_taken_by_functions_as_a_tensor(folders: dict[str, Path]) -> None:
+    experts = quantize.from_pretrained(folders["qwen3_moe"], "nf4").model.layers[0].mlp.experts
+    one = experts.gate_up_proj[torch.tensor(2)]
+    whole = bnb.functional.dequantize_4bit(experts.gate_up_proj.weight.data, experts.gate_up_proj.weight.quant_state)
+    assert torch.equal(one.unpacked(), whole[2])
+    assert torch.equal(one.float(), whole[2])
+    assert torch.equal(torch.nn.functional.linear(torch.eye(64), one, torch.ones(48)), whole[2].t() + 1)
+    assert torch.equal(torch.einsum("oi->io", one), whole[2].t())
+
+
+def test_experts_that_blocks_do_not_fit_are_refused() -> None:
+    odd = {**settings("qwen3_moe"), "hidden_size": 60, "moe_intermediate_size": 20}
+    with pytest.raises(ValueError, match=r"each expert in .*gate_up_proj has 40 x 60 .*model\.quantization=null"):
+        from_config(quantization="nf4", **odd).model  # noqa: B018
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", *EXPERTS])
+@pytest.mark.parametrize("size", ["50GB", "30KB"])
+@pytest.mark.parametrize("way", ["read", "made", "random"])
+def test_a_saved_model_is_the_same(folders: dict[str, Path], tmp_path: Path, name: str, size: str, way: str) -> None:
+    if way == "read":
+        model = quantize.from_pretrained(folders[name], "nf4")
+    elif way == "made":
+        model = quantize.quantize(copy.deepcopy(plain(name)), "nf4")
+    else:
+        model = from_config(quantization="nf4", **settings(name)).model
+    model.save_pretrained(tmp_path / "one", max_shard_size=size)
+    again = from_folder(tmp_path / "one").model
+    assert torch.equal(logits(again), logits(model))
+    again.save_pretrained(tmp_path / "two", max_shard_size=size)
+    assert torch.equal(logits(from_folder(tmp_path / "two", quantization="nf4").model), logits(model))
+    stored = json.loads((tmp_path / "two" / "config.json").read_text())["quantization_config"]
+    assert stored["quant_method"] == "bitsandbytes"
+    assert stored["bnb_4bit_quant_type"] == "nf4"
+
+
+def test_names_in_files(folders: dict[str, Path], tmp_path: Path) -> None:
+    quantize.from_pretrained(folders["qwen3_moe"], "nf4").save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    parts = {"", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4"}
+    for weight in ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+        found = {n for n in names if n.startswith(f"model.layers.0.{weight}")}
+        assert found == {f"model.layers.0.{weight}{part}" for part in parts}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_transformers_reads_what_we_write(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    model = quantize.from_pretrained(folders["llama"], kind)
+    model.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
+    assert torch.equal(logits(theirs), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_we_read_what_transformers_writes(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    theirs = by_hand(folders["llama"], kind)
+    theirs.save_pretrained(tmp_path)
+    assert torch.equal(logits(from_folder(tmp_path).model), logits(theirs))
+
+
+def test_experts_that_transformers_left_in_16_bits_are_read_so(folders: dict[str, Path], tmp_path: Path) -> None:
+    theirs = by_hand(folders["qwen3_moe"])
+    theirs.save_pretrained(tmp_path)
+    ours = from_folder(tmp_path).model
+    assert not any(isinstance(module, ExpertWeights) for module in ours.modules())
+    theirs.set_experts_implementation("eager")
+    assert torch.equal(logits(ours), logits(theirs))
+
+
+def test_transformers_refuses_packed_experts(folders: dict[str, Path], tmp_path: Path) -> None:
+    """It must not take random weights for them."""
+    quantize.from_pretrained(folders["qwen3_moe"], "nf4").save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
+
+
+def test_bitsandbytes_reads_packed_experts(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = quantize.from_pretrained(folders["gpt_oss"], "nf4")
+    model.save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj"
+    stored = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if k.startswith(name)}
+    state = bnb.functional.QuantState.from_dict(
+        {k: v for k, v in stored.items() if k != name and "bias" not in k}, "cpu"
+    )
+    values = bnb.functional.dequantize_4bit(stored[name], state)
+    assert torch.equal(values, unpacked(model).get_parameter(name))
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def losses(task: CausalLM) -> list[float]:
+    found: list[float] = []
+
+    class Notes(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            found.append(float(outputs["loss"]))
+
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (12, 9), generator=torch.manual_seed(3))]
+    with quiet():
+        trainer_of("auto", callbacks=[Notes()]).fit(task, DataLoader(rows, batch_size=4))
+    return found
+
+
+def adapted(model: Any, targets: Any) -> CausalLM:
+    torch.manual_seed(2)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
+    return CausalLM(model, functools.partial(torch.optim.AdamW, lr=1e-2), lora=lora)
+
+
+def test_training_is_that_of_a_model_made_by_hand(folders: dict[str, Path]) -> None:
+    wanted = losses(adapted(by_hand(folders["llama"]), "all-linear"))
+    assert losses(adapted(from_folder(folders["llama"], quantization="nf4").model, "all-linear")) == wanted
+    assert wanted[0] != wanted[-1]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_training_beside_packed_experts(folders: dict[str, Path], name: str) -> None:
+    model = from_folder(folders[name], quantization="nf4").model
+    like = unpacked(model)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert losses(adapted(model, targets)) == losses(adapted(like, targets))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_checkpoint_has_adapters_only(folders: dict[str, Path], name: str, kind: str) -> None:
+    if (name, kind) == ("qwen3_moe", "int8"):
+        pytest.skip("experts in eight bits are refused")
+    task = adapted(from_folder(folders[name], quantization=kind).model, ["q_proj"])
+    checkpoint = {"state_dict": task.state_dict()}
+    task.on_save_checkpoint(checkpoint)
+    assert set(checkpoint["state_dict"]) == {n for n, p in task.named_parameters() if p.requires_grad}
+
+
+def test_a_checkpoint_keeps_trained_parameters_beside_frozen_ones(folders: dict[str, Path]) -> None:
+    """Biases of a linear layer whose weight is packed."""
+    model = from_folder(folders["gpt_oss"], quantization="nf4").model
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], bias="all")
+    task = CausalLM(model, torch.optim.SGD, lora=lora)
+    checkpoint = {"state_dict": task.state_dict()}
+    task.on_save_checkpoint(checkpoint)
+    assert any(name.endswith("o_proj.bias") for name in checkpoint["state_dict"])
+    assert set(checkpoint["state_dict"]) == {n for n, p in task.named_parameters() if p.requires_grad}
+
+
+def test_adapters_go_on_over_a_quantised_base(folders: dict[str, Path], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    task = adapted(from_folder(folders["llama"], quantization="nf4").model, ["q_proj"])
+    losses(task)
+    task.model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(by_hand(folders["llama"]), tmp_path)
+    assert torch.equal(logits(again), logits(task.model))
+
+
+@pytest.mark.parametrize("target", ["all-linear", "experts"])
+def test_adapters_in_packed_experts_are_refused(folders: dict[str, Path], target: str) -> None:
+    lora = (
+        LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+        if target == "all-linear"
+        else LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    )
+    model = from_folder(folders["qwen3_moe"], quantization="nf4").model
+    with pytest.raises(ValueError, match=r"adapters in experts that are quantised \(.*experts\.\w+\).*lora=attention"):
+        CausalLM(model, torch.optim.SGD, lora=lora)
+
+
+def test_adapters_in_packed_experts_are_refused_by_their_whole_names_too(folders: dict[str, Path]) -> None:
+    model = from_folder(folders["qwen3_moe"], quantization="nf4").model
+    lora = LoraConfig(target_modules=["q_proj"], target_parameters=["model.layers.0.mlp.experts.gate_up_proj"])
+    adapted_by_hand = get_peft_model(model, lora)
+    with pytest.raises(ValueError, match=r"lora=attention"):
+        quantize.refuse_adapted_experts(adapted_by_hand, lora)
+
+
+def test_evaluation_does_not_change_training(folders: dict[str, Path]) -> None:
+    """bitsandbytes would pack the weights anew in evaluation, for a kernel without gradients."""
+    wanted, found = (quantize.from_pretrained(folders["llama"], "nf4") for _ in range(2))
+    with torch.no_grad():
+        found.eval()(TOKENS)
+    for model in (wanted, found):
+        model.train()(TOKENS, labels=TOKENS).loss.backward()
+    assert torch.equal(wanted.model.embed_tokens.weight.grad, found.model.embed_tokens.weight.grad)
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def test_long_work_shows_how_far_it_is(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantize.from_pretrained(folders["llama"], "nf4")
+    assert "quantised" not in capsys.readouterr().err
+    monkeypatch.setattr(quantize, "_PATIENCE_S", 0.0)
+    for make in (
+        lambda: quantize.from_pretrained(folders["gpt_oss"], "nf4"),
+        lambda: quantize.quantize(copy.deepcopy(plain("gpt_oss")), "nf4"),
+        lambda: from_config(quantization="nf4", **settings("gpt_oss")).model,
+    ):
+        make()
+        lines = [line for line in capsys.readouterr().err.splitlines() if "quantised" in line]
+        assert 3 < len(lines) <= 10
+        assert lines[-1] == "roundpipe: 100 % of 0.0 billion weights are quantised"
+
+
+def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with quantize.ShownProgress() as progress:
+        for done in range(5):
+            progress(done, 4)
+        assert progress._bar is not None
+        assert progress._bar.tasks[0].completed == 4
+    assert progress._bar.finished
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+_MEASURED = """
+import re, sys, threading, torch
+from transformers import AutoConfig
+from lightning_roundpipe.model import quantize
+import bitsandbytes
+
+def now():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+
+def watch():
+    global most
+    while not ended.wait(0.001):
+        most = max(most, now())
+
+way, folder, other, dtype = sys.argv[1:]
+quantize.from_pretrained(other, "nf4")
+before = most = now()
+ended = threading.Event()
+thread = threading.Thread(target=watch)
+thread.start()
+if way == "read":
+    model = quantize.from_pretrained(folder, "nf4", dtype=dtype)
+else:
+    model = quantize.from_config(AutoConfig.from_pretrained(folder), "nf4", dtype=dtype)
+ended.set()
+thread.join()
+print(most - before, now() - before, sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("kind", "way", "dtype"),
+    [
+        ("dense", "read", "float32"),
+        pytest.param("dense", "read", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("dense", "random", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("experts", "read", "float32", marks=pytest.mark.slow),
+        pytest.param("experts", "random", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_little_more_is_held_than_the_packed_model(
+    folders: dict[str, Path], tmp_path: Path, kind: str, way: str, dtype: str
+) -> None:
+    """Of 200 MiB of weights in 16 bits. Python's own memory grows by some MiB meanwhile."""
+    sizes = {**_SIZES, "vocab_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+    if kind == "dense":
+        config = AutoConfig.for_model("llama", **{**sizes, "hidden_size": 1024, "intermediate_size": 3072})
+    else:
+        wide = {"hidden_size": 512, "moe_intermediate_size": 512, "head_dim": 64, "num_experts": 16}
+        config = AutoConfig.for_model("qwen3_moe", **{**sizes, **wide})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain_size = sum(p.nbytes for p in model.parameters())
+    assert plain_size > 180 << 20
+    model.save_pretrained(tmp_path)
+    largest = 4 * max(p.numel() for p in model.parameters()) // (1 if dtype == "float32" else 2)
+    del model
+    arguments = (way, str(tmp_path), str(folders["qwen3_moe"]), dtype)
+    done = subprocess.run([sys.executable, "-c", _MEASURED, *arguments], capture_output=True, text=True, check=True)
+    most, left, packed = map(int, done.stdout.split())
+    assert packed < plain_size // 3
+    assert left < packed + (16 << 20), f"{left >> 20} MiB"
+    # Three times, where the weights of experts are put together. And what is freed in between, and the pieces.
+    most_weights = 3 * largest if kind == "experts" else largest
+    assert most < packed + most_weights + (40 << 20) < plain_size, f"{most >> 20} MiB"
