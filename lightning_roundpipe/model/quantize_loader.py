@@ -121,7 +121,7 @@ class _Quantizer:
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 # Otherwise the first evaluation on a CPU that has these instructions rounds the scales and packs the
                 # weight for a kernel without gradients, and training after it computes none.
-                setattr(module, "support_avx512bf16_for_cpu", False)
+                cast(Any, module).support_avx512bf16_for_cpu = False
         return super()._process_model_after_weight_loading(model, **options)  # type: ignore[misc]
 
     def get_quantize_ops(self) -> ConversionOps:
