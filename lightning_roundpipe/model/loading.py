@@ -52,12 +52,14 @@ class Pretrained:
         tokenizer: the tokenizer that the model was trained with; ``None`` if there is none.
         source: the origin of the weights, in words.
         load: loads the model. Raises ``ValueError`` for weights that cannot be read.
+        folder: the folder whose files hold the weights; ``None`` if the weights are made or unpacked.
     """
 
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase | None
     source: str
     load: Callable[[], PreTrainedModel]
+    folder: Path | None = None
 
     @functools.cached_property
     def model(self) -> PreTrainedModel:
@@ -227,7 +229,8 @@ def _from_files(path: Path, setting: str, dtype: str, config: PretrainedConfig |
     with _reading(path, setting, _AGAIN):
         tokenizer = _tokenizer(path)
     load = _reading(path, setting, _AGAIN)(lambda: _whole_model(path, dtype=dtype, **options))
-    return Pretrained(_configuration(path, setting) if config is None else config, tokenizer, str(path), load)
+    config = _configuration(path, setting) if config is None else config
+    return Pretrained(config, tokenizer, str(path), load, path)
 
 
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
