@@ -11,6 +11,7 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "pyarrow": "data",
     "datasets": "data",
+    "bitsandbytes": "quant",
 }
 """The extra that installs each package."""
 

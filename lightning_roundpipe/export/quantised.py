@@ -25,7 +25,8 @@ class Dequantised:
 
     Args:
         setting: how an error names the weights.
-        dtype: dtype of weights that were quantised to eight bits. Those of four bits say themselves what they were.
+        dtype: dtype of weights that do not say in which 16 bits they were: those of eight bits, and those that were
+            quantised from fp32. What is read of those is fp32.
 
     Raises:
         ImportError: bitsandbytes is not installed.
@@ -53,7 +54,7 @@ class Dequantised:
         for name, spec in stored.items():
             if name in self._states:
                 state = self._states[name]
-                self.specs[name] = Spec(tuple(state.shape), state.dtype)
+                self.specs[name] = Spec(tuple(state.shape), dtype if state.dtype == torch.float32 else state.dtype)
             elif name in self._scales:
                 self.specs[name] = Spec(spec.shape, dtype)
             elif name not in helpers:
@@ -76,7 +77,7 @@ class Dequantised:
             return decoded.reshape(self.specs[name].shape)
         if scales is not None:
             rows: Tensor = self._bitsandbytes.int8_vectorwise_dequant(stored, scales)
-            return rows.to(self.specs[name].dtype)
+            return rows
         return stored
 
 
