@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_roundpipe.export.gguf_file import GgufFile, check_architecture
 from lightning_roundpipe.export.layout import OfFiles, OfParameters
 from lightning_roundpipe.export.merging import Adapters
 from lightning_roundpipe.export.quantised import Dequantised, is_quantised, method
@@ -199,12 +200,12 @@ def _write_model(
     max_shard_size: int,
     progress: Callable[[int, int], None],
 ) -> tuple[str, tuple[str, ...]]:
+    base = trained.base
     if format == "gguf":
-        raise ValueError("format=gguf")  # next slice
+        check_architecture(base.config)
     weights, notes = _weights(trained, skeleton, _DTYPES.get(dtype))
-    total = weights.nbytes
-    _check_space(folder, total, to)
-    folder.mkdir(parents=True)
+    merged = f"adapters of {plural(weights.modules, 'module')}, merged into the base model"
+    what = "all weights" if trained.adapters is None else merged
     done = 0
 
     def came(nbytes: int) -> None:
@@ -212,18 +213,27 @@ def _write_model(
         done += nbytes
         progress(done, total)
 
+    if format == "gguf":
+        name = folder.name.removesuffix(UNFINISHED)
+        file = GgufFile(weights, base.config, dtype, name, base.tokenizer, base.gguf)
+        total = file.nbytes
+        _make_folder(folder, total, to)
+        file.write(folder / f"model-{file.type}.gguf", came)
+        return f"{what}, in {file.type}", notes
+    total = weights.nbytes
+    _make_folder(folder, total, to)
     write_shards(weights.stored(), weights.specs, folder, max_shard_size, came)
-    wide = Counter({spec.dtype: 0 for spec in weights.specs.values()})
-    for spec in weights.specs.values():
-        wide[spec.dtype] += spec.nbytes
-    main = str(wide.most_common(1)[0][0]).removeprefix("torch.")
+    main = _main_dtype(weights)
     _write_companions(trained, skeleton, folder, main, weights.untied)
-    what = (
-        "all weights"
-        if trained.adapters is None
-        else f"adapters of {weights.modules} modules, merged into the base model"
-    )
     return f"{what}, in {main}", notes
+
+
+def _main_dtype(weights: Weights) -> str:
+    """Return the dtype that most bytes are in, which the configuration names."""
+    sizes: Counter[torch.dtype] = Counter()
+    for spec in weights.specs.values():
+        sizes[spec.dtype] += spec.nbytes
+    return str(sizes.most_common(1)[0][0]).removeprefix("torch.")
 
 
 def _weights(trained: Trained, skeleton: Skeleton, dtype: torch.dtype | None) -> tuple[Weights, tuple[str, ...]]:
@@ -235,7 +245,7 @@ def _weights(trained: Trained, skeleton: Skeleton, dtype: torch.dtype | None) ->
     if base.folder is None:
         state = {name: tensor for name, tensor in base.load().state_dict().items() if name in skeleton.shapes}
         in_memory = StateDict(state)
-        if dtype is None and base.packed:
+        if dtype is None and base.gguf is not None:
             dtype = torch.bfloat16
         adapters = _adapters(trained, skeleton)
         note = f"the base model was held in memory as a whole ({gib(_nbytes(in_memory))}): {base.source}"
@@ -287,7 +297,7 @@ def _nbytes(source: Source) -> int:
     return sum(spec.nbytes for spec in source.specs.values())
 
 
-def _check_space(folder: Path, needed: int, to: str | Path) -> None:
+def _make_folder(folder: Path, needed: int, to: str | Path) -> None:
     there = next(parent for parent in folder.parents if parent.is_dir())
     free = shutil.disk_usage(there).free
     if needed > free:
@@ -295,6 +305,7 @@ def _check_space(folder: Path, needed: int, to: str | Path) -> None:
             f"to={to} needs {gib(needed)}, and {there} has {gib(free)} left: name a folder on another disk, or a "
             "smaller dtype=."
         )
+    folder.mkdir(parents=True)
 
 
 def _write_companions(trained: Trained, skeleton: Skeleton, folder: Path, dtype: str, untied: bool) -> None:

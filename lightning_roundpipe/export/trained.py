@@ -46,7 +46,7 @@ class Base:
         setting: how an error names the model.
         source: what the weights are, in words.
         name: what PEFT's configuration of adapters calls it.
-        packed: whether the weights were unpacked from fewer than 16 bits.
+        gguf: the GGUF file that the weights are unpacked from.
     """
 
     config: PretrainedConfig
@@ -56,7 +56,7 @@ class Base:
     setting: str
     source: str
     name: str | None
-    packed: bool = False
+    gguf: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ def named_base(base: str) -> Base:
     return _of(from_name(str(folder), dtype="auto"), setting, base)
 
 
-def _of(found: Pretrained, setting: str, name: str | None, packed: bool = False) -> Base:
-    return Base(found.config, found.tokenizer, found.folder, found.load, setting, found.source, name, packed)
+def _of(found: Pretrained, setting: str, name: str | None) -> Base:
+    return Base(found.config, found.tokenizer, found.folder, found.load, setting, found.source, name, found.gguf)
 
 
 # -- the base model of a run -------------------------------------------------------------------------------------------
@@ -217,9 +217,8 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
     if not isinstance(found, Pretrained):
         raise ValueError(f"{setting}: what {model.get('_target_')} makes is not known here. Name the model with base=.")
     name = next((str(model[key]) for key in _PLACES[:3] if model.get(key) not in (None, "pretrained", "random")), None)
-    packed = found.folder is None and ("package" in model or model.get("gguf_file") is not None)
-    if found.folder is not None or packed:
-        return _of(found, setting, name or found.source, packed)
+    if found.folder is not None or found.gguf is not None:
+        return _of(found, setting, name or found.source)
 
     def draw() -> PreTrainedModel:
         if seed is None:

@@ -53,6 +53,7 @@ class Pretrained:
         source: the origin of the weights, in words.
         load: loads the model. Raises ``ValueError`` for weights that cannot be read.
         folder: the folder whose files hold the weights; ``None`` if the weights are made or unpacked.
+        gguf: the GGUF file that they are unpacked from.
     """
 
     config: PretrainedConfig
@@ -60,6 +61,7 @@ class Pretrained:
     source: str
     load: Callable[[], PreTrainedModel]
     folder: Path | None = None
+    gguf: Path | None = None
 
     @functools.cached_property
     def model(self) -> PreTrainedModel:
@@ -288,7 +290,7 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str) -> Pretrained
         _forget_quantisation(model)
         return model
 
-    return Pretrained(config, tokenizer, source, load)
+    return Pretrained(config, tokenizer, source, load, gguf=path)
 
 
 def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> PreTrainedModel:
