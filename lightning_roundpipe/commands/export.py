@@ -5,6 +5,7 @@ This module imports little, so that a mistyped option is reported at once.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,11 +50,11 @@ class ExportOptions:
         "a Hugging Face model, or a file for llama.cpp", default="safetensors"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = option(
-        "of the weights; auto: as the base model's files; GGUF: float16", default="auto"
+        "of the weights: float32, bfloat16, float16, q8_0; auto: the base's", default="auto", shown="TYPE"
     )
     merge: bool = option("merge adapters into the weights, or write them alone", default=True)
-    max_shard_size: int = option(
-        "most that one safetensors file holds", default=5 * 10**9, read=parse_bytes, shown="SIZE"
+    max_shard_size: int | None = option(
+        "the most that a safetensors file holds (default: 5GB)", default=None, read=parse_bytes, shown="SIZE"
     )
     overwrite: bool = option("replace a folder that is there", default=False)
 
@@ -66,9 +67,10 @@ def main() -> int:
 def answer(options: ExportOptions) -> Reply:
     """Exports, and returns a table of what was written."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # of kernels that nothing here calls
     try:
         with waiting("Reading the run"):
-            from lightning_roundpipe.export import export, from_run
+            from lightning_roundpipe.export import MAX_SHARD_SIZE, export, from_run
 
             trained = from_run(options.run, options.ckpt, options.base)
         with _bar() as progress, warnings.catch_warnings():
@@ -79,7 +81,7 @@ def answer(options: ExportOptions) -> Reply:
                 options.format,
                 options.dtype,
                 options.merge,
-                options.max_shard_size,
+                options.max_shard_size or MAX_SHARD_SIZE,
                 options.overwrite,
                 progress,
             )

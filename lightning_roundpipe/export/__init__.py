@@ -5,7 +5,7 @@ The weights pass through memory a few tensors at a time, so a model is exported 
 
 from __future__ import annotations
 
-from lightning_roundpipe.export.job import Exported, export
+from lightning_roundpipe.export.job import MAX_SHARD_SIZE, Exported, export
 from lightning_roundpipe.export.trained import from_checkpoint, from_run
 
-__all__ = ["Exported", "export", "from_checkpoint", "from_run"]
+__all__ = ["MAX_SHARD_SIZE", "Exported", "export", "from_checkpoint", "from_run"]

@@ -28,6 +28,9 @@ from lightning_roundpipe.messages import gib, plural
 Format = Literal["safetensors", "gguf"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]
 
+MAX_SHARD_SIZE = 5 * 10**9
+"""Bytes of a safetensors file, unless another number is asked for."""
+
 UNFINISHED = ".unfinished"
 """Suffix of a folder that is being written. A killed process leaves one behind; the next export removes it."""
 
@@ -80,7 +83,7 @@ def export(
     format: Format = "safetensors",
     dtype: Dtype = "auto",
     merge: bool = True,
-    max_shard_size: int = 5 * 10**9,
+    max_shard_size: int = MAX_SHARD_SIZE,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = _no_progress,
 ) -> Exported:

@@ -135,22 +135,27 @@ class Adapters:
             raise ValueError(f"{self._where} does not fit the base model: {said}. {_OTHER_BASE}") from error
         if result.unexpected_keys:
             raise ValueError(
-                f"{self._where} does not fit the base model, which has no {min(result.unexpected_keys)}. {_OTHER_BASE}"
+                f"{self._where} does not fit the base model, which has no {_plain(min(result.unexpected_keys))}. "
+                f"{_OTHER_BASE}"
             )
         if lacking := sorted(wanted & set(result.missing_keys)):
             raise ValueError(
                 f"{self._where} does not fit the base model: it lacks {len(lacking)} of "
-                f"{plural(len(wanted), 'trained tensor')}, {lacking[0]} first. {_OTHER_BASE}"
+                f"{plural(len(wanted), 'trained tensor')}, {_plain(lacking[0])} first. {_OTHER_BASE}"
             )
         values = dict(self._model.named_parameters())
         if broken := sorted(name for name in wanted if not values[name].isfinite().all()):
             raise ValueError(
-                f"{self._where}: {broken[0]} has values that are not finite. Training has diverged: name an earlier "
-                "checkpoint with ckpt=."
+                f"{self._where}: {_plain(broken[0])} has values that are not finite. Training has diverged: name an "
+                "earlier checkpoint with ckpt=."
             )
 
 
 _OTHER_BASE = "Name the model that was trained with base=."
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(_IN_PEFT)
 
 
 def _wrapped(model: PreTrainedModel, config: PeftConfig, where: str) -> PeftModel:
