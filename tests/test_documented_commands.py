@@ -25,10 +25,10 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-PROGRAMS = r"(?:roundpipe-(?:train|plan|simulate)|python examples/)"
+PROGRAMS = r"(?:roundpipe-(?:train|plan|simulate|export)|python examples/)"
 
 NOT_RUN = {
-    r"roundpipe-(train|plan|simulate)( -m)?": "the name of a program",
+    r"roundpipe-(train|plan|simulate|export)( -m)?": "the name of a program",
     r"roundpipe-plan costs=": "the name of a setting",
     r".*=\.\.\.( .*)?": "a form whose places are to be filled",
     r"roundpipe-train: .*": "a message",
@@ -39,6 +39,7 @@ FEW = "trainer.max_steps=2"
 SUBSTITUTIONS = {
     # What documents name is made in the working folder: see `place`.
     r"FOLDER/": "",
+    r"(roundpipe-export) run=\S+ to=\S+": r"\1 run=adapted to=$(mktemp -u -p . XXXXXX)",
     r"costs=FILE\.json": "costs=costs.json",
     r"/models/": "models/",
     r"/my/texts": "texts",
@@ -164,6 +165,8 @@ def place(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     measured = run("roundpipe-train experiment=random_tokens trainer.max_steps=3", installed, folder)
     shutil.copy(Path(measured.stdout.splitlines()[-1]) / "costs.json", folder / "costs.json")
+    adapted = "roundpipe-train experiment=random_tokens lora=all_linear trainer.max_steps=2 hydra.run.dir=adapted"
+    run(adapted, installed, folder)
     return folder
 
 

@@ -35,7 +35,19 @@ LAYERS: list[set[str]] = [
     {"stepping", "announcements"},
     {"strategy"},
     {"pytorch_lightning"},
-    {"callbacks", "pictures", "replay", "timeline", "gantt", "tasks", "data", "sweep", "sweep_picture", "overrides"},
+    {
+        "callbacks",
+        "pictures",
+        "replay",
+        "timeline",
+        "gantt",
+        "tasks",
+        "data",
+        "sweep",
+        "sweep_picture",
+        "overrides",
+        "export",
+    },
     {"train", "commands"},
 ]
 STRANGERS = {"devices", "planning", "model", "optim"}

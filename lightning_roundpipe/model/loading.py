@@ -55,12 +55,16 @@ class Pretrained:
         tokenizer: the tokenizer that the model was trained with; ``None`` if there is none.
         source: the origin of the weights, in words.
         load: loads the model. Raises ``ValueError`` for weights that cannot be read.
+        folder: the folder whose files hold the weights; ``None`` if the weights are made or unpacked.
+        gguf: the GGUF file that they are unpacked from.
     """
 
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase | None
     source: str
     load: Callable[[], PreTrainedModel]
+    folder: Path | None = None
+    gguf: Path | None = None
 
     @functools.cached_property
     def model(self) -> PreTrainedModel:
@@ -286,7 +290,7 @@ def _from_files(
     if quantize.stored_quantization(own, setting, packing.quantization) or packing.quantization:
         options |= {"quantization": packing.quantization, "double_quantization": packing.double}
     load = _reading(path, setting, _AGAIN)(lambda: _whole_model(path, dtype=dtype, **options))
-    return Pretrained(own, tokenizer, str(path), load)
+    return Pretrained(own, tokenizer, str(path), load, path)
 
 
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
@@ -348,7 +352,7 @@ def _from_gguf(path: Path, setting: str, remedy: str, source: str, packing: _Pac
             quantize.quantize(model, packing.quantization, double_quantization=packing.double)
         return model
 
-    return Pretrained(config, tokenizer, source, load)
+    return Pretrained(config, tokenizer, source, load, gguf=path)
 
 
 def _whole_model(path: str | Path, dtype: str = "float32", **options: Any) -> PreTrainedModel:

@@ -68,6 +68,7 @@ def build(cfg: DictConfig, folder: Path) -> Job:
     data = _make(cfg.data, **{key: fact for key, fact in facts.items() if OmegaConf.is_missing(cfg.data, key)})
     if isinstance(data, TextFiles):
         data.setup("fit")  # checks every record before the weights are loaded, which may take minutes
+    seed_everything(cfg.seed, workers=True, verbose=False)  # random weights are the same whatever the data have drawn
     task = _make(
         cfg.task,
         model=pretrained.model,

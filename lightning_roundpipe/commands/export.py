@@ -1,0 +1,135 @@
+"""``roundpipe-export``: writes what a run has trained as a Hugging Face model, a GGUF file or PEFT adapters.
+
+This module imports little, so that a mistyped option is reported at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from lightning_roundpipe.commands.console import console_command, waiting
+from lightning_roundpipe.commands.options import Reply, option, pasted, run
+from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.messages import gib, plural, seconds
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.export import Exported
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Writes what a run has trained as a model that loads without this package.
+    Adapters are merged into the base model's weights. Memory: the weights of one file."""
+
+    examples: ClassVar = (
+        "run=runs/smollm2_lora-20260101-120000 to=smollm2-pydoc",
+        "run=FOLDER to=smollm2-gguf format=gguf dtype=q8_0",
+        "run=FOLDER to=adapters merge=false",
+    )
+
+    run: str = option("a run's folder, or one with PEFT adapters", shown="FOLDER")
+    to: Path = option("the new folder", shown="FOLDER")
+    ckpt: Path | None = option("the checkpoint; by default the run's best, or its newest", default=None)
+    base: str | None = option(
+        "the model that was trained; by default the run says it", default=None, shown="FOLDER|NAME"
+    )
+    format: Literal["safetensors", "gguf"] = option(
+        "a Hugging Face model, or a file for llama.cpp", default="safetensors"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = option(
+        "of the weights: float32, bfloat16, float16, q8_0; auto: the base's", default="auto", shown="TYPE"
+    )
+    merge: bool = option("merge adapters into the weights, or write them alone", default=True)
+    max_shard_size: int | None = option(
+        "the most that a safetensors file holds (default: 5GB)", default=None, read=parse_bytes, shown="SIZE"
+    )
+    overwrite: bool = option("replace a folder that is there", default=False)
+
+
+@console_command
+def main() -> int:
+    return run("roundpipe-export", ExportOptions, answer)
+
+
+def answer(options: ExportOptions) -> Reply:
+    """Exports, and returns a table of what was written."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # of kernels that nothing here calls
+    try:
+        with waiting("Reading the run"):
+            from lightning_roundpipe.export import MAX_SHARD_SIZE, export, from_run
+
+            trained = from_run(options.run, options.ckpt, options.base)
+        with _bar() as progress, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's, about a model without weights
+            made = export(
+                trained,
+                options.to,
+                options.format,
+                options.dtype,
+                options.merge,
+                options.max_shard_size or MAX_SHARD_SIZE,
+                options.overwrite,
+                progress,
+            )
+    except ImportError as error:  # a package that comes with an extra
+        raise ValueError(str(error)) from error
+    return Reply(ExportTable(made))
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal's standard error, with bytes and the time that is left; elsewhere nothing."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("Writing"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@dataclass(frozen=True)
+class ExportTable:
+    """The files, what they hold, and how to load them."""
+
+    made: Exported
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("file", overflow="fold")
+        table.add_column("size", justify="right", no_wrap=True)
+        for name, size in self._rows():
+            table.add_row(Text(name), gib(size))
+        yield table
+        yield Text(f"{self.made.contents}; {gib(sum(size for _, size in self.made.files))} in {self._time()}")
+        for note in self.made.notes:
+            yield Text(note)
+        yield Text("")
+        yield pasted(self.made.how)
+
+    def _time(self) -> str:
+        return seconds(self.made.seconds)
+
+    def _rows(self) -> Iterator[tuple[str, int]]:
+        """The files, those that hold parts of the weights as one."""
+        parts = [size for name, size in self.made.files if name.startswith("model-") and name.endswith(".safetensors")]
+        if len(parts) > 1:
+            yield f"model-*.safetensors ({plural(len(parts), 'file')})", sum(parts)
+        for name, size in self.made.files:
+            if len(parts) < 2 or not (name.startswith("model-") and name.endswith(".safetensors")):
+                yield name, size

@@ -1,0 +1,245 @@
+"""GGUF files have the exported weights: transformers reads them back, and the tokenizer is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from export_runs import logits
+from peft import LoraConfig, get_peft_model
+from tiny_tokenizer import tiny_tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lightning_roundpipe.export import export, from_run
+from lightning_roundpipe.export.gguf_tokenizer import _RULES
+
+gguf: Any = pytest.importorskip("gguf")
+
+SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 0}
+
+
+def words(rule: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes and a few merges, which cuts text by ``rule``."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("Ġ", "a"), ("1", "2")]
+    names = ["<end>", "<begin>", *letters, *("".join(merge) for merge in merges)]
+    backend = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=merges))
+    backend.pre_tokenizer, backend.decoder = rule, decoders.ByteLevel()
+    backend.add_special_tokens(["<end>", "<begin>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", bos_token="<begin>", chat_template="hi")
+
+
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PLAIN = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+RULES = {
+    "gpt-2": GPT2,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
+} | {
+    name: pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), PLAIN])
+    for pattern, name in _RULES.items()
+}
+
+
+def make_base(folder: Path, kind: str, tokenizer: Any = None, **settings: Any) -> Path:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(SIZES | HEADS | settings))
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(1 if "norm" in name else 0, 0.2)
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def adapted(base: Path, folder: Path, **settings: Any) -> Path:
+    torch.manual_seed(1)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, **({"target_modules": "all-linear"} | settings))
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) * 0.05
+    model.save_pretrained(folder, save_embedding_layers=False)
+    return folder
+
+
+def fields(path: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},  # transformers' reader leaves this figure out and takes the default
+}
+ERRORS = {"float32": 1e-5, "float16": 3e-2, "bfloat16": 0.2, "q8_0": 0.3}
+"""What formats may change in logits of about 10."""
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", ERRORS)
+def test_equals_safetensors(kind: str, dtype: str, tmp_path: Path) -> None:
+    settings = {"tie_word_embeddings": False} | ARCHITECTURES[kind]
+    base = make_base(tmp_path / "base", kind.split()[0], words(GPT2), **settings)
+    trained = from_run(adapted(base, tmp_path / "adapters"), base=str(base))
+    export(trained, tmp_path / "plain", dtype="float32")
+    made = export(trained, tmp_path / "gguf", format="gguf", dtype=dtype)  # type: ignore[arg-type]
+    [(name, _)] = made.files
+    wanted = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
+    assert wanted.abs().max() > 3
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", gguf_file=name, dtype="float32")
+    torch.testing.assert_close(logits(model), wanted, atol=ERRORS[dtype], rtol=0)
+    assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base)), wanted, atol=2 * ERRORS[dtype])
+
+
+def test_weights_to_the_last_bit(tmp_path: Path) -> None:
+    """Each tensor of a file in float16 is that of the model, rounded once; vectors are float32."""
+    base = make_base(tmp_path / "base", "qwen2")
+    trained = from_run(adapted(base, tmp_path / "adapters"), base=str(base))
+    export(trained, tmp_path / "plain", dtype="float32")
+    export(trained, tmp_path / "gguf", format="gguf")
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
+    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "gguf" / "model-F16.gguf").tensors}
+    assert len(found) == len(state)
+    for name, stored in (("token_embd", "model.embed_tokens"), ("blk.1.ffn_up", "model.layers.1.mlp.up_proj")):
+        wanted = state[f"{stored}.weight"].numpy().astype(np.float16)
+        assert found[f"{name}.weight"].dtype == np.float16
+        assert np.array_equal(found[f"{name}.weight"], wanted)
+    bias = found["blk.0.attn_q.bias"]
+    assert bias.dtype == np.float32
+    assert np.array_equal(bias, state["model.layers.0.self_attn.q_proj.bias"].numpy())
+
+
+def test_embeddings_that_adapters_tell_apart(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama", tie_word_embeddings=True)
+    trained = from_run(adapted(base, tmp_path / "adapters", modules_to_save=["lm_head"]), base=str(base))
+    export(trained, tmp_path / "plain")
+    export(trained, tmp_path / "gguf", format="gguf", dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", gguf_file="model-F32.gguf")
+    wanted = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
+    torch.testing.assert_close(logits(model), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_figures(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "qwen3", head_dim=16, max_position_embeddings=777, rms_norm_eps=3e-6)
+    export(from_run(adapted(base, tmp_path / "adapters"), base=str(base)), tmp_path / "named", format="gguf")
+    said = fields(tmp_path / "named" / "model-F16.gguf")
+    assert said["general.architecture"] == "qwen3"
+    assert said["general.name"] == "named"
+    assert said["general.file_type"] == 1
+    wanted = {
+        "context_length": 777,
+        "embedding_length": 64,
+        "block_count": 2,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "rope.freq_base": 10000.0,
+        "vocab_size": 300,
+    }
+    assert {name: said[f"qwen3.{name}"] for name in wanted} == wanted
+    assert said["qwen3.attention.layer_norm_rms_epsilon"] == pytest.approx(3e-6)
+    assert said["tokenizer.ggml.model"] == "none"
+
+
+def test_rotary_scaling(tmp_path: Path) -> None:
+    """Llama 3.1's frequencies are a tensor, by which llama.cpp divides; other scalings are figures."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 64, "rope_theta": 500_000.0}
+    base = make_base(tmp_path / "base", "llama", rope_parameters=scaling, max_position_embeddings=512)
+    export(from_run(adapted(base, tmp_path / "adapters"), base=str(base)), tmp_path / "gguf", format="gguf")
+    reader = gguf.GGUFReader(tmp_path / "gguf" / "model-F16.gguf")
+    factors = next(tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight")
+    config = AutoConfig.from_pretrained(base)
+    wanted, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    unscaled = 500_000.0 ** -(np.arange(0, 16, 2) / 16)
+    np.testing.assert_allclose(unscaled / factors, wanted.numpy(), rtol=1e-5)
+    assert factors.min() == 1 and factors.max() == 8 and len(set(factors.tolist())) > 2
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e6}
+    base = make_base(tmp_path / "yarn", "qwen2", rope_parameters=yarn, max_position_embeddings=256)
+    export(from_run(adapted(base, tmp_path / "of_yarn"), base=str(base)), tmp_path / "gguf2", format="gguf")
+    said = fields(tmp_path / "gguf2" / "model-F16.gguf")
+    assert said["qwen2.rope.scaling.type"] == "yarn"
+    assert said["qwen2.rope.scaling.factor"] == 4.0
+    assert said["qwen2.rope.scaling.original_context_length"] == 64
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_tokenizer(rule: str, tmp_path: Path) -> None:
+    tokenizer = words(RULES[rule])
+    base = make_base(tmp_path / "base", "llama", tokenizer)
+    export(from_run(adapted(base, tmp_path / "adapters"), base=str(base)), tmp_path / "gguf", format="gguf")
+    said = fields(tmp_path / "gguf" / "model-F16.gguf")
+    assert said["tokenizer.ggml.pre"] == rule
+    assert (said["tokenizer.ggml.bos_token_id"], said["tokenizer.ggml.eos_token_id"]) == (1, 0)
+    assert not said["tokenizer.ggml.add_bos_token"]
+    assert said["tokenizer.chat_template"] == "hi"
+    assert said["tokenizer.ggml.merges"] == ["a b", "Ġ a", "1 2"]
+    assert len(said["tokenizer.ggml.tokens"]) == 300
+    assert said["tokenizer.ggml.token_type"][:3] == [3, 3, 1]
+    assert said["tokenizer.ggml.token_type"][-1] == 5  # rows of the embedding that no token has
+    again = AutoTokenizer.from_pretrained(tmp_path / "gguf", gguf_file="model-F16.gguf")
+    text = "ab ab, Größe a"
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+def test_a_tokenizer_that_begins_texts(tmp_path: Path) -> None:
+    tokenizer = words(GPT2)
+    from tokenizers import processors
+
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", 1)]
+    )
+    base = make_base(tmp_path / "base", "llama", tokenizer)
+    export(from_run(adapted(base, tmp_path / "adapters"), base=str(base)), tmp_path / "gguf", format="gguf")
+    said = fields(tmp_path / "gguf" / "model-F16.gguf")
+    assert said["tokenizer.ggml.add_bos_token"] and not said["tokenizer.ggml.add_eos_token"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (
+            "gpt2",
+            {"n_embd": 64, "n_layer": 1, "n_head": 4},
+            "the architecture 'gpt2' are not written, only llama, qwen2",
+        ),
+        ("llama", {"attention_bias": True}, "attention_bias=True is not written"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not written"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not written"),
+    ],
+)
+def test_refused(kind: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", kind, **settings)
+    trained = from_run(adapted(base, tmp_path / "adapters"), base=str(base))
+    with pytest.raises(ValueError, match=rf"^format=gguf: .*{message}.*convert_hf_to_gguf\.py\.$"):
+        export(trained, tmp_path / "gguf", format="gguf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapters", "base"]
+
+
+def test_a_tokenizer_of_another_kind(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama", tiny_tokenizer())  # cuts nothing before it merges
+    trained = from_run(adapted(base, tmp_path / "adapters"), base=str(base))
+    with pytest.raises(ValueError, match=r"^format=gguf: this tokenizer cuts text in a way that is not known here"):
+        export(trained, tmp_path / "gguf", format="gguf")
+
+
+def test_too_large_for_float16(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.layers[0].mlp.up_proj.weight.data[3, 4] = 1e5
+    model.save_pretrained(base)
+    trained = from_run(adapted(base, tmp_path / "adapters"), base=str(base))
+    with pytest.raises(ValueError, match=r"up_proj.weight has values that float16 cannot hold. Set dtype=bfloat16"):
+        export(trained, tmp_path / "gguf", format="gguf")
+    export(trained, tmp_path / "gguf", format="gguf", dtype="q8_0")

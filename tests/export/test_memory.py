@@ -1,0 +1,77 @@
+"""An export holds the weights of one file, however large the model is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from lightning_roundpipe.model.loading import from_config
+
+MIB = 2**20
+SHARD = 16 * MIB
+LAYERS = 16
+SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": LAYERS}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "bos_token_id": None, "eos_token_id": None}
+LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4}
+
+PROGRAM = """
+import json, sys
+import psutil
+from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
+from lightning_roundpipe.export import export, from_checkpoint, from_run
+
+folder, shard = sys.argv[1], int(sys.argv[2])
+base = f"{folder}/base"
+small = from_run(f"{folder}/small_adapters", base=f"{folder}/small_base")
+for format in ("safetensors", "gguf"):  # imports, and what libraries keep
+    export(small, f"{folder}/small_{format}", format)
+adapters = from_run(f"{folder}/adapters", base=base)
+for name, trained, format in (
+    ("merged", adapters, "safetensors"),
+    ("gguf", adapters, "gguf"),
+    ("all", from_checkpoint(f"{folder}/all.ckpt", base), "safetensors"),
+):
+    forget_peak()
+    before = psutil.Process().memory_info().rss
+    export(trained, f"{folder}/{name}", format, max_shard_size=shard)
+    print(name, peak_bytes() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 216 MiB, adapters for it and a checkpoint of all of its weights; and another one of one layer."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, layers in (("", LAYERS), ("small_", 1)):
+        model = from_config("llama", **(SIZES | HEADS | {"num_hidden_layers": layers})).model
+        model.save_pretrained(folder / f"{name}base", max_shard_size=SHARD)
+        if not name:
+            torch.save({"state_dict": {f"model.{k}": v for k, v in model.state_dict().items()}}, folder / "all.ckpt")
+        adapted = get_peft_model(model, LoraConfig(**LORA))
+        adapted.save_pretrained(folder / f"{name}adapters", save_embedding_layers=False)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_peak(models: Path) -> None:
+    pytest.importorskip("gguf")
+    command = [sys.executable, "-c", PROGRAM, str(models), str(SHARD)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    size = sum(path.stat().st_size for path in (models / "base").glob("*.safetensors"))
+    assert size > 13 * SHARD
+    peaks = {name: int(peak) for name, peak in (line.split() for line in done.stdout.splitlines())}
+    assert peaks.keys() == {"merged", "gguf", "all"}
+    for name, peak in peaks.items():
+        # One file's weights, what is read of another, a layer in fp32 twice, and what the allocator keeps.
+        assert peak < 4 * SHARD, f"{name}: {peak / MIB:.0f} MiB"
+    for name in ("merged", "all"):
+        assert len(list((models / name).glob("model-*.safetensors"))) > 12
+        AutoModelForCausalLM.from_pretrained(models / name)

@@ -1,0 +1,130 @@
+"""A base model in four or eight bits is unpacked tensor by tensor, as bitsandbytes unpacks it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from export_runs import logits
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightning_roundpipe import extras
+from lightning_roundpipe.export import export, from_run
+from lightning_roundpipe.model.loading import from_config
+
+functional: Any = pytest.importorskip("bitsandbytes.functional")
+
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
+KINDS = {"nf4": {"quant_type": "nf4"}, "fp4": {"quant_type": "fp4"}, "nf4, twice": {"quant_type": "nf4"}, "int8": {}}
+
+
+def make_quantised(folder: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, PreTrainedModel]:
+    """A folder as transformers saves a quantised model, and the model with the same weights unpacked, in fp32."""
+    torch.manual_seed(0)
+    model = from_config("llama", **SIZES, **HEADS).model.to(dtype)
+    model.save_pretrained(folder)
+    [path] = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    stored: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if "_proj" not in name:
+            stored[name] = tensor
+        elif kind == "int8":
+            scales = tensor.float().abs().amax(1)
+            stored[name] = (tensor.float() * (127 / scales[:, None])).round().to(torch.int8)
+            stored[name.replace("weight", "SCB")] = scales
+            stored[name.replace("weight", "weight_format")] = torch.tensor(0, dtype=torch.uint8)
+            values[name] = functional.int8_vectorwise_dequant(stored[name], scales)
+        else:
+            packed, state = functional.quantize_4bit(tensor, compress_statistics="twice" in kind, **KINDS[kind])
+            stored[name] = packed
+            stored |= {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+            values[name] = functional.dequantize_4bit(packed, state)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True}
+    config["quantization_config"] = {"quant_method": "bitsandbytes", **bits}
+    (folder / "config.json").write_text(json.dumps(config))
+    plain = folder.with_name("plain")
+    model.save_pretrained(plain)
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype="float32")
+    for name, value in values.items():
+        model.get_parameter(name).data = value.float()
+    return folder, model
+
+
+def adapters_on(model: PreTrainedModel, folder: Path, targets: str | list[str] = "all-linear") -> torch.Tensor:
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=4))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    return logits(adapted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpacked_and_merged(kind: str, tmp_path: Path) -> None:
+    base, unpacked = make_quantised(tmp_path / "base", kind)
+    wanted = adapters_on(unpacked, tmp_path / "adapters")
+    made = export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged", dtype="float32")
+    assert "the base model: 14 weights unpacked from 4 or 8 bits" in made.notes
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not hasattr(merged.config, "quantization_config")
+    torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+def test_sixteen_bits_by_default(stored: torch.dtype, tmp_path: Path) -> None:
+    base, unpacked = make_quantised(tmp_path / "base", "nf4", stored)
+    adapters_on(unpacked, tmp_path / "adapters", ["q_proj"])
+    export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    wanted = torch.bfloat16 if stored == torch.float32 else stored
+    for name in ("self_attn.q_proj", "mlp.up_proj"):  # one with adapters, one without
+        assert merged.get_parameter(f"model.layers.0.{name}.weight").dtype == wanted
+    without = merged.get_parameter("model.layers.0.mlp.up_proj.weight")
+    assert torch.equal(without, unpacked.get_parameter("model.layers.0.mlp.up_proj.weight").to(wanted))
+
+
+def test_the_original_weights_instead(tmp_path: Path) -> None:
+    base, _ = make_quantised(tmp_path / "base", "nf4")
+    torch.manual_seed(0)
+    original = from_config("llama", **SIZES, **HEADS).model
+    original.save_pretrained(tmp_path / "original")
+    wanted = adapters_on(original, tmp_path / "adapters")
+    assert base.is_dir()
+    export(from_run(tmp_path / "adapters", base=str(tmp_path / "original")), tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_without_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, unpacked = make_quantised(tmp_path / "base", "nf4")
+    adapters_on(unpacked, tmp_path / "adapters")
+
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(extras, "import_module", missing)
+    with pytest.raises(ImportError, match=r"quantised by bitsandbytes.*pip install 'lightning-roundpipe\[quant\]'"):
+        export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists() and not (tmp_path / "merged.unfinished").exists()
+
+
+def test_another_method(tmp_path: Path) -> None:
+    base, unpacked = make_quantised(tmp_path / "base", "nf4")
+    adapters_on(unpacked, tmp_path / "adapters")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"quantised by gptq, which is not unpacked here.*with base="):
+        export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged")

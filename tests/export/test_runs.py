@@ -1,0 +1,150 @@
+"""What runs of ``roundpipe-train`` leave is exported: their model, whatever its weights came from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from export_runs import logits, train
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from lightning_roundpipe.export import export, from_checkpoint, from_run
+from lightning_roundpipe.model.loading import from_config
+
+LORA = "lora=all_linear"
+
+
+def exported(run: Path, to: Path, **options: object) -> object:
+    export(from_run(run), to, **options)  # type: ignore[arg-type]
+    return AutoModelForCausalLM.from_pretrained(to, dtype="auto")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base model of most runs here, in a folder and in bfloat16."""
+    folder = tmp_path_factory.mktemp("models") / "base"
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(3)
+    model = from_config("llama", dtype="bfloat16", **sizes, **heads).model
+    model.generation_config.max_length = 77
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A run that has trained adapters, and its logits."""
+    run = tmp_path_factory.mktemp("runs") / "adapted"
+    return run, logits(train(run, "model=folder", f"model.folder={base}", "data.vocab_size=128", LORA).model)
+
+
+def test_adapters(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
+    run, wanted = adapted
+    merged = exported(run, tmp_path / "merged", dtype="float32")
+    torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base, dtype="float32")), wanted, atol=1e-4)
+    assert merged.generation_config.max_length == 77  # type: ignore[attr-defined]
+    in_16_bits = exported(run, tmp_path / "auto")
+    assert {parameter.dtype for parameter in in_16_bits.parameters()} == {torch.bfloat16}  # type: ignore[attr-defined]
+
+
+def test_adapters_alone(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
+    run, wanted = adapted
+    export(from_run(run), tmp_path / "adapters", merge=False)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    found = PeftModel.from_pretrained(plain, tmp_path / "adapters")
+    torch.testing.assert_close(logits(found), wanted, atol=1e-6, rtol=1e-6)
+    assert found.peft_config["default"].base_model_name_or_path == str(base)
+    # They are what is exported next.
+    again = tmp_path / "again"
+    export(from_run(tmp_path / "adapters"), again, dtype="float32")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(again)), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_all_weights(base: Path, tmp_path: Path) -> None:
+    """Written in the dtype of the base model's files, once each."""
+    module = train(tmp_path / "run", "model=folder", f"model.folder={base}", "data.vocab_size=128")
+    merged = exported(tmp_path / "run", tmp_path / "full", max_shard_size=100_000)
+    wanted = module.model.to(torch.bfloat16).state_dict()
+    found = merged.state_dict()  # type: ignore[attr-defined]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    index = json.loads((tmp_path / "full" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+
+
+def test_all_weights_tied(tmp_path: Path) -> None:
+    module = train(tmp_path / "run", "model.tie_word_embeddings=true")
+    merged = exported(tmp_path / "run", tmp_path / "full")
+    torch.testing.assert_close(logits(merged), logits(module.model))
+    assert merged.config.tie_word_embeddings  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_adapters_on_random_weights(tied: str, tmp_path: Path) -> None:
+    """The seed draws the base model's weights again, whatever has been drawn in between."""
+    module = train(tmp_path / "run", LORA, f"model.tie_word_embeddings={tied}", "seed=5")
+    torch.rand(7)
+    merged = exported(tmp_path / "run", tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(module.model), atol=1e-5, rtol=1e-5)
+
+
+def test_a_relative_folder_is_that_of_the_run(
+    adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, wanted = adapted
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    config = moved / "config.yaml"
+    config.write_text(config.read_text().replace(str(base), base.name))
+    (moved / ".hydra").mkdir()
+    (moved / ".hydra" / "hydra.yaml").write_text(f"hydra:\n  runtime:\n    cwd: {base.parent}\n")
+    monkeypatch.chdir(tmp_path)
+    found = exported(moved, tmp_path / "merged", dtype="float32")
+    torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
+    """The learning rate ruins the model, so the best checkpoint is not the last."""
+    settings = ["optimizer.lr=0.5", "trainer.max_steps=4", "callbacks.checkpoint.save_top_k=-1"]
+    settings += ["callbacks.checkpoint.monitor=val_loss", "trainer.val_check_interval=1", "callbacks.run_folder=null"]
+    train(tmp_path / "run", "model=folder", f"model.folder={base}", "data.vocab_size=128", LORA, *settings)
+    found = from_run(tmp_path / "run")
+    losses = {}
+    for path in (tmp_path / "run" / "checkpoints").glob("*.ckpt"):
+        states = torch.load(path, weights_only=False)["callbacks"].values()
+        losses[path.name] = next(float(s["current_score"]) for s in states if "current_score" in s)
+    assert len(losses) > 1
+    assert found.file.name == min(losses, key=lambda name: losses[name])
+    assert "the best by val_loss" in found.notes[-1]
+    last = max(losses)
+    assert from_run(tmp_path / "run", ckpt=last).file.name == last
+
+
+def test_without_checkpoints_the_adapters_folder_is_taken(adapted: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    run, wanted = adapted
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    shutil.rmtree(moved / "checkpoints")
+    merged = exported(moved, tmp_path / "merged", dtype="float32")
+    torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_checkpoint_of_a_script(adapted: tuple[Path, torch.Tensor], base: Path, tmp_path: Path) -> None:
+    """Without a run's configuration: the base model and the adapters' settings are given, names have another prefix."""
+    from peft import LoraConfig
+
+    run, wanted = adapted
+    [path] = (run / "checkpoints").glob("*.ckpt")
+    checkpoint = torch.load(path, weights_only=False)
+    state = {name.replace("model.", "net.wrapped.", 1): tensor for name, tensor in checkpoint["state_dict"].items()}
+    torch.save({"state_dict": state}, tmp_path / "other.ckpt")
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=8, lora_alpha=16)
+    export(from_checkpoint(tmp_path / "other.ckpt", str(base), lora), tmp_path / "merged", dtype="float32")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)

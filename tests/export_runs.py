@@ -1,0 +1,45 @@
+"""Runs of ``roundpipe-train`` in this process, whose trained module stays at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import quiet
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from torch import Tensor
+
+import lightning_roundpipe.train  # noqa: F401  (its resolvers)
+from lightning_roundpipe.tasks.fine_tuning import build, run
+
+TOKENS = torch.arange(2, 26).reshape(2, 12)
+
+
+def train(folder: Path, *overrides: str) -> Any:
+    """Train in ``folder``, as ``roundpipe-train experiment=random_tokens`` does, and return the module."""
+    folder.mkdir(parents=True)
+    settings = [
+        "experiment=random_tokens",
+        f"run_folder={folder}",
+        "strategy=auto",
+        "trainer.max_steps=2",
+        "+trainer.enable_progress_bar=false",
+        "callbacks.progress=null",
+        "callbacks.plan_table=null",
+        "prompt=null",
+    ]
+    with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
+        cfg = compose("train", [*settings, *overrides])
+    OmegaConf.set_struct(cfg, False)
+    with quiet():
+        job = build(cfg, folder)
+        run(job)
+    return job.task
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(TOKENS).logits
+        return found

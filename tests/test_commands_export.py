@@ -1,0 +1,109 @@
+"""``roundpipe-export``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from export_runs import logits, train
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from lightning_roundpipe.commands.export import ExportTable, main
+from lightning_roundpipe.export import Exported
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A run with adapters on the strategy's emulated devices, and its logits."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    module = train(folder, "lora=all_linear", "strategy=roundpipe", "trainer.devices=2")
+    return folder, logits(module.model)
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int | None:
+    monkeypatch.setattr(sys, "argv", ["roundpipe-export", *map(str, arguments)])
+    return main()
+
+
+def test_a_run(
+    run: tuple[Path, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder, wanted = run
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, f"run={folder}", "to=out", "max_shard_size=300KB") == 0
+    out, err = capfd.readouterr()
+    assert re.search(r"model-\*.safetensors \(4 files\) +9\d\d KiB", out)
+    assert re.search(r"config.json +\d+ bytes", out)
+    assert "adapters of 42 modules, merged into the base model, in float32; " in out
+    assert "checkpoint step-2.ckpt" in out
+    assert out.splitlines()[-1] == f'AutoModelForCausalLM.from_pretrained({str(tmp_path / "out")!r}, dtype="auto")'
+    assert "%" not in err and "Writing" not in err  # a bar is for terminals
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
+    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()} == {oct(0o666 & ~_umask())}
+
+
+def _umask() -> int:
+    import os
+
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["to=out"], "run= is missing. It is a run's folder, or one with PEFT adapters: run=FOLDER"),
+        (["run={run}"], "to= is missing. It is the new folder: to=FOLDER"),
+        (["run={run}", "to=out", "format=ggml"], "format='ggml' must be one of safetensors, gguf."),
+        (["run={run}", "to=out", "dtype=fp16"], "dtype='fp16' must be one of auto, float32"),
+        (["run={run}", "to=out", "max_shard_size=big"], "max_shard_size='big' is not a size: write it like '20GiB'"),
+        (["run={run}", "to=out", "shards=2"], "There is no option 'shards'."),
+        (["run={run}", "to={run}"], "to={run} holds what is exported: name another folder."),
+        (["run=nowhere", "to=out"], "run=nowhere is not a folder. Name one that roundpipe-train has printed"),
+        (["run={run}", "to=out", "ckpt=last.ckpt"], "ckpt=last.ckpt is not there: name a file of {run}/checkpoints."),
+    ],
+)
+def test_mistakes(
+    arguments: list[str],
+    message: str,
+    run: tuple[Path, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """One line, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, *(text.format(run=run[0]) for text in arguments)) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.count("\n") == 1
+    assert err.startswith(f"roundpipe-export: {message.format(run=run[0])}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_help(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, "--help") == 0
+    out = capfd.readouterr().out
+    assert max(map(len, out.splitlines())) <= 110
+    for name in ("run", "to", "ckpt", "base", "format", "dtype", "merge", "max_shard_size", "overwrite"):
+        assert re.search(rf"^  {name}=", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_table_fits(width: int) -> None:
+    files = (("config.json", 700), *((f"model-{n:05}-of-00003.safetensors", 5 * 10**9) for n in (1, 2, 3)))
+    made = Exported(Path("/out"), files, "all weights, in bfloat16", ("checkpoint step-8.ckpt",), "load(it)", 61.0)
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(ExportTable(made))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(line.split() == ["model-*.safetensors", "(3", "files)", "14.0", "GiB"] for line in map(str.strip, lines))
+    assert any("all weights, in bfloat16; 14.0 GiB in 61.0 s" in line for line in lines)
