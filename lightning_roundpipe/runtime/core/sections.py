@@ -22,7 +22,6 @@ from lightning_roundpipe.runtime.memory.version_waits import Versioned
 from lightning_roundpipe.runtime.threads.sync import Priority
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import user_of
 from lightning_roundpipe.runtime.user_code.module_state import MicrobatchModuleState, SegmentKey
-from lightning_roundpipe.runtime.user_code.rng import derive
 
 T = TypeVar("T")
 
@@ -77,7 +76,7 @@ class UserCodeSections:
             self.kept.enter(segment_key, learning=self._learning)
         device = device or engine.worker_pool.devices[0]
         self._around.enter_context(device.activate())
-        seed = derive(*step.seed, self._index, -1 - self._count)
+        seed = (*step.seed, self._index, -1 - self._count)
         # If microbatches skip layers, a backward section may have the same number as another one's forward section.
         kind = self._kind + ("user code" if segment_key is not None else "backward")
         key = kind if off_trace else (kind, self._count)
