@@ -165,10 +165,10 @@ class LedgerTrackedTensors(TrackedTensors):
             raise
 
     def release(self) -> None:
-        while True:
+        while self._storages:
             try:
                 key, storage = self._storages.popitem()
-            except KeyError:
+            except KeyError:  # another thread releases them, too
                 return
             self._ledger.end(key, self._purpose)
             del storage  # last: from here on, another storage may get its address
