@@ -119,12 +119,13 @@ class EmulatedDevice(Device):
         return False  # mapped files are host memory already, and nothing is pinned
 
     def host_like(self, t: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            return self._poison(empty_alike(t, self.torch_device))
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.host_like(t)
+        return self._poison(empty_alike(t, self.torch_device))
 
     def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
-        with torch.inference_mode(False):
-            return self._poison(empty_alike(t, self.torch_device))
+        return self.host_like(t)  # all memory is the host's
 
     def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
         pass  # `compute` runs everything at once

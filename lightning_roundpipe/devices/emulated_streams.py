@@ -100,7 +100,7 @@ class ThreadStream(QueuedStream):
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         to, of = check_copy(dst, src)
-        if self._at_once and of.numel() * of.element_size() <= SMALL_BYTES and self._is_idle:
+        if self._at_once and of.nbytes <= SMALL_BYTES and self._is_idle:
             try:
                 move(to, of)
             except Exception as error:
