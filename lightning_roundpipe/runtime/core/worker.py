@@ -195,7 +195,8 @@ class Worker:
         Returns:
             What ``function`` returned. Its exceptions are raised here.
         """
-        task = self.thread.submit(functools.partial(self._warmed, function))
+        first = self._warming is not None
+        task = self.thread.submit(functools.partial(self._warmed, function) if first else function)
         cancel_scope.wait(task.waiter)
         return task.result()
 
