@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from lightning_roundpipe.devices.saved import saved_for_backward
 
 ALIGNMENT = 256
 """Bytes. The least alignment of a GPU's allocator, which vectorised kernels rely on."""
+_NOTHING = nullcontext()
 
 
 class EmulatedDevice(Device):
@@ -50,6 +51,7 @@ class EmulatedDevice(Device):
         self._arenas: dict[int, tuple[Tensor, str]] = {}
         self._arena_keys: set[int] = set()
         """Ledger keys of the arenas' storages."""
+        self._saved_for_backward = saved_for_backward(self._ledger, self._arena_keys)
         self._core_semaphore = core_semaphore.semaphore()
         self._core_delays = self._delays("acquire_core")
         bandwidth = None if emulation.bandwidth is None else float(emulation.bandwidth)
@@ -117,12 +119,13 @@ class EmulatedDevice(Device):
         return False  # mapped files are host memory already, and nothing is pinned
 
     def host_like(self, t: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            return self._poison(empty_alike(t, self.torch_device))
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.host_like(t)
+        return self._poison(empty_alike(t, self.torch_device))
 
     def device_like(self, t: Tensor, filled_on: Stream, *, lent: bool = False) -> Tensor:
-        with torch.inference_mode(False):
-            return self._poison(empty_alike(t, self.torch_device))
+        return self.host_like(t)  # all memory is the host's
 
     def free_after_compute(self, tensors: Iterable[Tensor]) -> None:
         pass  # `compute` runs everything at once
@@ -131,7 +134,7 @@ class EmulatedDevice(Device):
         pass  # copy threads keep no finished work
 
     def named(self, *name: object) -> AbstractContextManager[None]:
-        return nullcontext()
+        return _NOTHING
 
     def track(self, tensors: Iterable[Tensor], purpose: str) -> TrackedTensors:
         return LedgerTrackedTensors(self._ledger, tensors, purpose)
@@ -144,7 +147,7 @@ class EmulatedDevice(Device):
                     self._ledger.track_until_freed(storage, purpose)
 
     def saved_for_backward(self) -> AbstractContextManager[None]:
-        return saved_for_backward(self._ledger, self._arena_keys)
+        return self._saved_for_backward  # stateless, so calls may share it and nest
 
     def peak_bytes(self) -> int:
         return self._ledger.peak()
@@ -190,11 +193,10 @@ class EmulatedDevice(Device):
     def host_thread_settings(self) -> AbstractContextManager[None]:
         return nullcontext()  # `process_settings` limits their threads
 
-    @contextmanager
-    def activate(self) -> Iterator[None]:
+    def activate(self) -> AbstractContextManager[None]:
         if self._user_code_delays is not None:
             time.sleep(self._user_code_delays.next())
-        yield
+        return _NOTHING
 
     # -- ending
 

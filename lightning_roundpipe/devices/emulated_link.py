@@ -122,9 +122,9 @@ def move(dst: Tensor, src: Tensor) -> None:
 
     ``copy_`` would start intra-op threads in every stream's thread, which compete with those of the layers.
     """
-    plain = dst.is_contiguous() and src.is_contiguous() and not any(t.is_conj() or t.is_neg() for t in (dst, src))
-    if plain:
-        ctypes.memmove(dst.data_ptr(), src.data_ptr(), dst.numel() * dst.element_size())
+    lazy = dst.is_conj() or dst.is_neg() or src.is_conj() or src.is_neg()
+    if not lazy and dst.is_contiguous() and src.is_contiguous():
+        ctypes.memmove(dst.data_ptr(), src.data_ptr(), dst.nbytes)
     else:
         with torch.inference_mode():
             dst.copy_(src)

@@ -36,7 +36,8 @@ class InlineStream(Stream):
         # No delay where a call is timed: the thread holds a core permit there, and layers have their own delay.
         if self._delays is not None and not timed:
             self._switch.sleep(self._delays.next())
-        self._switch.check()
+        if self._switch.why is not None:
+            self._switch.check()
         return ThreadEvent(self.name, self._switch, timed, time.perf_counter())
 
     def wait(self, event: Event) -> None:
@@ -99,7 +100,7 @@ class ThreadStream(QueuedStream):
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         to, of = check_copy(dst, src)
-        if self._at_once and of.numel() * of.element_size() <= SMALL_BYTES and self._is_idle:
+        if self._at_once and of.nbytes <= SMALL_BYTES and self._is_idle:
             try:
                 move(to, of)
             except Exception as error:

@@ -42,6 +42,8 @@ class Ledger:
         self._lock = threading.Lock()
         self._journal: deque[tuple[int, int, str]] = deque()
         """(key, bytes, purpose) of each reason that began; bytes are -1 where one ended."""
+        self.note = self._journal.append
+        """Adds an entry, without a lock; `end` for callers that are in a hurry."""
         self._entries: dict[int, tuple[int, list[str]]] = {}
         self._tracked: dict[tuple[int, str], weakref.ref[torch.UntypedStorage]] = {}
         self._total = 0
@@ -65,16 +67,8 @@ class Ledger:
             self._settle()
             if key not in self._entries and self._total + nbytes > self.limit:
                 raise out_of_memory(self._device, nbytes, purpose, self._by_purpose(), self.limit, emulated=True)
-            self._begin(key, nbytes, purpose)
-
-    def _begin(self, key: int, nbytes: int, purpose: str) -> None:
-        if (entry := self._entries.get(key)) is not None:
-            entry[1].append(purpose)
-            return
-        self._entries[key] = (nbytes, [purpose])
-        self._total += nbytes
-        if self._total > self._peak:
-            self._peak = self._total
+            self._journal.append((key, nbytes, purpose))
+            self._settle()
 
     def track_until_freed(self, storage: torch.UntypedStorage, purpose: str) -> None:
         """Count ``storage`` until it is freed, once per purpose.
@@ -101,7 +95,7 @@ class Ledger:
 
     def end(self, key: int, purpose: str) -> None:
         """End one reason of ``key``. Safe in a destructor."""
-        self._journal.append((key, -1, purpose))
+        self.note((key, -1, purpose))
 
     def resident(self) -> int:
         """Return the bytes counted now."""
@@ -128,16 +122,25 @@ class Ledger:
             self._peak = self._total
 
     def _settle(self) -> None:
-        while self._journal:
-            key, nbytes, purpose = self._journal.popleft()
+        journal, entries, total, peak = self._journal, self._entries, self._total, self._peak
+        while journal:
+            key, nbytes, purpose = journal.popleft()
+            entry = entries.get(key)
             if nbytes >= 0:
-                self._begin(key, nbytes, purpose)
+                if entry is not None:
+                    entry[1].append(purpose)
+                    continue
+                entries[key] = nbytes, [purpose]
+                total += nbytes
+                if total > peak:
+                    peak = total
                 continue
-            nbytes, purposes = self._entries[key]
-            purposes.remove(purpose)
-            if not purposes:
-                del self._entries[key]
-                self._total -= nbytes
+            assert entry is not None, "a reason ended that never began"
+            entry[1].remove(purpose)
+            if not entry[1]:
+                del entries[key]
+                total -= entry[0]
+        self._total, self._peak = total, peak
 
     def _by_purpose(self) -> dict[str, int]:
         sums: Counter[str] = Counter()
@@ -165,10 +168,10 @@ class LedgerTrackedTensors(TrackedTensors):
             raise
 
     def release(self) -> None:
-        while True:
+        while self._storages:
             try:
                 key, storage = self._storages.popitem()
-            except KeyError:
+            except KeyError:  # another thread releases them, too
                 return
             self._ledger.end(key, self._purpose)
             del storage  # last: from here on, another storage may get its address

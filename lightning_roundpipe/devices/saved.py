@@ -21,18 +21,18 @@ PURPOSE = "saved for backward"
 class _Saved:
     """A saved tensor that the graph owns. Counted while this object lives."""
 
-    __slots__ = ("end", "key", "tensor", "version")
+    __slots__ = ("key", "note", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, key: int, end: Callable[[int, str], None]) -> None:
-        self.key, self.end = key, end  # first: `__del__` runs even if a later line fails
+    def __init__(self, tensor: Tensor, key: int, note: Callable[[tuple[int, int, str]], None]) -> None:
+        self.key, self.note = key, note  # first: `__del__` runs even if a later line fails
         # Detached: an operation's own output refers to its node, and the node would refer to it, a cycle that only the
         # garbage collector frees. A detached tensor still shares the version counter.
         self.tensor = tensor.detach()
         self.version = tensor._version
 
     def __del__(self) -> None:
-        if hasattr(self, "end"):  # torch.compile, if it traces the hooks, creates some without `__init__`
-            self.end(self.key, PURPOSE)
+        if hasattr(self, "note"):  # torch.compile, if it traces the hooks, creates some without `__init__`
+            self.note((self.key, -1, PURPOSE))
 
 
 class _Uncounted:
@@ -74,6 +74,6 @@ def saved_for_backward(ledger: Ledger, arenas: Container[int]) -> torch.autograd
         if key in arenas:
             return _Uncounted(tensor)
         ledger.add(key, storage.nbytes(), PURPOSE)
-        return _Saved(tensor, key, ledger.end)
+        return _Saved(tensor, key, ledger.note)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)

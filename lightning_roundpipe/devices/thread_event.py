@@ -43,6 +43,8 @@ class ThreadEvent(Event):
     def wait_on_behalf_of(self, switch: AbortSwitch) -> None:
         """Wait as ``wait()`` does, and abort with ``switch`` too: a stream may wait for another device's event."""
         core_semaphore.assert_none_held()
+        if self.is_reached and switch.why is None:
+            return
         if not self.done():
             self._wait_until_settled(switch)
         self._switch.check()

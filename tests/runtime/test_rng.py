@@ -38,7 +38,7 @@ def learned(device: Device) -> Randomness:
     """Call 0 draws from torch, call 1 from the host's generators, call 2 not at all."""
     randomness = Randomness()
     for call, draws in enumerate((lambda: torch.rand(()), random.random, lambda: None)):
-        with randomness.segment(("call", call), call, device, "a layer"):
+        with randomness.segment(("call", call), (call,), device, "a layer"):
             draws()
     randomness.learning = False
     return randomness
@@ -50,7 +50,7 @@ def test_what_draws_is_seeded_each_time(device: Device, call: int) -> None:
     randomness = learned(device)
     drawn = []
     for seed in (5, 5, 6):
-        with randomness.segment(("call", call), seed, device, "a layer"):
+        with randomness.segment(("call", call), (seed,), device, "a layer"):
             drawn.append(draw()[1:] if call else draw()[:1])
         random.random()
     assert drawn[0] == drawn[1] != drawn[2]
@@ -59,20 +59,23 @@ def test_what_draws_is_seeded_each_time(device: Device, call: int) -> None:
 def test_learning_seeds_all_as_later_steps_do(device: Device) -> None:
     """The first batch runs in another way, and its masks are the same nevertheless."""
     first = Randomness()
-    with first.segment("x", 5, device, "a layer"):
+    with first.segment("x", (5,), device, "a layer"):
         one = draw()
     first.learning = False
-    with first.segment("x", 5, device, "a layer"):
+    with first.segment("x", (5,), device, "a layer"):
         assert draw() == one
 
 
 def test_what_begins_to_draw_later_is_refused(device: Device) -> None:
     randomness = learned(device)
-    with pytest.raises(RoundPipeError, match="drawn in a layer"), randomness.segment(("call", 2), 5, device, "a layer"):
+    with (
+        pytest.raises(RoundPipeError, match="drawn in a layer"),
+        randomness.segment(("call", 2), (5,), device, "a layer"),
+    ):
         torch.rand(())
-    with randomness.segment(("call", 0), 5, device, "a layer"):
+    with randomness.segment(("call", 0), (5,), device, "a layer"):
         torch.rand(())
-    with randomness.segment(("call", 2), 5, device, "a layer"):
+    with randomness.segment(("call", 2), (5,), device, "a layer"):
         pass  # nothing is left of it
 
 
@@ -90,7 +93,7 @@ def test_the_generator_is_held_from_seeding_to_return(device: Device) -> None:
 
     with ThreadPoolExecutor(1) as other:
         for call, held in ((0, True), (1, True), (2, False)):
-            with randomness.segment(("call", call), 5, device, "a layer"):
+            with randomness.segment(("call", call), (5,), device, "a layer"):
                 assert other.submit(is_free).result() is not held
             assert other.submit(is_free).result()
 
@@ -103,7 +106,7 @@ def test_a_generator_in_use_elsewhere_says_nothing(device: Device) -> None:
     with ThreadPoolExecutor(1) as other:
         other.submit(device.generator_lock.acquire).result()
         try:
-            with randomness.segment(("call", 2), 5, device, "a layer"):
+            with randomness.segment(("call", 2), (5,), device, "a layer"):
                 torch.rand(())
         finally:
             other.submit(device.generator_lock.release).result()

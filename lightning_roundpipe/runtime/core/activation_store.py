@@ -12,7 +12,6 @@ already on the worker of the next stage is not copied.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Iterable
@@ -69,8 +68,11 @@ class _Here(NamedTuple):
 
     def needed(self) -> None:
         """Return the bytes to the prefetch budget; thread-safe, and a no-op when repeated."""
-        with contextlib.suppress(IndexError):  # pop() is atomic: of several threads, one gets the element
-            room, nbytes = self.ahead.pop()
+        while self.ahead:
+            try:
+                room, nbytes = self.ahead.pop()  # atomic: of several threads, one gets the element
+            except IndexError:
+                return
             room.give_back(nbytes)
 
 

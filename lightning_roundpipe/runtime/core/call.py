@@ -20,6 +20,7 @@ from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import BufferValue
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Lender
+from lightning_roundpipe.runtime.user_code.rng import Seed
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 
@@ -66,7 +67,7 @@ class Call:
     trainable: list[bool]
     thread_state: TorchThreadState
     state: StateDiff | None
-    seed: int | None
+    seed: Seed | None
     context: contextvars.Context
     originals: list[Any] = field(default_factory=list)
     saved: dict[int, HostTensor] = field(default_factory=dict)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class DetachedInputs:
 
     Attributes:
         grads: gradient of each input tensor; None where there is none.
-        within: context manager that is entered around the layer's backward too.
+        within: context manager that is entered around the layer's backward too; None for none.
     """
 
     def __init__(self, layer: str) -> None:
@@ -32,15 +32,17 @@ class DetachedInputs:
         self._positions: list[int] = []
         self._layer = layer
         self._expected = False
-        self.within: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.within: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
-        self.within.__enter__()
+        if self.within is not None:
+            self.within.__enter__()
         self._expected = True
 
     def __exit__(self, *error: Any) -> None:
         self._expected = False
-        self.within.__exit__(*error)
+        if self.within is not None:
+            self.within.__exit__(*error)
 
     def arrive(self, grads: Sequence[Tensor | None]) -> None:
         """Store the gradients of those inputs that require grad."""

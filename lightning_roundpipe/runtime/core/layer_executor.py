@@ -54,6 +54,7 @@ from lightning_roundpipe.runtime.user_code.interception import Inside, calling
 from lightning_roundpipe.runtime.user_code.process_state import alone
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
+_NOTHING = contextlib.nullcontext()
 OUTPUTS, GRADIENTS = "outputs of calls", "gradients between calls"
 """Purposes under which a device counts resident tensors."""
 
@@ -109,13 +110,13 @@ class LayerExecutor:
             RoundPipeError: if the layer does something that a call on a worker cannot reproduce.
         """
         worker, device = self._worker, self._device
-        replica = worker.replica(call.layer)
-        buffers = worker.buffers(call.layer)
+        replica, buffers = worker.copy_of(call.layer)
         if call.measure:
             activations.leave()  # measure as if the microbatch came from another worker
-        could = worker.ready(slot, call.layer)
+        could = worker.ready(slot, call.layer, call.leaves)
         leaves = [activations.on(device, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in call.leaves]
-        slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
+        if could is not None:
+            slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
         snapshot = buffers.snapshot() if call.recomputed else None
         values = reachable_values(call.layer.state.modules) if call.checked else {}
@@ -254,9 +255,9 @@ class LayerExecutor:
             args, kwargs, carried = unflatten_call(all_given, call.spec)
             replica.set(carried)
             side_collector = SideOutputCollector(replica, (args, kwargs), immutable=call.spec.is_immutable)
-            saved = self._device.saved_for_backward() if grad else contextlib.nullcontext()
+            saved = self._device.saved_for_backward() if grad else _NOTHING
             recording = self._recording(call, leaves) if kind == "forward" else None
-            choosing, watching = recording or replay or contextlib.nullcontext(), self._watching(call.layer)
+            choosing, watching = recording or replay or _NOTHING, self._watching(call.layer)
             computing = _Computing(self._worker, slot, kind, where, call.layer, call.microbatch, counter)
             borrowing = self._borrowing(call.layer, call.lender)
             observed = self._observed(call.layer, again=kind != "forward")
@@ -283,7 +284,7 @@ class LayerExecutor:
         Not needed for compiled layers, and for those that were seen to use none.
         """
         if lender is None or self._forwards.compiled or layer.borrows == []:
-            return contextlib.nullcontext()
+            return _NOTHING
         return Borrowing(self._masters, lender, self._device.torch_device, layer.borrows or [])
 
     def _observed(self, layer: HostLayer, *, again: bool) -> contextlib.AbstractContextManager[None]:
@@ -292,7 +293,7 @@ class LayerExecutor:
         Compiled code contains its hooks, so there is nothing to leave out.
         """
         if self._forwards.compiled:
-            return contextlib.nullcontext()
+            return _NOTHING
         return layer.observers.watched(self._worker.replica(layer).modules, again=again)
 
     def _recording(self, call: Call, leaves: list[Any]) -> DiscreteOpRecorder | None:
@@ -357,7 +358,7 @@ class LayerExecutor:
 
     def _seeded(self, call: Call, kind: str) -> contextlib.AbstractContextManager[None]:
         if call.seed is None:
-            return contextlib.nullcontext()
+            return _NOTHING
         randomness, layer = self._randomness(), call.layer
         return randomness.segment(layer.index, call.seed, self._device, layer.title, backward=kind == "recompute")
 
@@ -386,7 +387,7 @@ class LayerExecutor:
     def _watching(self, layer: HostLayer) -> contextlib.AbstractContextManager[Any]:
         """Return a mode that records each use of the layer's weights, if the first batch asks for it."""
         if not self._watched():
-            return contextlib.nullcontext()
+            return _NOTHING
         return CastWatcher(layer.uses, self._worker.replica(layer).parameters)
 
     def _safe(self, leaves: list[Any]) -> list[Any]:
@@ -438,15 +439,17 @@ class LayerExecutor:
         meter = PeakMemoryMeter(self._device, self._there(recorded)) if measured is not None and not kept else None
         detached_inputs, outputs = kept or self._recompute(slot, recorded, activations, lender)
         recorded.graph = recorded.recomputed = None
-        could = self._device.compute.record(timed=True)
+        elsewhere = any(home is not self._device for found in recorded.grads for _, home in found)
+        could = self._device.compute.record(timed=True) if elsewhere else None
         parts = [[activations.transfer(part, home, self._device) for part, home in found] for found in recorded.grads]
-        slot.recorder.waited(worker.index, could, self._device.compute.record(timed=True))
+        if could is not None:
+            slot.recorder.waited(worker.index, could, self._device.compute.record(timed=True))
         grads = [functools.reduce(torch.add, found) if found else None for found in parts]
         recorded.grads = []
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         sums = worker.gradients_of(recorded.call)
         recorded.found = tuple(o.requires_grad for o in outputs)
-        replica = worker.replica(recorded.layer)
+        replica, buffers = worker.copy_of(recorded.layer)
         parameters = replica.parameters
         replica.train(recorded.trainable)  # a later call may have run with other parameters frozen
         if sums is not None:
@@ -458,7 +461,6 @@ class LayerExecutor:
             given = self._device.track(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
             watching = self._watching(recorded.layer)
             inside, borrowing = calling(Inside(name, lender.passed_by)), self._borrowing(recorded.layer, lender)
-            buffers = worker.buffers(recorded.layer)
             held = buffers.written()
             with given, alone(name, self._device), computing, inside, detached_inputs, watching, borrowing:
                 retain = bool(recorded.layer.reaches_out)  # other calls may reach the same stand-in's graph
@@ -487,11 +489,11 @@ class LayerExecutor:
         self, slot: Slot, recorded: RecordedCall, activations: ActivationStore, lender: Lender, *, ahead: bool = False
     ) -> tuple[DetachedInputs, list[Tensor]]:
         worker, device = self._worker, self._device
-        buffers = worker.buffers(recorded.layer)
-        could = worker.ready(slot, recorded.layer)
+        replica, buffers = worker.copy_of(recorded.layer)
+        could = worker.ready(slot, recorded.layer, recorded.leaves)
         bring = activations.ahead_on if ahead else activations.on
         leaves = [bring(device, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in recorded.leaves]
-        if not ahead:
+        if could is not None and not ahead:
             slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
         buffers.load(recorded.buffers)
         chosen = recorded.choices if recorded.layer.chooses else None
@@ -509,18 +511,19 @@ class LayerExecutor:
             def place() -> FaultPlace:
                 return FaultPlace(recorded.layer.title, "recomputation", recorded.microbatch, slot, device)
 
-            with noted(place), worker.replica(recorded.layer).unregistered_tensors.unmoved(recorded.layer.name):
+            with noted(place), replica.unregistered_tensors.unmoved(recorded.layer.name):
                 ran = self._run(slot, call, private(leaves, recorded.mutates), "recompute", replay)
                 if replay is not None and not replay.ended():
                     recorded.layer.chooses = None
-                    worker.replica(recorded.layer).drop_written()
+                    replica.drop_written()
                     buffers.load(recorded.buffers)
                     ran = self._run(slot, call, private(leaves, recorded.mutates), "recompute")
         if expected is not None:
             self._compare(expected, CallFingerprint.of(_results(ran, recorded), values), slot, call, recorded, leaves)
         buffers.discard()
         assert ran.detached_inputs is not None
-        ran.detached_inputs.within = replay if replay is not None and replay.agrees else ran.detached_inputs.within
+        if replay is not None and replay.agrees:
+            ran.detached_inputs.within = replay
         refuse_new_gradients(ran.side_outputs, recorded.side_outputs, recorded.layer.name)
         outputs = _results(ran, recorded)
         for key, count in recorded.side_outputs.items():

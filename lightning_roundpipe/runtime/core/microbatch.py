@@ -50,7 +50,7 @@ from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut, driven_ba
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.mode import UserCodeMode
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
-from lightning_roundpipe.runtime.user_code.rng import derive
+from lightning_roundpipe.runtime.user_code.rng import Seed
 
 
 class TaskStep(Protocol):
@@ -340,14 +340,14 @@ class MicrobatchTask:
         )  # fmt: skip
         return call, self._record_call(call, traced) if taped else None, traced
 
-    def _seed_of(self, layer: HostLayer) -> int | None:
-        """Derive the seed of a call from the layer and its use, not from its place in the trace.
+    def _seed_of(self, layer: HostLayer) -> Seed | None:
+        """Return the seed of a call, which follows from the layer and its use, not from its place in the trace.
 
         The place may change while the trace is learned, and random numbers must not depend on that.
         """
         use = self._uses[layer.index]
         self._uses[layer.index] += 1
-        return derive(*self._step.spec.seed, self.index, layer.index, use)
+        return *self._step.spec.seed, self.index, layer.index, use
 
     def _next(self, layer: HostLayer) -> tuple[int, TracedCall]:
         if self.learning:

@@ -106,14 +106,16 @@ def hand_back(
         aliases = boundary(recorded, outputs, flags)
     rest = iter(aliases)
     returned = [next(rest) for _ in forward.output.tensors()]
-    with torch.set_grad_enabled(call.thread_state.grad):
-        for position in sorted(forward.mutated):
-            # Repeat the layer's write on user code's own tensor, so that autograd differentiates through it.
-            call.originals[position].copy_(next(rest))
-            touched(call.originals[position])
+    if forward.mutated:
+        with torch.set_grad_enabled(call.thread_state.grad):
+            for position in sorted(forward.mutated):
+                # Repeat the layer's write on user code's own tensor, so that autograd differentiates through it.
+                call.originals[position].copy_(next(rest))
+                touched(call.originals[position])
     outputs_shared, inputs_shared = forward.overlapping
-    shared = [returned[i] for i in outputs_shared] + [call.originals[i] for i in inputs_shared]
-    watched.add(shared, call.layer.name)
+    if outputs_shared or inputs_shared:
+        shared = [returned[i] for i in outputs_shared] + [call.originals[i] for i in inputs_shared]
+        watched.add(shared, call.layer.name)
     side_outputs: dict[Key, Any] = {}
     for key in (*through, *(k for k in forward.side_outputs if k not in through)):
         flat = forward.side_outputs[key]

@@ -16,6 +16,7 @@ from lightning_roundpipe.runtime.layer_calls.side_outputs import Key
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.module_buffers import BufferValue
 from lightning_roundpipe.runtime.user_code.graph_cuts import GraphCut
+from lightning_roundpipe.runtime.user_code.rng import Seed
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
 
 
@@ -59,7 +60,7 @@ class RecordedCall(GraphCut):
     requires_grad: list[bool]
     thread_state: TorchThreadState
     state: StateDiff | None
-    seed: int | None
+    seed: Seed | None
     context: contextvars.Context
     mutates: frozenset[int] = frozenset()
     buffers: dict[int, BufferValue] = field(default_factory=dict)

@@ -8,8 +8,8 @@ leave ── undo all of that ── [3]
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from lightning_roundpipe.runtime.memory.version_waits import Versioned
 from lightning_roundpipe.runtime.threads.sync import Priority
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import user_of
 from lightning_roundpipe.runtime.user_code.module_state import MicrobatchModuleState, SegmentKey
-from lightning_roundpipe.runtime.user_code.rng import derive
 
 T = TypeVar("T")
 
@@ -53,7 +52,9 @@ class UserCodeSections:
         self._slot = -1
         self._segment_key: SegmentKey | None = None
         self._locked = self._draws = self._returning = False
-        self._around = contextlib.ExitStack()
+        self._activated: AbstractContextManager[None] | None = None
+        self._segment: AbstractContextManager[None] | None = None
+        """Contexts of the section: its device, and its random state."""
 
     def enter(
         self, slot: int, segment_key: SegmentKey | None, device: Device | None, what: str, *, off_trace: bool
@@ -72,19 +73,17 @@ class UserCodeSections:
             bucket.wait(step.version, step.cancel_scope)  # [1]
         self._slot, self._segment_key, self._returning = slot, segment_key, segment_key is None
         self._take_lock()  # [2]
-        self._around.callback(self._give_lock)
         if self.kept is not None:
             self.kept.enter(segment_key, learning=self._learning)
-        device = device or engine.worker_pool.devices[0]
-        self._around.enter_context(device.activate())
-        seed = derive(*step.seed, self._index, -1 - self._count)
+        device = self._activate(device)
+        seed = (*step.seed, self._index, -1 - self._count)
         # If microbatches skip layers, a backward section may have the same number as another one's forward section.
         kind = self._kind + ("user code" if segment_key is not None else "backward")
         key = kind if off_trace else (kind, self._count)
         self._draws = engine.learned.randomness.may_draw(key)
-        self._around.enter_context(
-            engine.learned.randomness.segment(key, seed, device, what, backward=segment_key is None)
-        )
+        segment = engine.learned.randomness.segment(key, seed, device, what, backward=segment_key is None)
+        segment.__enter__()
+        self._segment = segment
         self._count += 1
 
     def go_on(self, before: UserCodeSections) -> None:
@@ -103,7 +102,25 @@ class UserCodeSections:
 
     def close(self) -> None:
         """Leave the section, if one is entered, without looking at module attributes."""
-        self._around.close()
+        segment, activated = self._segment, self._activated
+        self._segment = self._activated = None
+        try:
+            if segment is not None:
+                segment.__exit__(None, None, None)
+        finally:
+            try:
+                if activated is not None:
+                    activated.__exit__(None, None, None)
+            finally:
+                self._give_lock()
+
+    def _activate(self, device: Device | None) -> Device:
+        """Run user code on ``device``, by default the first one, until `close`. Return the device."""
+        device = device or self._engine.worker_pool.devices[0]
+        activated = device.activate()
+        activated.__enter__()
+        self._activated = activated
+        return device
 
     def read_master(self, master: nn.Parameter) -> Tensor:
         """Return the values that user code sees of ``master``: the version of the weights that the step computes with.

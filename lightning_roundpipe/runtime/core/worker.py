@@ -32,6 +32,7 @@ from lightning_roundpipe.runtime.core.activation_store import PrefetchBudget
 from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 from lightning_roundpipe.runtime.memory.module_buffers import ReplicaBuffers
 from lightning_roundpipe.runtime.reporting.events import EventSource
 from lightning_roundpipe.runtime.threads.sync import CancelScope, Waiter
@@ -97,6 +98,7 @@ class Arena:
 
     Attributes:
         buffer: the memory, as bytes; None before it is allocated.
+        address: address of the memory; 0 before it is allocated.
         last_use: the end of the last work on the buffer, which the next user's streams must wait for.
     """
 
@@ -104,6 +106,7 @@ class Arena:
         self._device = device
         self._purpose = purpose
         self.buffer: Tensor | None = None
+        self.address = 0
         self.last_use: Event | None = None
 
     def has(self, nbytes: int) -> bool:
@@ -113,6 +116,7 @@ class Arena:
     def make(self, nbytes: int) -> None:
         assert self.buffer is None, f"{self._purpose} made twice"
         self.buffer = self._device.allocate(nbytes, self._purpose)
+        self.address = _address(self.buffer)
 
     def release(self) -> None:
         """Free the memory once the work enqueued on it is done: a gradient may still be downloading."""
@@ -121,6 +125,7 @@ class Arena:
         if self.buffer is not None:
             self._device.free(self.buffer)
         self.buffer = None
+        self.address = 0
         self.last_use = None
 
     def cut(self, sizes: Iterable[int]) -> list[Tensor]:
@@ -132,11 +137,10 @@ class Arena:
         assert start <= self.buffer.numel(), f"{start} bytes do not fit the {self._purpose}"
         return parts
 
-    def contains(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is a view of the arena, and would change with the next slot."""
-        if self.buffer is None:
-            return False
-        return tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of the tensor's storage, which all views of it share; 0 without memory."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class Worker:
@@ -191,7 +195,8 @@ class Worker:
         Returns:
             What ``function`` returned. Its exceptions are raised here.
         """
-        task = self.thread.submit(functools.partial(self._warmed, function))
+        first = self._warming is not None
+        task = self.thread.submit(functools.partial(self._warmed, function) if first else function)
         cancel_scope.wait(task.waiter)
         return task.result()
 
@@ -424,12 +429,13 @@ class Worker:
 
     def replica(self, layer: HostLayer) -> Replica:
         """Return the worker's copy of ``layer``. Its parameters are valid only while a slot with the layer is open."""
-        return self._copy(layer)[0]
+        return self.copy_of(layer)[0]
 
     def buffers(self, layer: HostLayer) -> ReplicaBuffers:
-        return self._copy(layer)[1]
+        return self.copy_of(layer)[1]
 
-    def _copy(self, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
+    def copy_of(self, layer: HostLayer) -> tuple[Replica, ReplicaBuffers]:
+        """Return what `replica` and `buffers` do."""
         known = self._replicas.get(layer.index)
         if known is None:
             replica = Replica(layer.module, self.device.torch_device, layer.state, layer.rounded)
@@ -466,15 +472,22 @@ class Worker:
             self.device.compute.wait(event)
         self._gradients_free = []
 
-    def ready(self, slot: Slot, layer: HostLayer) -> Event:
+    def ready(self, slot: Slot, layer: HostLayer, leaves: Iterable[Any]) -> Event | None:
         """Make the compute stream wait for the upload of ``layer`` [3].
 
+        Args:
+            slot: the slot whose turn it is.
+            layer: the layer.
+            leaves: the call's arguments; the caller uploads each `HostTensor` among them next.
+
         Returns:
-            Event recorded before the wait. The gap between it and the end of the wait is stall time.
+            Event recorded before the wait: the gap between it and the end of all uploads is stall time. None if there
+            is nothing to wait for.
         """
         self.device.drop_finished()
         upload = self._upload_of(slot, layer)
-        could = self.device.compute.record(timed=True)
+        waits = not upload.done() or any(isinstance(leaf, HostTensor) for leaf in leaves)
+        could = self.device.compute.record(timed=True) if waits else None
         self.device.compute.wait(upload)
         return could
 
@@ -488,7 +501,8 @@ class Worker:
         """Return whether ``tensor`` lies in an arena, so that it must be copied to outlive its slot."""
         if isinstance(tensor, RoundedWeight):
             return True
-        return any(arena.contains(tensor) for arena in (*self.weights, *self.gradients))
+        address = _address(tensor)
+        return address != 0 and address in [arena.address for arena in (*self.weights, *self.gradients)]
 
     def keep_until_computed(self, *tensors: Any) -> None:
         """Keep ``tensors`` alive until the compute enqueued so far is done, and limit how far the host runs ahead.
@@ -497,7 +511,10 @@ class Worker:
         calls are allowed, or more as long as they keep no more than ``lead`` bytes.
         """
         flying = self._in_flight
-        flying.add(self.device.compute.record(), tensors, counted=self.lead > 0)
+        end = self.device.compute.record()
+        if not flying and end.done():
+            return
+        flying.add(end, tensors, counted=self.lead > 0)
         while flying and flying.oldest.done():
             flying.land()
         while len(flying) > IN_FLIGHT and (not self.lead or flying.nbytes > self.lead):

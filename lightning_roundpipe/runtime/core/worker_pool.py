@@ -97,8 +97,10 @@ class WorkerPool:
             newest: device that its microbatch ran on last. It is preferred among devices that share one
                 ``torch.device``, as workers on one GPU and all emulated devices do.
         """
-        there = [d for d in self.devices if d.torch_device == tensor.device]
-        return newest if newest in there else next(iter(there), None)
+        home = tensor.device
+        if newest is not None and newest.torch_device == home:
+            return newest
+        return next((device for device in self.devices if device.torch_device == home), None)
 
     def thread(self, index: int) -> TaskThread:
         """Return the thread of microbatch ``index``, and start it if needed."""

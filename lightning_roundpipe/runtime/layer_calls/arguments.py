@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import types
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tr
 from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.attributes import Container, tensors_in
 
-_PLAIN = (Tensor, str, int, float, complex, type(None), nn.Module, type, types.FunctionType, types.ModuleType)
+_PLAIN = (str, int, float, complex, type(None), nn.Module, type, types.FunctionType, types.ModuleType)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,19 +179,30 @@ def _shape_of(value: Any, leaves: list[Any]) -> _Shape:
     """Return the shape of ``value`` and append its leaves to ``leaves``."""
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind, tuple([_shape_of(item, leaves) for item in value])
+        return kind, _shapes_of(value, leaves)
     if kind is dict:
-        return kind, tuple(value), tuple([_shape_of(item, leaves) for item in value.values()])
+        return kind, tuple(value), _shapes_of(value.values(), leaves)
     if isinstance(value, _UNUSUAL) and kind is not torch.Size:
         raise _Unusual
     leaves.append(value)
     return None
 
 
+def _shapes_of(items: Iterable[Any], leaves: list[Any]) -> tuple[_Shape, ...]:
+    shapes: list[_Shape] = []
+    for item in items:
+        if type(item) is Tensor:  # most items are; a call of `_shape_of` for each takes several times as long
+            leaves.append(item)
+            shapes.append(None)
+        else:
+            shapes.append(_shape_of(item, leaves))
+    return tuple(shapes)
+
+
 def _filled(shape: _Shape, leaves: Iterator[Any]) -> Any:
     if shape is None:
         return next(leaves)
-    items = [_filled(inner, leaves) for inner in shape[-1]]
+    items = [next(leaves) if inner is None else _filled(inner, leaves) for inner in shape[-1]]
     return dict(zip(shape[1], items, strict=True)) if shape[0] is dict else shape[0](items)
 
 
@@ -254,8 +265,8 @@ def _contents(value: Any) -> dict[Any, Any]:
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    if _is_sparse(leaf):
-        return True
+    if isinstance(leaf, Tensor):
+        return leaf.layout is not torch.strided and _is_sparse(leaf)
     if isinstance(leaf, _PLAIN) or is_cache(leaf):
         return False
     if isinstance(leaf, (dict, UserDict)):
@@ -306,6 +317,8 @@ def refuse_filled(leaves: list[Any], layer: str) -> None:
 def refuse_hidden(leaves: list[Any], layer: str) -> None:
     """Refuse outputs that torch cannot look into: tensors would cross the boundary unseen."""
     for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            continue
         function = isinstance(leaf, types.FunctionType) and leaf.__closure__
         slots = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and not hasattr(leaf, "__dict__")
         if function or slots or isinstance(leaf, (types.GeneratorType, types.MethodType)):

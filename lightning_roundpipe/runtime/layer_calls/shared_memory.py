@@ -49,6 +49,8 @@ def apart_from_lent(
     """
     lent = {_memory(t) for t, leaf in zip(inputs, brought, strict=True) if isinstance(leaf, HostTensor)} - {0}
     own: list[Tensor] = []
+    if not lent:
+        return mutated, own
 
     def parted(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or _memory(leaf) not in lent:

@@ -62,6 +62,8 @@ def put(modules: list[nn.Module], arguments: Any, values: dict[Key, Any]) -> Non
         arguments: the call's arguments as user code passed them.
         values: new values by side output.
     """
+    if not values:
+        return
     parts = list(mutable_parts(arguments))
     for (kind, number, name), value in values.items():
         if kind == "argument":

@@ -153,8 +153,7 @@ class _EvaluationSections(UserCodeSections):
     ) -> None:
         self._slot, self._segment_key = slot, segment_key
         self._take_lock()
-        self._around.callback(self._give_lock)
-        self._around.enter_context((device or self._engine.worker_pool.devices[0]).activate())
+        self._activate(device)
 
 
 def raise_unsplittable(*_: Any, **__: Any) -> None:

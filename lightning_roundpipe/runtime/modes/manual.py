@@ -307,8 +307,7 @@ class _ManualSections(UserCodeSections):
     def enter(
         self, slot: int, segment_key: SegmentKey | None, device: Device | None, what: str, *, off_trace: bool
     ) -> None:
-        device = device or self._engine.worker_pool.devices[0]
-        self._around.enter_context(device.activate())
+        device = self._activate(device)
         if self._now is not None:
             self._now.restore()  # layers and backward have drawn from seeds of their own in between
         if device.generator is not torch.default_generator:  # which device this is depends on the number of workers
