@@ -97,10 +97,10 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
     if not console.is_terminal:
         yield lambda done, total: None
         return
-    columns = (TextColumn("Writing"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        task = progress.add_task("Preparing", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total, description="Writing")
 
 
 @dataclass(frozen=True)

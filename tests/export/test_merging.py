@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -120,6 +121,9 @@ def test_equals_peft(case: str, tmp_path: Path) -> None:
     kind, settings, lora = CASES[case]
     base = make_base(tmp_path / "base", kind, **settings)
     wanted = make_adapters(base, tmp_path / "adapters", LoraConfig(task_type="CAUSAL_LM", **lora))
+    saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    if lora.get("bias") == "lora_only" and not any("bias" in name for name in saved):
+        pytest.skip("this PEFT does not save them")  # 0.18
     assert not torch.allclose(logits(load(base)), wanted, atol=1e-2)
     made = export(from_run(tmp_path / "adapters", base=str(base)), tmp_path / "merged", max_shard_size=40_000)
     assert len([name for name, _ in made.files if name.endswith(".safetensors")]) > 1

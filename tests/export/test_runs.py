@@ -109,6 +109,23 @@ def test_a_relative_folder_is_that_of_the_run(
     torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_weights_that_were_quantised_while_they_were_trained(
+    adapted: tuple[Path, torch.Tensor], tmp_path: Path
+) -> None:
+    """What is merged into are the 16-bit files that the run began with, which is said."""
+    run, wanted = adapted
+    moved = tmp_path / "run"
+    shutil.copytree(run, moved)
+    config = moved / "config.yaml"
+    kept = "  quantization: nf4\n  double_quantization: true\n"
+    config.write_text(config.read_text().replace("model:\n", f"model:\n{kept}", 1))
+    trained = from_run(moved)
+    assert trained.notes[0] == "trained on weights in nf4; merged into those that they were made of"
+    export(trained, tmp_path / "merged", dtype="float32")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
     """The learning rate ruins the model, so the best checkpoint is not the last."""
     settings = ["optimizer.lr=0.5", "trainer.max_steps=4", "callbacks.checkpoint.save_top_k=-1"]
