@@ -6,7 +6,7 @@ its parts counted from the shape; then the model is built and trained for a few 
 of the whole process (so building it counts) is held against that. It ends with an error if it is more, or if the losses
 do not fall.
 
-    .venv/bin/python benchmarks/bench_large.py [--host 5GiB] [--steps 4]          (about two minutes on two cores)
+    .venv/bin/python benchmarks/bench_large.py [--host 5GiB] [--steps 4] [--quantization nf4]
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rich.table import Table
 import lightning_roundpipe.train  # noqa: F401  (names that configurations use)
 from lightning_roundpipe.callbacks.peak_host_memory import peak_bytes
 from lightning_roundpipe.config import parse_bytes
+from lightning_roundpipe.planning.packing import PackedFormat, pack
 from lightning_roundpipe.tasks.fine_tuning import build
 
 GIB = 2**30
@@ -53,19 +54,34 @@ class Losses(pl.Callback):
         self.seen.append(float(outputs["loss"]))
 
 
-def weights() -> tuple[int, int]:
-    """Frozen and trained ones, counted by hand."""
-    matrices = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KEYS)] * 2 + [(HIDDEN, INNER)] * 3
-    frozen = LAYERS * (sum(a * b for a, b in matrices) + 2 * HIDDEN) + 2 * VOCABULARY * HIDDEN + HIDDEN
-    return frozen, LAYERS * sum(RANK * (a + b) for a, b in matrices)
+MATRICES = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KEYS)] * 2 + [(HIDDEN, INNER)] * 3
+"""Linear layers of one layer of the model."""
 
 
-def stated(before: int, budget: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+def weights() -> tuple[int, int, int]:
+    """Frozen ones of linear layers, other frozen ones, and trained ones, counted by hand."""
+    linear = LAYERS * sum(a * b for a, b in MATRICES)
+    others = LAYERS * 2 * HIDDEN + 2 * VOCABULARY * HIDDEN + HIDDEN
+    return linear, others, LAYERS * sum(RANK * (a + b) for a, b in MATRICES)
+
+
+def frozen_bytes(quantization: PackedFormat | None) -> list[tuple[str, int]]:
+    linear, others, _ = weights()
+    if quantization is None:
+        return [(f"{(linear + others) / 1e6:,.0f} M frozen weights, 2 bytes each", 2 * (linear + others))]
+    packed = LAYERS * sum(pack((b, a), quantization, double=True, copy_itemsize=2).nbytes for a, b in MATRICES)
+    text = f"{linear / 1e6:,.0f} M frozen weights in {quantization}, {8 * packed / linear:.2f} bits each"
+    return [(text, packed), (f"{others / 1e6:,.0f} M others, 2 bytes each", 2 * others)]
+
+
+def stated(
+    before: int, budget: int, quantization: PackedFormat | None
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """What the host has to hold: by design, and because this process is also the devices."""
-    frozen, trained = weights()
+    *_, trained = weights()
     boundary = SEQUENCES * TOKENS * HIDDEN * 2  # of all microbatches, at one layer
     design = [
-        (f"{frozen / 1e6:,.0f} M frozen weights, 2 bytes each", 2 * frozen),
+        *frozen_bytes(quantization),
         (f"{trained / 1e6:.1f} M trained ones, 16 bytes each and 2 of a working copy", 18 * trained),
         ("boundary tensors of a step", (LAYERS + 2) * boundary),
     ]
@@ -76,10 +92,12 @@ def train(options: argparse.Namespace, folder: str, budget: int) -> tuple[Any, L
     overrides = [*MODEL.split(), f"strategy.memory_budget={budget}", f"trainer.max_steps={options.steps}"]
     overrides += ["scheduler=constant", f"run_folder={folder}", "callbacks=none", "logger=none"]
     overrides += ["+trainer.enable_progress_bar=false"]
+    overrides += [f"model.quantization={options.quantization}"] if options.quantization else []
     with initialize_config_module("lightning_roundpipe.conf", version_base="1.3"):
         job = build(compose("train", overrides), Path(folder))
-    counted = sum(p.numel() for p in job.task.parameters() if not p.requires_grad)
-    assert (counted, sum(p.numel() for p in job.task.parameters()) - counted) == weights()
+    assert sum(p.numel() for p in job.task.parameters() if p.requires_grad) == weights()[2]
+    if options.quantization is None:
+        assert sum(p.numel() for p in job.task.parameters()) == sum(weights())
     losses, watch = Losses(), Stopwatch()
     job.trainer.callbacks += [losses, watch]
     job.trainer.limit_val_batches = 0
@@ -92,11 +110,12 @@ def main() -> int:
     parser.add_argument("--host", default="5GiB", help="what the process may take at its peak")
     parser.add_argument("--device", default="600MiB", help="memory of each emulated device")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--quantization", choices=["nf4", "fp4", "int8"], help="of the frozen linear layers")
     options = parser.parse_args()
     quiet()
     console = Console()
     host, budget = parse_bytes(options.host, "--host"), parse_bytes(options.device, "--device")
-    design, apart = stated(resident(), budget)
+    design, apart = stated(resident(), budget, options.quantization)
     console.print(
         f"Stated beforehand: {host / GIB:.2f} GiB of host memory, the {DEVICES} emulated devices of "
         f"{budget / GIB:.2f} GiB included. Counted: {sum(size for _, size in [*design, *apart]) / GIB:.2f} GiB."
