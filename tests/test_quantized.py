@@ -16,9 +16,10 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from harness import Result, assert_identical, assert_same, loader, ours, run, trainer_of
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.model import quantize, quantize_experts
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.quantized import companions, prepare
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -107,6 +108,50 @@ def test_equals_plain_training_and_has_the_same_bits_for_all_devices_and_plans(n
     assert_same(run("auto", module, batches()), first)
     assert_identical(first, trained(module, 2, plan=PLAN))
     assert_identical(first, trained(module, 3, plan=PLAN + "; single weights gradients"))
+
+
+def with_experts(name: str, implementation: str) -> Task:
+    """Beside adapters in attention. The last of GPT-OSS's four experts has no tokens."""
+    kinds: dict[str, dict[str, int]] = {
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24},
+        "gpt_oss": {"num_local_experts": 4},
+    }
+    config = AutoConfig.for_model(
+        name, vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, initializer_range=0.1, pad_token_id=None,
+        experts_implementation=implementation, **kinds[name],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = quantize.from_config(config, "nf4", dtype=torch.float32)
+    if name == "gpt_oss":
+        for block in model.model.layers:
+            block.mlp.router.bias.data[:] = torch.tensor([0.0, 0.0, 0.0, -1e4])
+    targets = [f"{kind}_proj" for kind in "qkvo"]
+    torch.manual_seed(1)
+    return Task(get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))).train()
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_packed_experts_are_trained_beside_as_in_plain_training(
+    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same bits for all devices and plans, recomputed or not. What they compute with is what is asked for."""
+    module = with_experts(name, implementation)
+    counts: list[int] = []
+    real = quantize_experts._unpack
+
+    def unpack(packed: Tensor, state: Any, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        counts.append(count)
+        return real(packed, state, first, count, dtype)
+
+    monkeypatch.setattr(quantize_experts, "_unpack", unpack)
+    first = trained(module, 1)
+    assert set(counts) == {4 if implementation == "grouped_mm" else 1}
+    assert_same(run("auto", module, batches()), first)
+    assert any(g is not None and g.abs().sum() > 0 for g in first.grads[0].values())
+    assert_identical(first, trained(module, 2, plan=PLAN))
+    assert_identical(first, trained(module, 2, plan=PLAN + "; single weights gradients"))
 
 
 def test_adapters_that_read_the_base_weights() -> None:

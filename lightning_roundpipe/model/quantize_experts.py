@@ -1,9 +1,12 @@
 """Experts in four bits: transformers keeps all experts of a layer in one parameter, which bitsandbytes cannot pack.
 
 It packs linear layers only. The weights of the experts, which are most of such a model, would silently stay in 16 bits
-(bitsandbytes#1849). `ExpertWeights` takes the place of such a parameter. The experts' own code asks it for one expert
-at a time (``self.gate_up_proj[expert]``), and it unpacks that expert where it is multiplied. Backward unpacks it again:
-otherwise the weights of all experts with tokens would be held in 16 bits until then.
+(bitsandbytes#1849). `ExpertWeights` takes the place of such a parameter, and unpacks it where it is multiplied. Backward
+unpacks it again: otherwise the weights of all experts would be held in 16 bits until then. What is unpacked at once
+depends on the ``experts_implementation`` of the model:
+
+- ``grouped_mm`` multiplies with all experts in one operation, and all of them are unpacked for it;
+- ``eager`` asks for one expert at a time (``self.gate_up_proj[expert]``), and only experts that have tokens.
 
 The packed weight is what ``bitsandbytes.functional.quantize_4bit`` makes of the whole parameter: experts are slices of
 it, and so are their scales.
@@ -23,6 +26,11 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.model.quantize_weight import BLOCK, NESTED_BLOCK, UnfitModelError
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_GROUPED = {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
+"""Names of the operations that transformers' ``grouped_mm`` chooses from, by device and version of torch."""
+
+_MOST_AT_ONCE = 2**31 - 2**20
+"""Weights that bitsandbytes' kernels unpack in one call: they count them, in whole tiles, in 32 bits."""
 
 
 def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -54,12 +62,12 @@ def check_sizes(name: str, shape: Sequence[int]) -> None:
 
 
 class AllExpertsError(RoundPipeError, AttributeError):
-    """Code that computes with all experts at once was given experts that are packed."""
+    """Code that takes the weights of several experts for a tensor was given experts that are packed."""
 
     def __init__(self, asked: str) -> None:
         super().__init__(
-            f"experts in four bits are computed one by one, and code asked for all of a layer ({asked}): call "
-            "model.set_experts_implementation('eager')."
+            "experts in four bits are computed by grouped_mm or one by one, and code asked for more than that "
+            f"({asked}): call model.set_experts_implementation('grouped_mm'), or 'eager'."
         )
 
 
@@ -79,6 +87,24 @@ class ExpertWeights(nn.Module):
         """That of the weight before it was packed."""
         return cast(torch.Size, cast(Any, self.weight).quant_state.shape)
 
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the products: the format that the weight was packed from, or what autocast makes of it."""
+        kind = self.weight.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return cast(torch.dtype, cast(Any, self.weight).quant_state.dtype)
+
+    def transpose(self, first: int, second: int) -> TransposedExperts:
+        """Return the weight with the matrices of all experts transposed."""
+        if {first % 3, second % 3} != {1, 2}:
+            raise AllExpertsError("transpose")
+        return TransposedExperts(self)
+
     def __getitem__(self, expert: Any) -> ExpertWeight:
         if isinstance(expert, Tensor) and expert.numel() != 1:
             raise AllExpertsError("several experts at once")
@@ -96,8 +122,8 @@ class ExpertWeights(nn.Module):
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> NoReturn:
-        raise AllExpertsError(getattr(func, "__name__", str(func)))
+    ) -> Tensor:
+        return _multiply_grouped(func, args, kwargs or {})
 
     @override
     def extra_repr(self) -> str:
@@ -110,6 +136,32 @@ class ExpertWeights(nn.Module):
         destination[name] = self.weight if keep_vars else self.weight.detach()
         for key, value in cast(Any, self.weight).quant_state.as_dict(packed=True).items():
             destination[f"{name}.{key}"] = value if keep_vars else value.detach()
+
+
+class TransposedExperts:
+    """The weights of all experts, each transposed, as ``grouped_mm`` takes them. It is no tensor."""
+
+    def __init__(self, experts: ExpertWeights) -> None:
+        self._experts = experts
+
+    @property
+    def device(self) -> torch.device:
+        return self._experts.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._experts.dtype
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        return _multiply_grouped(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(Tensor, name):
+            raise AllExpertsError(name)
+        raise AttributeError(name)
 
 
 class ExpertWeight:
@@ -125,7 +177,7 @@ class ExpertWeight:
     def unpacked(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix, by default in the format that it was packed from."""
         state = cast(Any, self._weight).quant_state
-        return _unpack(self._weight.detach(), state, self._expert, dtype or state.dtype)
+        return _unpack_one(self._weight.detach(), state, self._expert, dtype or state.dtype)
 
     @classmethod
     def __torch_function__(
@@ -154,7 +206,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, expert: int, transposed: bool) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.state, ctx.expert, ctx.transposed = cast(Any, weight).quant_state, expert, transposed
-        matrix = _unpack(weight, ctx.state, expert, x.dtype)
+        matrix = _unpack_one(weight, ctx.state, expert, x.dtype)
         return functional.linear(x, matrix) if transposed else x @ matrix
 
     @staticmethod
@@ -162,22 +214,85 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         (weight,) = ctx.saved_tensors
-        matrix = _unpack(weight, ctx.state, ctx.expert, grad.dtype)
+        matrix = _unpack_one(weight, ctx.state, ctx.expert, grad.dtype)
         return grad @ (matrix if ctx.transposed else matrix.t()), None, None, None
 
 
 _multiply: Callable[..., Tensor] = _Product.apply
 
 
-def _unpack(packed: Tensor, state: Any, expert: int, dtype: torch.dtype) -> Tensor:
+class _GroupedProduct(torch.autograd.Function):
+    """Rows of ``x`` times the weight of the expert that they belong to, or times its transpose.
+
+    Args:
+        product: one of the operations in `_GROUPED`.
+        ends: where the rows of each expert end.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, ends: Tensor, transposed: bool, product: Any) -> Tensor:
+        ctx.save_for_backward(weight, ends)
+        ctx.state, ctx.transposed, ctx.product = cast(Any, weight).quant_state, transposed, product
+        matrices = _unpack_all(weight, ctx.state, x.dtype)
+        return cast(Tensor, product(x, matrices.transpose(-2, -1) if transposed else matrices, offs=ends))
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        weight, ends = ctx.saved_tensors
+        matrices = _unpack_all(weight, ctx.state, grad.dtype)
+        matrices = matrices if ctx.transposed else matrices.transpose(-2, -1)
+        return ctx.product(grad.contiguous(), matrices, offs=ends), None, None, None, None
+
+
+_apply_grouped: Callable[..., Tensor] = _GroupedProduct.apply
+
+
+def _multiply_grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return what ``func`` gives, an operation of torch that was given all experts of a layer.
+
+    Raises:
+        AllExpertsError: it is no product of rows with these experts.
+    """
+    name = getattr(func, "__name__", str(func))
+    given = {key for key, value in kwargs.items() if value is not None}
+    if name not in _GROUPED or len(args) != 2 or given != {"offs"} or not isinstance(args[0], Tensor):
+        raise AllExpertsError(name)
+    x, own = args
+    transposed = isinstance(own, TransposedExperts)
+    experts: ExpertWeights = own._experts if transposed else own
+    return _apply_grouped(x, experts.weight, kwargs["offs"], transposed, func)
+
+
+def _unpack_one(packed: Tensor, state: Any, expert: int, dtype: torch.dtype) -> Tensor:
     """Return the matrix of one expert, of ``packed`` bytes of all of them."""
+    return _unpack(packed, state, expert, 1, dtype)[0]
+
+
+def _unpack_all(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    """Return the matrices of all experts."""
+    experts, rows, columns = state.shape
+    most = max(1, _MOST_AT_ONCE // (rows * columns))
+    if most >= experts:
+        return _unpack(packed, state, 0, experts, dtype)
+    matrices = torch.empty(experts, rows, columns, dtype=dtype, device=packed.device)
+    for first in range(0, experts, most):
+        count = min(most, experts - first)
+        matrices[first : first + count] = _unpack(packed, state, first, count, dtype)
+    return matrices
+
+
+def _unpack(packed: Tensor, state: Any, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the matrices of ``count`` experts from ``first`` on."""
     _, rows, columns = state.shape
     size = rows * columns
-    first, last = expert * size // BLOCK, (expert + 1) * size // BLOCK
-    bytes_of_it = packed.view(-1, 1)[expert * size // 2 : (expert + 1) * size // 2]
+    begin, end = first * size, (first + count) * size
     unpack: Callable[..., Tensor] = torch.ops.bitsandbytes.dequantize_4bit.default
-    scales = _scales(state, first, last)
-    return unpack(bytes_of_it, scales, state.blocksize, state.quant_type, (rows, columns), dtype)
+    scales = _scales(state, begin // BLOCK, end // BLOCK)
+    bytes_of_them = packed.view(-1, 1)[begin // 2 : end // 2]
+    return unpack(bytes_of_them, scales, state.blocksize, state.quant_type, (count, rows, columns), dtype)
 
 
 def _scales(state: Any, first: int, last: int) -> Tensor:

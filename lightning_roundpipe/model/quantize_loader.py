@@ -41,6 +41,9 @@ _ROUTERS = {"gate", "router", "shared_expert_gate"}
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 
+_GROUPED = 8
+"""Sizes of experts are multiples of this, where torch multiplies them in groups: rows of 16 bits take 16 bytes."""
+
 _installing = threading.Lock()
 
 _TRIM_EVERY = 16 << 20
@@ -159,7 +162,8 @@ class Quantizer4bit(_Quantizer, Bnb4BitHfQuantizer):
             assert parameter is not None
             check_sizes(name, parameter.shape)
         self.experts = tuple(name for name, _ in found)
-        if found:
+        sizes = {size for _, parameter in found for size in cast(Tensor, parameter).shape[1:]}
+        if found and model.config._experts_implementation == "grouped_mm" and any(size % _GROUPED for size in sizes):
             model.set_experts_implementation("eager")
 
     @override

@@ -34,11 +34,13 @@ _SIZES = {
 }  # fmt: skip
 DENSE = {"model_type": "llama", "intermediate_size": 128, "tie_word_embeddings": True, **_SIZES}
 EXPERTS: dict[str, dict[str, Any]] = {
-    # Scales of an expert are quantised in blocks of 256; these have 48, 24, 128, 64 and 300 scales.
+    # Scales of an expert are quantised in blocks of 256; these have 48, 24, 128, 64, 304 and 152 scales.
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "intermediate_size": 64, "head_dim": 16},
     "gpt_oss": {"num_local_experts": 4, "intermediate_size": 64, "head_dim": 16},
-    "mixtral": {"num_local_experts": 4, "intermediate_size": 150},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 152},
 }
+WAYS = ("grouped_mm", "eager")
+"""Of computing experts (``experts_implementation``)."""
 TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -210,13 +212,16 @@ def test_random_weights_are_packed_as_they_are_made(name: str, monkeypatch: pyte
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("implementation", WAYS)
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("fp4", True)])
 def test_experts_compute_with_the_values_that_they_have(
-    folders: dict[str, Path], name: str, kind: str, double: bool
+    folders: dict[str, Path], name: str, kind: str, double: bool, implementation: str
 ) -> None:
     """Outputs and gradients of the layers before, to the bit."""
-    ours = quantize.from_pretrained(folders[name], kind, double_quantization=double).train()
+    ours = quantize.from_pretrained(
+        folders[name], kind, double_quantization=double, experts_implementation=implementation
+    ).train()
     like = unpacked(ours)
     assert any(isinstance(m, ExpertWeights) for m in ours.modules())
     assert not any(isinstance(m, ExpertWeights) for m in like.modules())
@@ -230,10 +235,74 @@ def test_experts_compute_with_the_values_that_they_have(
     assert torch.equal(logits(ours), logits(like))
 
 
+def implementation_of(model: Any) -> Any:
+    return model.config._experts_implementation
+
+
+def test_the_implementation_is_that_of_a_model_that_is_not_quantised(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name in EXPERTS:
+        model = quantize.from_pretrained(folders[name], "nf4")
+        assert implementation_of(model) == implementation_of(plain(name)) == "grouped_mm"
+        model.save_pretrained(tmp_path / name)
+        for where, kind in ((folders[name], "nf4"), (tmp_path / name, None)):
+            assert implementation_of(quantize.from_pretrained(where, kind, experts_implementation="eager")) == "eager"
+    config = AutoConfig.for_model(experts_implementation="eager", **settings("gpt_oss"))
+    assert implementation_of(quantize.from_config(config, "nf4")) == "eager"
+
+
+def test_experts_that_grouped_products_do_not_take_are_computed_one_by_one() -> None:
+    """Torch's kernel wants rows of 16 bytes, and transformers leaves its error to the user."""
+    config = AutoConfig.for_model(**{**settings("mixtral"), "intermediate_size": 150})
+    plain_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="16 bytes"):
+        logits(plain_model)
+    model = quantize.quantize(plain_model, "nf4")
+    assert implementation_of(model) == "eager"
+    like = unpacked(model)
+    assert torch.equal(logits(model), logits(like))
+
+
+def without_tokens(model: Any) -> Any:
+    """Of four experts in each layer, the last has no tokens, and no other is without."""
+    for block in model.model.layers:
+        block.mlp.router.bias.data[:] = torch.tensor([0.0, 0.0, 0.0, -1e4])
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "gpt_oss without tokens"])
+def test_both_implementations_give_the_same_to_rounding(
+    folders: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
+    model = quantize.from_pretrained(folders[name.split()[0]], "nf4", dtype=dtype)
+    model = without_tokens(model) if name.endswith("tokens") else model
+    found = []
+    for implementation in WAYS:
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    (one, ours), (other, theirs) = found
+    assert one.item() == pytest.approx(other.item(), rel=tolerance)
+    assert ours.keys() == theirs.keys() and ours
+    for key, gradient in ours.items():
+        assert (gradient - theirs[key]).norm() <= tolerance * gradient.norm(), key
+
+
+@pytest.mark.parametrize("implementation", WAYS)
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_in_autocast(folders: dict[str, Path], name: str) -> None:
-    ours = quantize.from_pretrained(folders[name], "nf4")
+def test_experts_in_autocast(folders: dict[str, Path], name: str, implementation: str) -> None:
+    """Products are in bf16, as those of packed linear layers are. transformers has grouped products out of autocast."""
+    ours = quantize.from_pretrained(folders[name], "nf4", experts_implementation=implementation)
     like = unpacked(ours)
+    if implementation == "grouped_mm":
+        for module in like.modules():
+            for key, value in module.named_parameters(recurse=False):
+                if value.dim() == 3:
+                    value.data = value.data.bfloat16()
+                    assert key.endswith("proj")
     for model in (ours, like):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(TOKENS, labels=TOKENS).loss
@@ -242,37 +311,80 @@ def test_experts_in_autocast(folders: dict[str, Path], name: str) -> None:
     assert torch.equal(*gradients)
 
 
-def test_an_expert_without_tokens_is_not_unpacked(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = quantize.from_pretrained(folders["gpt_oss"], "nf4")
-    for block in model.model.layers:
-        block.mlp.router.bias.data[3] = -1e4
-    used = []
-    real = quantize_experts._unpack
+def calls_of(what: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Arguments of each call of a function in `quantize_experts`."""
+    calls: list[tuple[Any, ...]] = []
+    real = getattr(quantize_experts, what)
+    monkeypatch.setattr(quantize_experts, what, lambda *args: calls.append(args) or real(*args))
+    return calls
 
-    def unpack(packed: Tensor, state: Any, expert: int, dtype: torch.dtype) -> Tensor:
-        used.append(expert)
-        return real(packed, state, expert, dtype)
 
-    monkeypatch.setattr(quantize_experts, "_unpack", unpack)
+def test_eager_does_not_unpack_an_expert_without_tokens(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = without_tokens(quantize.from_pretrained(folders["gpt_oss"], "nf4", experts_implementation="eager"))
+    calls = calls_of("_unpack", monkeypatch)
     model(TOKENS, labels=TOKENS).loss.backward()
-    assert set(used) == {0, 1, 2}
+    assert {first for _, _, first, *_ in calls} == {0, 1, 2}
+    assert {count for *_, count, _ in calls} == {1}
 
 
-def test_backward_does_not_hold_unpacked_experts(folders: dict[str, Path]) -> None:
-    model = quantize.from_pretrained(folders["qwen3_moe"], "nf4")
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_grouped_products_unpack_a_weight_at_once(
+    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of each of two layers, in forward and in backward."""
+    model = quantize.from_pretrained(folders[name], "nf4")
+    calls = calls_of("_unpack", monkeypatch)
+    loss = model(TOKENS, labels=TOKENS).loss
+    assert len(calls) == 4
+    loss.backward()
+    assert len(calls) == 8
+    assert {args[2:4] for args in calls} == {(0, 4)}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_weights_that_are_too_many_for_a_kernel_are_unpacked_in_parts(
+    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantize.from_pretrained(folders[name], "nf4")
+    wanted = logits(model)
+    size = max(module.shape[1:].numel() for module in model.modules() if isinstance(module, ExpertWeights))
+    monkeypatch.setattr(quantize_experts, "_MOST_AT_ONCE", 3 * size)
+    calls = calls_of("_unpack", monkeypatch)
+    assert torch.equal(logits(model), wanted)
+    assert {args[2:4] for args in calls} >= {(0, 3), (3, 1)}
+
+
+@pytest.mark.parametrize("implementation", WAYS)
+def test_backward_does_not_hold_unpacked_experts(folders: dict[str, Path], implementation: str) -> None:
+    model = quantize.from_pretrained(folders["qwen3_moe"], "nf4", experts_implementation=implementation)
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         model(TOKENS, labels=TOKENS)
     assert saved
-    assert not {(48, 64), (64, 48), (64, 24), (24, 64)} & {tuple(shape) for shape in saved}
+    assert not {(48, 64), (64, 48), (64, 24), (24, 64)} & {tuple(shape[-2:]) for shape in saved}
 
 
-def test_experts_refuse_what_needs_all_of_them(folders: dict[str, Path]) -> None:
-    for name, implementation in (("qwen3_moe", "grouped_mm"), ("qwen3_moe", "batched_mm"), ("gpt_oss", "grouped_mm")):
-        model = quantize.from_pretrained(folders[name], "nf4")
-        model.set_experts_implementation(implementation)
-        with pytest.raises(RoundPipeError, match=r"call model\.set_experts_implementation\('eager'\)"):
+def test_experts_refuse_what_takes_them_for_a_tensor(folders: dict[str, Path]) -> None:
+    remedy = r"call model\.set_experts_implementation\('grouped_mm'\), or 'eager'"
+    for name in ("qwen3_moe", "gpt_oss"):
+        model = quantize.from_pretrained(folders[name], "nf4", experts_implementation="batched_mm")
+        with pytest.raises(RoundPipeError, match=remedy):
             model(TOKENS)
+    weight = model.model.layers[0].mlp.experts.down_proj
+    rows, ends = torch.ones(2, 64), torch.tensor([1, 1, 1, 2], dtype=torch.int32)
+    torch.nn.functional.grouped_mm(rows, weight, offs=ends)
+    for misuse in (
+        lambda: torch.nn.functional.grouped_mm(rows, weight, offs=ends, bias=torch.ones(4, 64)),
+        lambda: torch.nn.functional.grouped_mm(weight, rows, offs=ends),
+        lambda: torch.bmm(rows[None], weight),
+        lambda: weight.transpose(0, 1),
+        lambda: weight.transpose(1, 2).contiguous(),
+        lambda: weight.sum(),
+    ):
+        with pytest.raises(RoundPipeError, match=remedy):
+            misuse()
 
 
 def test_an_expert_is_taken_by_functions_as_a_tensor(folders: dict[str, Path]) -> None:
@@ -343,7 +455,6 @@ def test_experts_that_transformers_left_in_16_bits_are_read_so(folders: dict[str
     theirs.save_pretrained(tmp_path)
     ours = from_folder(tmp_path).model
     assert not any(isinstance(module, ExpertWeights) for module in ours.modules())
-    theirs.set_experts_implementation("eager")
     assert torch.equal(logits(ours), logits(theirs))
 
 
@@ -394,9 +505,11 @@ def test_training_is_that_of_a_model_made_by_hand(folders: dict[str, Path]) -> N
     assert wanted[0] != wanted[-1]
 
 
+@pytest.mark.parametrize("implementation", WAYS)
 @pytest.mark.parametrize("name", EXPERTS)
-def test_training_beside_packed_experts(folders: dict[str, Path], name: str) -> None:
+def test_training_beside_packed_experts(folders: dict[str, Path], name: str, implementation: str) -> None:
     model = from_folder(folders[name], quantization="nf4").model
+    model.set_experts_implementation(implementation)
     like = unpacked(model)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert losses(adapted(model, targets)) == losses(adapted(like, targets))
