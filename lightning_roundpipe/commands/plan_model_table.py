@@ -72,7 +72,7 @@ def _packed(parameters: Parameters) -> list[str]:
     if parameters.packed_as == "int8":
         lines.append("GPUs multiply int8 in forward; that is counted as if they made copies there as well.")
     if parameters.packed_experts:
-        lines.append("Experts are computed one after another, as each is dequantised for the tokens that it has.")
+        lines.append("Experts are computed together (experts_implementation=grouped_mm), from a copy of them all.")
     return lines
 
 

@@ -120,7 +120,7 @@ class ModelShape:
         self.parameters = Parameters(
             trained, frozen, weights[0].element_size(), bool(staleness), sum(p.numel() for p in self._packed),
             sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
-            any(one.pieces > 1 for one in self._packed.values()),
+            any(weight.dim() == 3 for weight in self._packed),
         )  # fmt: skip
 
     def _size(self, layer: nn.Module) -> Size:
@@ -151,10 +151,8 @@ class ModelShape:
         )
 
     def _estimate(self, **batch: Tensor) -> Costs:
-        # Experts in few bits are dequantised one after another, for the tokens that each of them has.
-        in_turn = self._like_paper or self.parameters.packed_experts
         return estimate_costs(
-            self._module, self._layers, batch, self.hardware, packed=self._packed, experts_in_turn=in_turn
+            self._module, self._layers, batch, self.hardware, packed=self._packed, experts_in_turn=self._like_paper
         )
 
     def rules(self, staleness: Staleness) -> Rules:

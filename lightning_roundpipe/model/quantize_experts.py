@@ -1,9 +1,9 @@
 """Experts in four bits: transformers keeps all experts of a layer in one parameter, which bitsandbytes cannot pack.
 
 It packs linear layers only. The weights of the experts, which are most of such a model, would silently stay in 16 bits
-(bitsandbytes#1849). `ExpertWeights` takes the place of such a parameter, and unpacks it where it is multiplied. Backward
-unpacks it again: otherwise the weights of all experts would be held in 16 bits until then. What is unpacked at once
-depends on the ``experts_implementation`` of the model:
+(bitsandbytes#1849). `ExpertWeights` takes the place of such a parameter, and unpacks it where it is multiplied.
+Backward unpacks it again: otherwise the weights of all experts would be held in 16 bits until then. What is unpacked at
+once depends on the ``experts_implementation`` of the model:
 
 - ``grouped_mm`` multiplies with all experts in one operation, and all of them are unpacked for it;
 - ``eager`` asks for one expert at a time (``self.gate_up_proj[expert]``), and only experts that have tokens.

@@ -181,10 +181,10 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
                 continue
             weight, packed = found
             self.add(0.0, packed.nbytes + weight.nbytes + packed.scratch_bytes, "fp32")
-            work, kernels = self._scopes[-1], packed.kernels * packed.pieces
-            work.seconds += (kernels - 1) * self._hardware.kernel_s
-            work.unpackings += kernels + packed.views * packed.pieces
-            held += weight.nbytes // packed.pieces + packed.buffer_bytes
+            work = self._scopes[-1]
+            work.seconds += (packed.kernels - 1) * self._hardware.kernel_s
+            work.unpackings += packed.kernels + packed.views
+            held += weight.nbytes + packed.buffer_bytes
         return held
 
     @contextmanager

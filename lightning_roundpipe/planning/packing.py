@@ -1,8 +1,9 @@
 """Weights in four or eight bits: what each of them takes in memory, and what its dequantised copies cost.
 
 A packed weight travels and lies in memory as it is. Products read a copy in the format that layers compute in, which is
-made for each of them: in forward, in recomputation, and in backward for the gradient of the inputs. Sizes are those of
-bitsandbytes: blocks of 64 weights in four bits have a scale each, rows in eight bits likewise.
+made for each of them: in forward, in recomputation, and in backward for the gradient of the inputs. The weights of all
+experts are one weight. Sizes are those of bitsandbytes: blocks of 64 weights in four bits have a scale each, rows in
+eight bits likewise.
 """
 
 from __future__ import annotations
@@ -27,15 +28,13 @@ class Packed:
 
     Args:
         parts: bytes of each tensor that belongs to it.
-        pieces: matrices that are dequantised one at a time: one, or those of all experts.
-        kernels: operations that dequantise a piece.
+        kernels: operations that dequantise it.
         views: operations of the interpreter that come with these and compute nothing.
-        scratch_bytes: memory traffic of dequantising all pieces, beside reading ``parts`` and writing the copies.
-        buffer_bytes: that dequantising a piece takes beside its copy.
+        scratch_bytes: memory traffic of dequantising it, beside reading ``parts`` and writing the copy.
+        buffer_bytes: that dequantising it takes beside the copy.
     """
 
     parts: tuple[int, ...]
-    pieces: int
     kernels: int
     views: int
     scratch_bytes: int = 0
@@ -55,18 +54,17 @@ def pack(shape: Sequence[int], form: PackedFormat, double: bool, copy_itemsize: 
         double: whether the scales of four-bit weights are in eight bits themselves.
         copy_itemsize: bytes of a number of the copies.
     """
-    numbers, pieces = math.prod(shape), shape[0] if len(shape) == 3 else 1
+    numbers = math.prod(shape)
     if form == "int8":
         scratch = 2 * numbers * copy_itemsize  # the copy is written unscaled, then read and written once more
-        return Packed((numbers, _FP32 * (numbers // shape[-1])), pieces, kernels=3, views=2, scratch_bytes=scratch)
+        return Packed((numbers, _FP32 * (numbers // shape[-1])), kernels=3, views=2, scratch_bytes=scratch)
     data, scales, table = -(-numbers // 2), -(-numbers // BLOCK), 16 * _FP32
     if not double:
-        return Packed((data, _FP32 * scales, table), pieces, kernels=1, views=3)
+        return Packed((data, _FP32 * scales, table), kernels=1, views=3)
     return Packed(
         (data, scales, table, _FP32 * -(-scales // _SCALES), 256 * _FP32, _FP32),
-        pieces,
         kernels=3,
-        views=3 if pieces == 1 else 5,
+        views=3 if len(shape) == 2 else 5,
         scratch_bytes=4 * _FP32 * scales,  # written, read and written with their mean, and read
-        buffer_bytes=_FP32 * -(-scales // pieces),
+        buffer_bytes=_FP32 * scales,
     )

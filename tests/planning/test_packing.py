@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.commands.machines import read_machine
+from lightning_roundpipe.model import quantize_experts, quantize_weight
 from lightning_roundpipe.planning import CallCost, Costs, Plan
 from lightning_roundpipe.planning.estimate import estimate_costs
 from lightning_roundpipe.planning.meter import Counter, Work
@@ -98,15 +100,37 @@ def test_eight_bits_take_what_bitsandbytes_stores(shape: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("double", [False, True])
-def test_experts_are_packed_together_and_dequantised_one_by_one(double: bool) -> None:
+def test_experts_are_packed_and_dequantised_together(double: bool) -> None:
     weight = torch.randn(5, 96, 64)
     data, state = bnb.functional.quantize_4bit(weight, blocksize=64, compress_statistics=double, quant_type="nf4")
     stored = [data, state.absmax, state.code]
     stored += [state.state2.absmax, state.state2.code, state.offset] if double else []
     one, five = (pack(shape, "nf4", double, 2) for shape in ((96, 64), (5, 96, 64)))
     assert five.parts == tuple(tensor.nbytes for tensor in stored)
-    assert (one.pieces, five.pieces) == (1, 5)
-    assert five.scratch_bytes == 5 * one.scratch_bytes and five.buffer_bytes == one.buffer_bytes
+    assert (five.scratch_bytes, five.buffer_bytes) == (5 * one.scratch_bytes, 5 * one.buffer_bytes)
+
+
+class Issued(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
+    """Counts operations, those that compute and those that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.views = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.views, self.kernels = self.views + func.is_view, self.kernels + (not func.is_view)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_experts_are_dequantised_by_as_many_operations(double: bool) -> None:
+    weight = quantize_weight.pack_4bit(torch.randn(5, 96, 64), "nf4", double)
+    data = weight.data
+    with Issued() as issued:
+        copies = quantize_experts._unpack_all(data, weight.quant_state, torch.bfloat16)
+    assert copies.shape == (5, 96, 64)
+    counted = pack((5, 96, 64), "nf4", double, 2)
+    assert (counted.kernels, counted.views) == (issued.kernels, issued.views)
 
 
 # -- costs of a model whose weights are packed ------------------------------------------------------------------------
@@ -159,9 +183,7 @@ def layer_cost(double: bool | None, experts: int = 0, machine: Hardware = NO_OVE
     packed = {} if double is None else {weight: pack(weight.shape, "nf4", double, 2) for weight in weights}
     layers = {"before": model.before, "layer": model.layer}
     batch = {"x": torch.empty(rows, 64, device="meta", dtype=torch.bfloat16)}
-    return estimate_costs(
-        model, layers, batch, machine, packed=packed, experts_in_turn=bool(experts) and double is not None
-    ).calls[1]
+    return estimate_costs(model, layers, batch, machine, packed=packed).calls[1]
 
 
 def traffic(seconds: float) -> float:
@@ -193,7 +215,8 @@ def test_packed_weights_travel_and_lie_on_a_worker_packed() -> None:
 def test_one_copy_is_there_at_a_time(experts: int) -> None:
     """Beside what its product takes; no copy waits for backward."""
     plain, packed = (layer_cost(double, experts, rows=1) for double in (None, False))
-    assert plain.activation_bytes < 2 * 64 * 96 <= packed.activation_bytes < 2 * 64 * 96 + plain.activation_bytes
+    copy = 2 * 64 * 96 * max(1, experts)
+    assert plain.activation_bytes < copy <= packed.activation_bytes < copy + plain.activation_bytes
     assert packed.kept_bytes == plain.kept_bytes
 
 
@@ -206,11 +229,15 @@ def test_dequantising_is_issued_in_forward_and_in_backward() -> None:
     assert layer_cost(True, machine=slow).forward_s - layer_cost(None, machine=slow).forward_s == pytest.approx(2 * 3)
 
 
-def test_experts_are_dequantised_one_after_another() -> None:
-    plain, packed = layer_cost(None, 4), layer_cost(True, 4)
-    assert packed.is_synchronous and not plain.is_synchronous
-    assert packed.backward_issue_s == 4 * 2 * (3 + 5)
-    assert packed.issue_s > plain.issue_s + packed.backward_issue_s
+@pytest.mark.parametrize("experts", [1, 4, 128])
+def test_experts_are_dequantised_together(experts: int) -> None:
+    """However many they are, the interpreter issues as much, and waits for nothing."""
+    plain, packed = layer_cost(None, experts), layer_cost(True, experts)
+    assert not packed.is_synchronous
+    assert packed.issue_s - plain.issue_s == packed.backward_issue_s == 2 * (3 + 5)
+    numbers = experts * 2 * 64 * 96
+    assert traffic(packed.forward_s - plain.forward_s) > (0.5 + 2) * numbers
+    assert packed.weight_bytes < 0.3 * plain.weight_bytes + 2 * 2560
 
 
 def test_the_interpreter_holds_up_backward_where_it_has_to_issue_it() -> None:
