@@ -56,8 +56,8 @@ def check_sizes(name: str, shape: Sequence[int]) -> None:
     _, rows, columns = shape
     if rows * columns % BLOCK:
         raise UnfitModelError(
-            f"model.quantization: each expert in {name} has {rows} x {columns} weights, which no number of blocks of "
-            f"{BLOCK} holds. Load this model with model.quantization=null."
+            f"model.quantization: each expert in {name} is a matrix of {rows} x {columns}, which no number of blocks "
+            f"of {BLOCK} holds. Load this model with model.quantization=null."
         )
 
 

@@ -470,7 +470,7 @@ MODELS = [
     Mistake(
         SECTION,
         "`model.quantization` of experts whose sizes do not fit",
-        "model.quantization: each expert in … has … weights, which no number of blocks of 64 holds",
+        "model.quantization: each expert in … is a matrix of …, which no number of blocks of 64 holds",
         "Load this model with model.quantization=null",
         (
             lambda user: (
