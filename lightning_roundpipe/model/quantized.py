@@ -197,7 +197,7 @@ def _unpacking_once() -> type[nn.Module]:
 
 
 def _parametrizations(module: nn.Module) -> list[Any]:
-    held = module._modules.get("parametrizations")
+    held = getattr(module, "parametrizations", None)
     return [part for parts in held.children() for part in parts.children()] if held is not None else []
 
 
