@@ -198,7 +198,7 @@ def _unpacking_once() -> type[nn.Module]:
 
 def _parametrizations(module: nn.Module) -> list[Any]:
     held = getattr(module, "parametrizations", None)
-    return [part for parts in held.children() for part in parts.children()] if held is not None else []
+    return [part for parts in held.children() for part in parts.children()] if isinstance(held, nn.Module) else []
 
 
 def _keep_apart(module: nn.Module) -> None:
