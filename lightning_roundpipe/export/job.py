@@ -246,12 +246,15 @@ def _weights(trained: Trained, skeleton: Skeleton, dtype: torch.dtype | None) ->
         checkpoint = CheckpointFile(trained.file, skeleton)
         return _of_parameters(skeleton, checkpoint, None, dtype, _dtypes_of(trained), trained.where), ()
     if base.folder is None:
-        state = {name: tensor for name, tensor in base.load().state_dict().items() if name in skeleton.shapes}
-        in_memory = StateDict(state)
+        assert base.load is not None
+        in_memory: Source = StateDict(base.load().state_dict())
+        size = gib(_nbytes(in_memory))
+        if is_quantised(in_memory.specs):
+            in_memory = Dequantised(in_memory, base.setting)
         if dtype is None and base.gguf is not None:
             dtype = torch.bfloat16
         adapters = _adapters(trained, skeleton)
-        note = f"the base model was held in memory as a whole ({gib(_nbytes(in_memory))}): {base.source}"
+        note = f"the base model was held in memory as a whole ({size}): {base.source}"
         return _of_parameters(skeleton, in_memory, adapters, dtype, {}, base.setting), (note,)
     source, notes = _files(trained, base.folder)
     layout = OfFiles(skeleton.model, source.specs)
@@ -267,7 +270,7 @@ def _of_parameters(
     dtypes: dict[str, torch.dtype],
     setting: str,
 ) -> Weights:
-    kept = {name: source.specs[name] for name in once(source.specs, skeleton)}
+    kept = {name: source.specs[name] for name in once(source.specs, skeleton) if name in skeleton.shapes}
     return Weights(skeleton, source, OfParameters(skeleton.model, kept), adapters, dtype, dtypes, setting)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -138,18 +138,3 @@ def reading(path: Path, setting: str, remedy: str = "copy or download it again")
         raise ValueError(
             f"{setting}: {path}{size} cannot be read: {why}. It may be cut short; repair: {remedy}."
         ) from error
-
-
-def read_json(path: Path, setting: str) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        ValueError: there is none.
-    """
-    import json
-
-    with reading(path, setting):
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it holds no object")
-    return found

@@ -20,12 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 from peft import PeftConfig
 from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_roundpipe.export.skeleton import Skeleton
-from lightning_roundpipe.export.sources import Spec, read_json, reading, spec_of
+from lightning_roundpipe.export.sources import Spec, reading, spec_of
 from lightning_roundpipe.messages import plural
-from lightning_roundpipe.model.loading import Pretrained, from_name
+from lightning_roundpipe.model.loading import Pretrained
 from lightning_roundpipe.model.weight_files import from_the_hub
 
 _QUANTISATION = ("quantization", "double_quantization")
@@ -42,7 +42,7 @@ class Base:
     Attributes:
         config, tokenizer: the model's.
         folder: the folder with its weights; None: they are made in memory.
-        load: makes the model with its weights in memory.
+        load: makes the model with its weights in memory, where there is no folder.
         setting: how an error names the model.
         source: what the weights are, in words.
         name: what PEFT's configuration of adapters calls it.
@@ -52,7 +52,7 @@ class Base:
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase | None
     folder: Path | None
-    load: Callable[[], PreTrainedModel]
+    load: Callable[[], PreTrainedModel] | None
     setting: str
     source: str
     name: str | None
@@ -132,12 +132,10 @@ def from_run(run: str | Path, ckpt: str | Path | None = None, base: str | None =
         found = named_base(base)
     else:
         found = _base_of_run(model, cfg.get("seed"), _working_folder(folder), f"run={run}")
-        if quantised := next((model[key] for key in _QUANTISATION if model.get(key)), None):
-            notes.append(
-                f"trained on weights in {quantised}; merged into those that they were made of"
-                if found.folder is not None
-                else f"trained on weights in {quantised}"
-            )
+        if quantised := model.get(_QUANTISATION[0]):
+            original = found.folder is not None or found.gguf is not None
+            kept = "; merged into the weights that those were made of" if original else ""
+            notes.append(f"trained on weights in {quantised}{kept}")
     file, why = _checkpoint(folder, cfg, ckpt, f"run={run}")
     notes.append(why)
     if file.is_dir():
@@ -186,12 +184,11 @@ def named_base(base: str) -> Base:
             ) from error
     if not (folder / "config.json").is_file():
         raise ValueError(f"{setting} holds no config.json: name a model as save_pretrained() writes it.")
-    read_json(folder / "config.json", setting)
-    return _of(from_name(str(folder), dtype="auto"), setting, base)
-
-
-def _of(found: Pretrained, setting: str, name: str | None) -> Base:
-    return Base(found.config, found.tokenizer, found.folder, found.load, setting, found.source, name, found.gguf)
+    with reading(folder, setting):
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True) if has_tokenizer else None
+    return Base(config, tokenizer, folder, None, setting, str(folder), base)
 
 
 # -- the base model of a run -------------------------------------------------------------------------------------------
@@ -200,25 +197,20 @@ def _of(found: Pretrained, setting: str, name: str | None) -> Base:
 def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: str) -> Base:
     """Return the model that a run's configuration names. Its paths are relative to the folder that the run began in."""
     model = copy.deepcopy(model)
-    for key in (key for key in _QUANTISATION if key in model):
-        del model[key]
     for key in _PLACES:
         place = model.get(key)
         if isinstance(place, str) and working is not None and key != "gguf_file" and (working / place).is_dir():
             model[key] = str(working / place)
-    try:
-        found: Any = instantiate(model, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__
-        why = str(cause if isinstance(cause, (ValueError, OSError, ImportError)) else error)
-        raise ValueError(
-            f"{setting}: the model that it was trained on is not there any more: {why} Or name that model with base=."
-        ) from None
-    if not isinstance(found, Pretrained):
-        raise ValueError(f"{setting}: what {model.get('_target_')} makes is not known here. Name the model with base=.")
+    plain = copy.deepcopy(model)
+    for key in (key for key in _QUANTISATION if key in model):
+        del plain[key]
+    found = _made(plain, setting)
     name = next((str(model[key]) for key in _PLACES[:3] if model.get(key) not in (None, "pretrained", "random")), None)
     if found.folder is not None or found.gguf is not None:
-        return _of(found, setting, name or found.source)
+        load = None if found.folder is not None else found.load
+        name = name or found.source
+        return Base(found.config, found.tokenizer, found.folder, load, setting, found.source, name, found.gguf)
+    found = _made(model, setting)  # packed weights are drawn otherwise
 
     def draw() -> PreTrainedModel:
         if seed is None:
@@ -230,6 +222,20 @@ def _base_of_run(model: DictConfig, seed: Any, working: Path | None, setting: st
         return found.load()
 
     return Base(found.config, found.tokenizer, None, draw, setting, f"{found.source}, seed {seed}", None)
+
+
+def _made(model: DictConfig, setting: str) -> Pretrained:
+    try:
+        found: Any = instantiate(model, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        why = str(cause if isinstance(cause, (ValueError, OSError, ImportError)) else error)
+        raise ValueError(
+            f"{setting}: the model that it was trained on cannot be read: {why} Or name that model with base=."
+        ) from None
+    if not isinstance(found, Pretrained):
+        raise ValueError(f"{setting}: what {model.get('_target_')} makes is not known here. Name the model with base=.")
+    return found
 
 
 def _working_folder(folder: Path) -> Path | None:

@@ -95,6 +95,39 @@ def test_sixteen_bits_by_default(stored: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(without, unpacked.get_parameter("model.layers.0.mlp.up_proj.weight").to(wanted))
 
 
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_files_of_our_own_quantiser(quantization: str, tmp_path: Path) -> None:
+    """What `model.quantization` makes of a model can be saved, and that is a base as well."""
+    from lightning_roundpipe.model import quantize
+
+    torch.manual_seed(0)
+    from_config("llama", **SIZES, **HEADS).model.save_pretrained(tmp_path / "original")
+    packed = quantize.from_pretrained(tmp_path / "original", quantization, dtype="float32")
+    packed.save_pretrained(tmp_path / "base")
+    wanted = adapters_on(packed, tmp_path / "adapters")
+    made = export(from_run(tmp_path / "adapters", base=str(tmp_path / "base")), tmp_path / "merged", dtype="float32")
+    assert "the base model: 14 weights unpacked from 4 or 8 bits" in made.notes
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    tolerance = 1e-5 if quantization == "nf4" else 3e-2  # int8 rounds activations as well
+    torch.testing.assert_close(logits(merged), wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_experts_in_four_bits(tmp_path: Path) -> None:
+    """All experts of a layer are one packed weight in such files, and a tensor each in what is written."""
+    from lightning_roundpipe.model import quantize
+
+    torch.manual_seed(0)
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
+    from_config("qwen3_moe", **SIZES, **HEADS, **settings).model.save_pretrained(tmp_path / "original")
+    packed = quantize.from_pretrained(tmp_path / "original", "nf4", dtype="float32")
+    packed.save_pretrained(tmp_path / "base")
+    wanted = adapters_on(packed, tmp_path / "adapters", ["q_proj", "v_proj"])
+    export(from_run(tmp_path / "adapters", base=str(tmp_path / "base")), tmp_path / "merged", dtype="float32")
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    torch.testing.assert_close(logits(merged), wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_the_original_weights_instead(tmp_path: Path) -> None:
     base, _ = make_quantised(tmp_path / "base", "nf4")
     torch.manual_seed(0)

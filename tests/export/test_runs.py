@@ -16,6 +16,8 @@ from lightning_roundpipe.export import export, from_checkpoint, from_run
 from lightning_roundpipe.model.loading import from_config
 
 LORA = "lora=all_linear"
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
 
 
 def exported(run: Path, to: Path, **options: object) -> object:
@@ -27,10 +29,8 @@ def exported(run: Path, to: Path, **options: object) -> object:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base model of most runs here, in a folder and in bfloat16."""
     folder = tmp_path_factory.mktemp("models") / "base"
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
     torch.manual_seed(3)
-    model = from_config("llama", dtype="bfloat16", **sizes, **heads).model
+    model = from_config("llama", dtype="bfloat16", **SIZES, **HEADS).model
     model.generation_config.max_length = 77
     model.save_pretrained(folder, max_shard_size="100KB")
     return folder
@@ -109,21 +109,29 @@ def test_a_relative_folder_is_that_of_the_run(
     torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_weights_that_were_quantised_while_they_were_trained(
-    adapted: tuple[Path, torch.Tensor], tmp_path: Path
-) -> None:
+def test_weights_that_were_quantised_while_they_were_trained(base: Path, tmp_path: Path) -> None:
     """What is merged into are the 16-bit files that the run began with, which is said."""
-    run, wanted = adapted
-    moved = tmp_path / "run"
-    shutil.copytree(run, moved)
-    config = moved / "config.yaml"
-    kept = "  quantization: nf4\n  double_quantization: true\n"
-    config.write_text(config.read_text().replace("model:\n", f"model:\n{kept}", 1))
-    trained = from_run(moved)
-    assert trained.notes[0] == "trained on weights in nf4; merged into those that they were made of"
+    pytest.importorskip("bitsandbytes")
+    settings = [f"model.folder={base}", "data.vocab_size=128", LORA, "model.quantization=nf4"]
+    train(tmp_path / "run", "model=folder", *settings)
+    trained = from_run(tmp_path / "run")
+    assert trained.notes[0] == "trained on weights in nf4; merged into the weights that those were made of"
     export(trained, tmp_path / "merged", dtype="float32")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    wanted = logits(PeftModel.from_pretrained(plain, tmp_path / "run" / "adapters"))
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(found), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("nf4", 1e-5), ("int8", 3e-2)])  # int8 rounds activations as well
+def test_random_weights_that_were_quantised(kind: str, tolerance: float, tmp_path: Path) -> None:
+    """They are drawn again as they were packed: without packing, the same seed draws others."""
+    pytest.importorskip("bitsandbytes")
+    module = train(tmp_path / "run", LORA, f"model.quantization={kind}", "optimizer.lr=0.05")
+    found = exported(tmp_path / "run", tmp_path / "merged", dtype="float32")
+    torch.testing.assert_close(logits(found), logits(module.model), atol=tolerance, rtol=tolerance)
+    plain = from_config("llama", **(SIZES | HEADS)).model
+    assert (logits(plain) - logits(found)).abs().max() > 10 * tolerance
 
 
 def test_the_best_checkpoint(base: Path, tmp_path: Path) -> None:
