@@ -110,6 +110,12 @@ def is_another_in_evaluation_without_grad(self: Block, x: Tensor) -> Any:
     return usual(self, x) if self.training else is_another_without_grad(self, x)
 
 
+def is_other_operations_without_grad(self: Block, x: Tensor) -> Any:
+    """Computes otherwise without grad, with the same bits."""
+    y = Block.forward(self, x)
+    return y if torch.is_grad_enabled() else y * 2.0 * 0.5
+
+
 MOODS: dict[str, Callable[[Block, Tensor], Any]] = {
     "": usual,
     "detaches": detaches,
@@ -124,6 +130,7 @@ MOODS: dict[str, Callable[[Block, Tensor], Any]] = {
     "goes another way": goes_another_way,
     "is another without grad": is_another_without_grad,
     "is another in evaluation without grad": is_another_in_evaluation_without_grad,
+    "is other operations without grad": is_other_operations_without_grad,
 }
 
 
@@ -230,6 +237,12 @@ def test_what_ceases_to_require_grad_is_learned_in_the_next_step() -> None:
 
 def test_layers_that_compute_otherwise_without_grad() -> None:
     equals_plain([("is another without grad", "")] * 4)
+
+
+def test_other_operations_without_grad_count_even_if_their_bits_are_the_same() -> None:
+    recomputed = 3
+    script = [("is other operations without grad", "")] * 3
+    assert runs_of_the_last_step(script) == {True: 3 + recomputed}
 
 
 def test_layers_that_compute_otherwise_without_grad_in_another_mode() -> None:

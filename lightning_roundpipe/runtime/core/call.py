@@ -41,8 +41,8 @@ class Call:
         requires_grad: whether each leaf requires grad.
         trainable: whether each of the layer's parameters required grad at the call.
         graph: whether to run with grad: to keep the graph (fused stage), to learn which outputs require grad (first
-            batch, or no precedent), or because the layer returns different bits without grad.
-        probe: whether to find out if the layer returns different bits without grad.
+            batch, or no precedent), or because the layer computes otherwise without grad.
+        probe: whether to find out if the layer computes otherwise without grad.
         walk: whether to search the graph for paths that lead out of the layer.
         kept: whether the graph is kept for the backward.
         recomputed: whether the call may be recomputed for its backward, so that its inputs must be saved.
@@ -125,7 +125,7 @@ class Forward:
         mutated: inputs that the layer wrote to, by position.
         buffers: values of the layer's buffers before the call, by position, for the recomputation.
         activation_bytes: memory that the call took on the worker, if it was measured.
-        differs_without_grad: whether the layer returns different bits without grad, if it was probed.
+        differs_without_grad: whether the layer computes otherwise without grad, if it was probed.
         overlapping: positions of output tensors that share memory with others or with inputs, and positions of these
             inputs.
         foretold: whether the call ran without grad and its results matched its precedent.

@@ -39,7 +39,7 @@ from lightning_roundpipe.runtime.layer_calls.compiling import LayerCompiler
 from lightning_roundpipe.runtime.layer_calls.discrete_ops import DiscreteOpRecorder, DiscreteOpReplayer
 from lightning_roundpipe.runtime.layer_calls.output_collectors import collecting
 from lightning_roundpipe.runtime.layer_calls.precedent import attempt
-from lightning_roundpipe.runtime.layer_calls.probes import differs, differs_outside
+from lightning_roundpipe.runtime.layer_calls.probes import OperationRecorder, differs, differs_outside
 from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerprint, refuse_difference
 from lightning_roundpipe.runtime.layer_calls.shared_memory import apart_from_lent, overlapping, private
 from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputCollector, again, refuse_new_gradients
@@ -130,7 +130,8 @@ class LayerExecutor:
             meter = PeakMemoryMeter(device, inputs) if call.measure else None
             before = self._before(call, leaves)
             foretold = self._foretold(slot, call, leaves, activations)
-            ran = foretold or self._run(slot, call, leaves, "forward")
+            operations = OperationRecorder() if call.probe else None
+            ran = foretold or self._run(slot, call, leaves, "forward", operations=operations)
             refuse_hidden(ran.output.leaves, call.layer.name)
             device.track_until_freed(ran.tensors(), OUTPUTS)  # user code holds them longer than this block
             activation = meter.read() if meter is not None else 0
@@ -144,7 +145,7 @@ class LayerExecutor:
             written = (i for i, t in before.items() if not torch.equal(bits(leaves[i]), bits(t)))
             call.layer.overwrites[len(leaves)] = frozenset(written)
         mutated = self._mutated(call, ran.given)
-        differs = self._differs_without_grad(slot, call, leaves, ran)
+        differs = self._differs_without_grad(slot, call, leaves, ran, operations)
         if call.probe and self._formats.sets_default and not self._formats.default_matters:
             self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
@@ -220,6 +221,7 @@ class LayerExecutor:
         kind: str,
         replay: DiscreteOpReplayer | None = None,
         as_written: Counter | None = None,
+        operations: OperationRecorder | None = None,
     ) -> LayerExecution:
         """Run the layer's code under the modes, context variables and random state that were active at the call.
 
@@ -230,6 +232,7 @@ class LayerExecutor:
             kind: kind of event to record; empty records none.
             replay: repeats the discrete choices of the forward.
             as_written: counts the operations; the layer then runs uncompiled.
+            operations: records which operations run.
         """
         forwards = self._forwards if as_written is None else LayerCompiler()
         counter = as_written or (self._counter() if kind == "forward" and not forwards.compiled else None)
@@ -258,10 +261,11 @@ class LayerExecutor:
             saved = self._device.saved_for_backward() if grad else _NOTHING
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or _NOTHING, self._watching(call.layer)
+            seen = operations or _NOTHING  # the innermost mode, which does not see what the others do
             computing = _Computing(self._worker, slot, kind, where, call.layer, call.microbatch, counter)
             borrowing = self._borrowing(call.layer, call.lender)
             observed = self._observed(call.layer, again=kind != "forward")
-            with computing, saved, calling(Inside(name)), watching, choosing, borrowing, observed:
+            with computing, saved, calling(Inside(name)), watching, choosing, seen, borrowing, observed:
                 output = call.context.run(collecting, forwards.of(call.layer, replica), *args, **kwargs)
         if isinstance(borrowing, Borrowing):
             call.layer.borrows = borrowing.found
@@ -317,11 +321,14 @@ class LayerExecutor:
                 )
             layer.rewritten.add(i)
 
-    def _differs_without_grad(self, slot: Slot, call: Call, leaves: list[Any], first: LayerExecution) -> bool:
-        """Return whether the layer returns different bits without grad, where torch may choose another kernel.
+    def _differs_without_grad(
+        self, slot: Slot, call: Call, leaves: list[Any], first: LayerExecution, operations: OperationRecorder | None
+    ) -> bool:
+        """Return whether the layer runs other operations or returns different bits without grad.
 
-        Attention does so, and some code raises without grad. The forward of such a layer must run with grad, as its
-        recomputation does: else the result would depend on the stage that the layer is in.
+        Torch chooses an attention kernel by whether gradients are needed, and some code raises without grad. The
+        forward of such a layer must run with grad, as its recomputation does: else the result would depend on the
+        stage that the layer is in.
 
         A layer with side effects is not run a second time; it is taken to differ. So is a compiled layer, which runs a
         second time only because the first run includes compilation: the second one measures its time.
@@ -329,16 +336,17 @@ class LayerExecutor:
         compiled = self._forwards.compiled
         if not call.probe or self._writes(call, first):
             return call.probe or compiled
-        again = dataclasses.replace(call, graph=compiled)
+        again, others = dataclasses.replace(call, graph=compiled), OperationRecorder()
 
         def second() -> list[Tensor]:
             meter = PeakMemoryMeter(self._device, _tensors(leaves))
-            found = self._run(slot, again, leaves, "forward" if compiled else "").tensors()
+            found = self._run(slot, again, leaves, "forward" if compiled else "", operations=others).tensors()
             self._device.track_until_freed(found, OUTPUTS)
             call.forward_bytes = None if compiled else meter.read()
             return found
 
-        return differs(first.tensors(), second, self._worker.replica(call.layer).drop_written) or compiled
+        different = differs(first.tensors(), second, self._worker.replica(call.layer).drop_written)
+        return different or compiled or operations is None or operations.operations != others.operations
 
     def _differs_outside(self, slot: Slot, call: Call, leaves: list[Any], first: LayerExecution) -> bool:
         """Return whether the layer returns other bits under the default dtype that torch has outside a step.

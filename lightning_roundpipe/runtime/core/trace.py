@@ -37,7 +37,7 @@ class TracedCall:
         portion: with ``microbatch_scope="model"``, the number of the model's call that this call belongs to.
         taped: whether a gradient passes through the call or reaches its weights.
         can_tape: whether grad mode was on and an input or a parameter required grad.
-        needs_grad_mode: whether the forward returns different bits without grad.
+        needs_grad_mode: whether the forward runs other operations or returns different bits without grad.
         flags: whether each output tensor requires grad; mutated inputs come last.
         side_outputs: for each side output that gradients pass through, whether each of its tensors requires grad.
         mutates: positions of the arguments that the layer writes to.

@@ -80,7 +80,7 @@ class Precedent:
         manner: how the layer was called.
         outputs: structure and kinds of the outputs.
         flags: per tensor, whether it requires grad; true for all floating point and complex tensors.
-        alike: whether the layer computes the same bits without grad; None if that was not tried.
+        alike: whether the layer computes the same without grad; None if that was not tried.
     """
 
     manner: Manner

@@ -1,16 +1,58 @@
 """Finds out whether a layer computes something else under other conditions, by running it again.
 
 The first batch pays for it once, so that later steps may choose the faster condition.
+
+Equal bits do not show that two conditions are equal: attention whose trained bias is still zero returns the same from
+two kernels, and other bits a step later. So the operations that ran are compared as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Again = Callable[[], Sequence[Tensor]]
+
+aten = torch.ops.aten
+
+_COPIES = {
+    aten._to_copy.default, aten._unsafe_view.default, aten.clone.default, aten.copy_.default, aten.lift_fresh.default,
+}  # fmt: skip
+"""Operations that return what they are given. Autocast, matrix products and autograd make more or fewer of them with
+grad mode."""
+
+
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records which operations run, views and copies left out.
+
+    Attributes:
+        operations: the operations in order.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Any] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # otherwise torch.compile, possibly in another thread, would skip compilation in this mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not getattr(func, "is_view", False) and func not in _COPIES:
+            self.operations.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def differs(first: Sequence[Tensor], again: Again, forget: Callable[[], None]) -> bool:
