@@ -26,6 +26,8 @@ _PACKED = ("Params4bit", "Int8Params")
 _EMBEDDINGS = ("Embedding4bit", "Embedding8bit")
 _FOUR_BITS = ("fp4", "nf4")
 _COMPANION = "_roundpipe_companion"
+_TRANSIENT = ("CB", "idx")
+"""Tensors of a state that say nothing of the weight: its bytes once more, and what the last call has found."""
 
 
 def is_packed(parameter: Tensor) -> bool:
@@ -44,6 +46,19 @@ def companions(module: nn.Module) -> list[nn.Parameter]:
         return []
     held = (value for state in _states(module) for value in vars(state).values())
     return list({id(v): v for v in held if isinstance(v, nn.Parameter) and _COMPANION in v.__dict__}.values())
+
+
+Holding = tuple[dict[str, Any], str, Any]
+"""The attributes of an object, the name of one of them, and what it was."""
+
+
+def holdings(module: nn.Module) -> list[Holding]:
+    """Return the attributes by which packed weights in ``module`` have their state, and states have companions."""
+    if _PACKAGE not in sys.modules:
+        return []
+    own = [(p.__dict__, "quant_state", p.__dict__["quant_state"]) for p in module.parameters() if _has_state(p)]
+    held = [(vars(state), name, value) for state in _states(module) for name, value in vars(state).items()]
+    return own + [(at, name, v) for at, name, v in held if isinstance(v, nn.Parameter) and _COMPANION in v.__dict__]
 
 
 def empty_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -85,6 +100,8 @@ def prepare(module: nn.Module) -> None:
     _refuse_others(module)
     if _PACKAGE not in sys.modules:
         return
+    for inner in module.modules():
+        _restore_class(inner)
     _refuse(module)
     for inner in module.modules():
         packed = [(name, p) for name, p in inner._parameters.items() if p is not None and is_packed(p)]
@@ -96,12 +113,13 @@ def prepare(module: nn.Module) -> None:
         if type(inner).__name__ == "Bnb4bitParametrization" and _is_theirs(inner):
             inner.__class__ = _unpacking_once()
     for inner in module.modules():
-        if any(type(part) is _unpacking_once() for part in _parametrizations(inner)):
+        if any(type(part) is _unpacking_once() for _, part in _parametrizations(inner)):
             _keep_apart(inner)
     for state in _states(module):
         for name, value in vars(state).items():
-            if type(value) is Tensor and name != "CB":  # an alias
-                setattr(state, name, _companion(value))
+            # A copy of a prepared module has parameters without the mark here.
+            if isinstance(value, Tensor) and _COMPANION not in value.__dict__ and name not in _TRANSIENT:
+                setattr(state, name, _companion(value.detach()))
 
 
 def load_states(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,32 +140,47 @@ def load_states(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
     prepare(module)
     left = dict(state)
     for prefix, inner in module.named_modules(remove_duplicate=False):
+        start = f"{prefix}.".lstrip(".")
+        for parameter, part in _parametrizations(inner):
+            if type(part) is _unpacking_once():
+                _load_state(start + parameter, left, part.quant_state)
+                if start + parameter in left:  # bitsandbytes saves it under the name that it had before
+                    left[f"{start}parametrizations.{parameter}.original"] = left.pop(start + parameter)
         weight: Any = inner._parameters.get("weight")
         if weight is None or not is_packed(weight):
             continue
-        start = f"{prefix}.".lstrip(".")
         if hasattr(inner, "init_8bit_state"):
             left.pop(f"{start}weight_format", None)
             found = {name: left.pop(start + name) for name in ["SCB"] if start + name in left}
-            own = {"SCB": inner.state.SCB}
+            _load(f"{start}weight", left, found, {"SCB": inner.state.SCB})
         else:
-            head = f"{start}weight."
-            found = {key[len(head) :]: left.pop(key) for key in list(left) if key.startswith(head)}
-            own = weight.quant_state.as_dict(packed=True)
-            if found and found.keys() == own.keys():
-                own, found = _tensors(weight.quant_state), _tensors(type(weight.quant_state).from_dict(found, "cpu"))
-        if not found and f"{start}weight" not in left:
-            continue
-        if {k: (v.shape, v.dtype) for k, v in found.items()} != {k: (v.shape, v.dtype) for k, v in own.items()}:
-            raise RoundPipeError(
-                f"ckpt_path: {start + 'weight'!r} of the checkpoint is quantised otherwise than the model's, or not at "
-                f"all: it has {sorted(found) or 'no scales'}, the model has {sorted(own)}. Load the model with the "
-                "quantization_config of the run that wrote the checkpoint."
-            )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(found[name])
+            _load_state(f"{start}weight", left, weight.quant_state)
     return left
+
+
+def _load_state(key: str, left: dict[str, Any], state: Any) -> None:
+    """Move the entries of ``left`` that bitsandbytes saves beside weight ``key`` into its ``QuantState``."""
+    head = f"{key}."
+    found = {name[len(head) :]: left.pop(name) for name in list(left) if name.startswith(head)}
+    own = state.as_dict(packed=True)
+    if found and found.keys() == own.keys():
+        own, found = _tensors(state), _tensors(type(state).from_dict(found, "cpu"))
+    _load(key, left, found, own)
+
+
+def _load(key: str, left: Mapping[str, Any], found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Copy ``found`` into ``own``, the scales and tables of weight ``key``, if that was saved."""
+    if not found and key not in left:
+        return
+    if {k: (v.shape, v.dtype) for k, v in found.items()} != {k: (v.shape, v.dtype) for k, v in own.items()}:
+        raise RoundPipeError(
+            f"ckpt_path: {key!r} of the checkpoint is quantised otherwise than the model's, or not at all: it has "
+            f"{sorted(found) or 'no scales'}, the model has {sorted(own)}. Load the model with the "
+            "quantization_config of the run that wrote the checkpoint."
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(found[name])
 
 
 def _tensors(state: Any, path: str = "") -> dict[str, Tensor]:
@@ -162,6 +195,25 @@ def _companion(tensor: Tensor) -> nn.Parameter:
     return made
 
 
+def _restore_class(module: Any) -> None:
+    """Give the weight of a quantised linear layer the class that ``torch.load`` replaces by ``nn.Parameter``.
+
+    A copy of what was loaded lacks the attributes, too, among them the scales, which a four-bit module has once more.
+    """
+    weight = module._parameters.get("weight")
+    if type(weight) is not nn.Parameter:
+        return
+    if hasattr(module, "init_8bit_state") and "CB" in weight.__dict__:
+        weight.__class__ = sys.modules[_PACKAGE].nn.Int8Params
+    elif hasattr(module, "support_avx512bf16_for_cpu") and getattr(module, "quant_state", None) is not None:
+        if weight.__dict__.get("quant_state") is not None:
+            weight.__class__ = sys.modules[_PACKAGE].nn.Params4bit
+        else:
+            from bitsandbytes.nn.modules import fix_4bit_weight_quant_state_from_module
+
+            fix_4bit_weight_quant_state_from_module(module)
+
+
 def _settle(module: nn.Module) -> None:
     """Bring the weight of a quantised linear layer into the form in which it is trained."""
     linear: Any = module
@@ -171,6 +223,8 @@ def _settle(module: nn.Module) -> None:
             from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as unpack
 
             weight.data, weight.quant_state = unpack(weight.data, weight.quant_state)
+        if weight.quant_state.absmax.dim() == 2:  # not turned back by bitsandbytes, unless it is quantised, too
+            weight.quant_state.absmax = weight.quant_state.absmax.T.reshape(-1).float()
         linear.support_avx512bf16_for_cpu = False
         linear.quant_state = weight.quant_state
     if hasattr(module, "init_8bit_state") and weight.CB is not None:
@@ -196,9 +250,12 @@ def _unpacking_once() -> type[nn.Module]:
     return UnpackingOnce
 
 
-def _parametrizations(module: nn.Module) -> list[Any]:
+def _parametrizations(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the parametrizations of ``module``, with the name of the parameter that each computes."""
     held = getattr(module, "parametrizations", None)
-    return [part for parts in held.children() for part in parts.children()] if isinstance(held, nn.Module) else []
+    if not isinstance(held, nn.Module):
+        return []
+    return [(name, part) for name, parts in held.named_children() for part in parts.children()]
 
 
 def _keep_apart(module: nn.Module) -> None:
@@ -215,12 +272,12 @@ def _keep_apart(module: nn.Module) -> None:
 
 
 def _begin_to_keep(module: nn.Module, _: Any) -> None:
-    for part in _parametrizations(module):
+    for _name, part in _parametrizations(module):
         part.kept = []
 
 
 def _keep_no_longer(module: nn.Module, *_: Any) -> None:
-    for part in _parametrizations(module):
+    for _name, part in _parametrizations(module):
         part.kept = None
 
 
@@ -271,6 +328,10 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
     kind = getattr(state, "quant_type", None) or getattr(parameter, "quant_type", None)
     if kind is not None and kind not in _FOUR_BITS:
         raise RoundPipeError(f"{name!r} has quant_type={kind!r}; only {' and '.join(_FOUR_BITS)} are known.")
+
+
+def _has_state(parameter: Tensor) -> bool:
+    return is_packed(parameter) and "quant_state" in parameter.__dict__
 
 
 def _is_quantized(parameter: Any) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_roundpipe.model.quantized import holdings
+
 
 class Structure:
     """The modules and parameters of a model at the time of creation.
@@ -26,11 +28,17 @@ class Structure:
         known = set(map(id, inside))
         self._inside = [(m, _contents(m)) for m in inside]
         self._outside = [(m, _beside_layers(m)) for m in root.modules() if id(m) not in known]
+        self._holdings = holdings(root)
 
     def has_changed(self) -> bool:
-        """Return whether modules or parameters have been replaced. Values and ``requires_grad`` do not count."""
-        return any(_differ(_contents(m), seen) for m, seen in self._inside) or any(
-            _differ(_beside_layers(m), seen) for m, seen in self._outside
+        """Return whether modules, parameters or scales have been replaced.
+
+        Values and ``requires_grad`` do not count.
+        """
+        return (
+            any(_differ(_contents(m), seen) for m, seen in self._inside)
+            or any(_differ(_beside_layers(m), seen) for m, seen in self._outside)
+            or any(attributes.get(name) is not value for attributes, name, value in self._holdings)
         )
 
 

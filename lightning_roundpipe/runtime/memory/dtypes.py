@@ -53,7 +53,8 @@ class Formats:
         """Return those of ``masters`` that are trained but stored in a dtype too narrow for updates."""
         if self.low is None:
             return []
-        return [p for p in masters if p.requires_grad and p.is_floating_point() and p.itemsize < 4]
+        trained = [p for p in masters if p.requires_grad and not is_stored_as_is(p)]
+        return [p for p in trained if p.is_floating_point() and p.itemsize < 4]
 
 
 def widen(master: nn.Parameter) -> None:
