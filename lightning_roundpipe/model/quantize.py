@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lightning_roundpipe.extras import need
 from lightning_roundpipe.messages import PREFIX
+from lightning_roundpipe.model.quantized import is_packed
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -147,7 +148,7 @@ def quantize(model: PreTrainedModel, quantization: str, *, double_quantization: 
 
 def is_quantized(model: nn.Module) -> bool:
     """Return whether any weight is packed."""
-    return any(type(parameter).__name__ in ("Params4bit", "Int8Params") for parameter in model.parameters())
+    return any(is_packed(parameter) for parameter in model.parameters())
 
 
 def refuse_full_training(model: nn.Module) -> None:
@@ -219,7 +220,7 @@ class ShownProgress:
             self._bar.update(self._bar.task_ids[0], completed=done)
         elif (tenths := 10 * done // max(1, total)) > self._tenths:
             self._tenths = tenths
-            print(f"{PREFIX}{10 * tenths} % of {total / 1e9:.1f} billion weights are quantised", file=sys.stderr)
+            print(f"{PREFIX}{10 * tenths} % of the weights are quantised", file=sys.stderr)
 
 
 def _dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dtype:

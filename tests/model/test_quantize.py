@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import quiet, trainer_of
+from harness import assert_identical, assert_same, ours, quiet, run, trainer_of
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -135,15 +135,15 @@ def test_a_dense_model_is_that_of_transformers(folders: dict[str, Path], kind: s
         from_folder(folders["llama"], quantization=kind, double_quantization=double).model,
         quantize.quantize(copy.deepcopy(plain("llama")), kind, double_quantization=double),
     ]
-    for ours in made:
-        assert [type(m).__name__ for m in ours.modules()] == [type(m).__name__ for m in theirs.modules()]
-        wanted, found = theirs.state_dict(), ours.state_dict()
+    for model in made:
+        assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in theirs.modules()]
+        wanted, found = theirs.state_dict(), model.state_dict()
         assert wanted.keys() == found.keys()
         assert all(torch.equal(wanted[key], found[key]) for key in wanted)
-        assert torch.equal(logits(ours), logits(theirs))
-        mine, their = ours.config.quantization_config.to_dict(), theirs.config.quantization_config.to_dict()
+        assert torch.equal(logits(model), logits(theirs))
+        mine, their = model.config.quantization_config.to_dict(), theirs.config.quantization_config.to_dict()
         assert mine == their
-        assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
+        assert {n for n, p in model.named_parameters() if p.requires_grad} == {
             n for n, p in theirs.named_parameters() if p.requires_grad
         }
 
@@ -496,7 +496,7 @@ def losses(task: CausalLM) -> list[float]:
 def adapted(model: Any, targets: Any) -> CausalLM:
     torch.manual_seed(2)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
-    return CausalLM(model, functools.partial(torch.optim.AdamW, lr=1e-2), lora=lora)
+    return CausalLM(model, functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3), lora=lora)
 
 
 def test_training_is_that_of_a_model_made_by_hand(folders: dict[str, Path]) -> None:
@@ -513,6 +513,28 @@ def test_training_beside_packed_experts(folders: dict[str, Path], name: str, imp
     like = unpacked(model)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     assert losses(adapted(model, targets)) == losses(adapted(like, targets))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", ["llama", *EXPERTS])
+def test_the_strategy_trains_them_as_plain_lightning(folders: dict[str, Path], name: str, precision: Any) -> None:
+    """Losses, gradients of adapters, and the same bits on more devices."""
+    task = adapted(from_folder(folders[name], quantization="nf4").model, ["q_proj", "k_proj", "v_proj", "o_proj"])
+    batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (2, 4, 9))]
+    options = {"num_microbatches": 2}
+    first = run(ours(**options), task, batches, precision=precision)
+    assert_identical(first, run(ours(**options), task, batches, devices=2, precision=precision))
+    if precision == "32-true":
+        assert_same(run("auto", task, batches), first)
+
+
+def test_the_strategy_and_an_expert_without_tokens(folders: dict[str, Path]) -> None:
+    model = from_folder(folders["gpt_oss"], quantization="nf4").model
+    for block in model.model.layers:
+        block.mlp.router.bias.data[3] = -1e4
+    task = adapted(model, ["q_proj", "v_proj"])
+    batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (2, 4, 9))]
+    assert_same(run("auto", task, batches), run(ours(num_microbatches=2), task, batches, devices=2))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -594,7 +616,7 @@ def test_long_work_shows_how_far_it_is(
         make()
         lines = [line for line in capsys.readouterr().err.splitlines() if "quantised" in line]
         assert 3 < len(lines) <= 10
-        assert lines[-1] == "roundpipe: 100 % of 0.0 billion weights are quantised"
+        assert lines[-1] == "roundpipe: 100 % of the weights are quantised"
 
 
 def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -662,10 +684,11 @@ def test_little_more_is_held_than_the_packed_model(
         wide = {"hidden_size": 512, "moe_intermediate_size": 512, "head_dim": 64, "num_experts": 16}
         config = AutoConfig.for_model("qwen3_moe", **{**sizes, **wide})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    plain_size = sum(p.nbytes for p in model.parameters())
-    assert plain_size > 180 << 20
+    width = 4 if dtype == "float32" else 2
+    plain_size = width * sum(p.numel() for p in model.parameters())
+    largest = width * max(p.numel() for p in model.parameters())
+    assert plain_size > 90 * width << 20
     model.save_pretrained(tmp_path)
-    largest = 4 * max(p.numel() for p in model.parameters()) // (1 if dtype == "float32" else 2)
     del model
     arguments = (way, str(tmp_path), str(folders["qwen3_moe"]), dtype)
     done = subprocess.run([sys.executable, "-c", _MEASURED, *arguments], capture_output=True, text=True, check=True)
@@ -674,4 +697,4 @@ def test_little_more_is_held_than_the_packed_model(
     assert left < packed + (16 << 20), f"{left >> 20} MiB"
     # Three times, where the weights of experts are put together. And what is freed in between, and the pieces.
     most_weights = 3 * largest if kind == "experts" else largest
-    assert most < packed + most_weights + (40 << 20) < plain_size, f"{most >> 20} MiB"
+    assert most < packed + most_weights + (64 << 20) < plain_size, f"{most >> 20} MiB"
