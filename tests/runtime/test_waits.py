@@ -541,7 +541,10 @@ def test_running_statistics(missing: tuple[str, str] | None, kind: type[Normed])
         if missing is not None:
             take_out(patch, f"runtime.memory.module_buffers:{missing[0]}", missing[1])
         harness.run(strategy, kind(), list(torch.randn(4, 8, 8)), devices=4, watch=False)
-    assert bool(ordering.faults) is (missing is not None), ordering.faults
+    # The user's buffers are host memory, which user code of one microbatch at a time reads and settles. The lock that
+    # says so is no stream's, and which microbatch comes first is left to chance.
+    faults = [fault for fault in ordering.faults if fault.count("aten::") < 2]
+    assert bool(faults) is (missing is not None), ordering.faults
 
 
 class ByHand(Normed):
