@@ -35,6 +35,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4 in bf16": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": torch.bfloat16},
     "int8": {"load_in_8bit": True},
 }
+RARER = [name for name in FORMATS if name not in ("nf4", "int8")]
 PLAN = "forward 0-1 2; fused 3-6; backward 2 0-1; round 2"
 
 
@@ -102,7 +103,7 @@ def trained(
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["nf4", "int8", *(pytest.param(n, marks=pytest.mark.slow) for n in RARER)])
 def test_equals_plain_training_and_has_the_same_bits_for_all_devices_and_plans(name: str) -> None:
     module = task(name)
     first = trained(module, 1)
@@ -132,7 +133,7 @@ def with_experts(name: str, implementation: str) -> Task:
     return Task(get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))).train()
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_packed_experts_are_trained_beside_as_in_plain_training(
     name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +163,9 @@ def test_adapters_that_read_the_base_weights() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", ["nf4", "nf4 in fp32", "int8"])
+@pytest.mark.parametrize(
+    "name", ["nf4", pytest.param("nf4 in fp32", marks=pytest.mark.slow), pytest.param("int8", marks=pytest.mark.slow)]
+)
 def test_low_precision_leaves_packed_weights_and_scales_alone(name: str, precision: str) -> None:
     module = task(name, compute=torch.bfloat16)
     before = {key: value.clone() for key, value in module.state_dict().items() if "base_layer" in key}

@@ -666,7 +666,7 @@ print(most - before, now() - before, sum(p.nbytes for p in model.parameters()))
 @pytest.mark.parametrize(
     ("kind", "way", "dtype"),
     [
-        ("dense", "read", "float32"),
+        pytest.param("dense", "read", "float32", marks=pytest.mark.slow),
         pytest.param("dense", "read", "bfloat16", marks=pytest.mark.slow),
         pytest.param("dense", "random", "bfloat16", marks=pytest.mark.slow),
         pytest.param("experts", "read", "float32", marks=pytest.mark.slow),
