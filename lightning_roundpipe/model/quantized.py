@@ -104,10 +104,9 @@ def prepare(module: nn.Module) -> None:
         _restore_class(inner)
     _refuse(module)
     for inner in module.modules():
-        packed = [(name, p) for name, p in inner._parameters.items() if p is not None and is_packed(p)]
-        for _, parameter in packed:
-            if not _is_quantized(parameter):
-                inner.to("cpu")
+        packed = [p for p in inner._parameters.values() if p is not None and is_packed(p)]
+        if not all(map(_is_quantized, packed)):
+            inner.to("cpu")
         if packed:
             _settle(inner)
         if type(inner).__name__ == "Bnb4bitParametrization" and _is_theirs(inner):
