@@ -145,7 +145,7 @@ def load_states(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any
                 _load_state(start + parameter, left, part.quant_state)
                 if start + parameter in left:  # bitsandbytes saves it under the name that it had before
                     left[f"{start}parametrizations.{parameter}.original"] = left.pop(start + parameter)
-        weight: Any = inner._parameters.get("weight")
+        weight: Any = _weight(inner)
         if weight is None or not is_packed(weight):
             continue
         if hasattr(inner, "init_8bit_state"):
@@ -199,7 +199,7 @@ def _restore_class(module: Any) -> None:
 
     A copy of what was loaded lacks the attributes, too, among them the scales, which a four-bit module has once more.
     """
-    weight = module._parameters.get("weight")
+    weight = _weight(module)
     if type(weight) is not nn.Parameter:
         return
     if hasattr(module, "init_8bit_state") and "CB" in weight.__dict__:
@@ -216,7 +216,7 @@ def _restore_class(module: Any) -> None:
 def _settle(module: nn.Module) -> None:
     """Bring the weight of a quantised linear layer into the form in which it is trained."""
     linear: Any = module
-    weight: Any = module._parameters.get("weight")
+    weight: Any = _weight(module)
     if hasattr(module, "support_avx512bf16_for_cpu"):
         if getattr(weight.quant_state, "packing_format_for_cpu", False):
             from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse as unpack
@@ -327,6 +327,11 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
     kind = getattr(state, "quant_type", None) or getattr(parameter, "quant_type", None)
     if kind is not None and kind not in _FOUR_BITS:
         raise RoundPipeError(f"{name!r} has quant_type={kind!r}; only {' and '.join(_FOUR_BITS)} are known.")
+
+
+def _weight(module: nn.Module) -> Any:
+    """Return the parameter of ``module`` that is called "weight", or None."""
+    return dict(module._parameters.items()).get("weight")  # TorchScript's mapping has no get()
 
 
 def _has_state(parameter: Tensor) -> bool:
