@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +17,11 @@ from lightning_roundpipe.devices import Device, make_devices
 # ---------------------------------------------------------------------------------------------------------------- turns
 
 
-def report() -> dict[str, Any]:
-    """A step of two calls, two microbatches in two rounds, on two workers, as it should be."""
+def report(rounds: Sequence[Sequence[int]] = ((0,), (1,))) -> dict[str, Any]:
+    """A step of two calls, on two workers, as it should be: two microbatches side by side, or ``rounds`` in turn."""
     slots, events = [], []
     clock = 0.0
+    side_by_side = len(rounds[0]) == 1
 
     def event(kind: str, slot: int, call: int, microbatch: int) -> None:
         nonlocal clock
@@ -29,25 +30,27 @@ def report() -> dict[str, Any]:
         events.append(row | {"microbatch": microbatch, "nbytes": 1, "start_s": clock, "end_s": clock + 1})
         clock += 1
 
-    for microbatch in (0, 1):
-        first = 3 * microbatch
+    for number, members in enumerate(rounds):
+        first = 3 * number
         for phase, call in (("forward", 0), ("fused", 1), ("backward", 0)):
-            slot = {"slot": len(slots), "worker": len(slots) % 2, "round": microbatch, "phase": phase}
+            slot = {"slot": len(slots), "worker": len(slots) % 2, "round": number, "phase": phase}
             slots.append(slot | {"layers": [f"layer{call}"]})
             event("upload_weights", len(slots) - 1, call, -1)
-        for slot, call, kinds in ((first, 0, ["forward"]), (first + 1, 1, ["forward", "backward"])):
-            if microbatch and len(kinds) == 2:
+        stages = ((0, ["forward"]), (1, ["forward", "backward"]), (0, ["recompute", "backward"]))
+        for slot, (call, kinds) in enumerate(stages, first):
+            if number and len(kinds) == 2 and not side_by_side:
                 event("upload_gradients", slot, call, -1)
-            for kind in kinds:
-                event(kind, slot, call, microbatch)
-        event("download_gradients", first + 1, 1, -1)
-        if microbatch:
-            event("upload_gradients", first + 2, 0, -1)
-        event("recompute", first + 2, 0, microbatch)
-        event("backward", first + 2, 0, microbatch)
-        event("download_gradients", first + 2, 0, -1)
-    plan = "forward 0; fused 1; backward 0; round 1"
-    return {"profiled": False, "plan": plan, "workers": 2, "microbatches": 2, "slots": slots, "events": events}
+            for microbatch in members:
+                for kind in kinds:
+                    event(kind, slot, call, microbatch)
+            if len(kinds) == 2:
+                event("download_gradients", slot, call, -1)
+    plan = f"forward 0; fused 1; backward 0; round {len(rounds[0])}"
+    count = sum(map(len, rounds))
+    return {"profiled": False, "plan": plan, "workers": 2, "microbatches": count, "slots": slots, "events": events}
+
+
+IN_TURN = (0, 1), (2,)
 
 
 def find(rows: list[Any], **what: Any) -> Any:
@@ -62,6 +65,7 @@ def move(row: Any, start: float) -> None:
 
 def test_a_good_step_has_no_faults() -> None:
     assert turns.faults(report()) == []
+    assert turns.faults(report(IN_TURN)) == []
 
 
 Damage = Callable[[dict[str, Any], list[Any]], Any]
@@ -128,11 +132,25 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "a sum that is early": (lambda r, e: move(find(e, kind="upload_gradients", slot=5), 0.0), "had left them"),
 }
+SUMS = ("gradients leave", "a sum")
+"""How damages to sums begin, which rounds in turn hand on."""
+BESIDE: dict[str, tuple[Damage, str]] = {
+    "overtaken": (lambda r, e: move(find(e, kind="forward", slot=0), 99.0), "overtook"),
+    "a gradient goes up": (
+        lambda r, e: e.append(find(e, kind="download_gradients", slot=2) | {"kind": "upload_gradients"}),
+        "gradients went up",
+    ),
+    "gradients in another order": (
+        lambda r, e: move(find(e, kind="download_gradients", slot=2), 99.0),
+        "came down from slots [5, 2]",
+    ),
+}
 
 
-@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=list(DAMAGES))
-def test_each_rule_can_be_broken(damage: Damage, words: str) -> None:
-    step = copy.deepcopy(report())
+@pytest.mark.parametrize("name", [*DAMAGES, *BESIDE])
+def test_each_rule_can_be_broken(name: str) -> None:
+    damage, words = (DAMAGES | BESIDE)[name]
+    step = copy.deepcopy(report(IN_TURN) if name.startswith(SUMS) else report())
     damage(step, step["events"])
     found = turns.faults(step)
     assert any(words in text for text in found), found

@@ -10,6 +10,8 @@ rule that they break:
     and recomputes each right in front of its backward, or, if the plan says so, ahead of it
     a call runs when its weights are there, and they lie in an arena that its last user has left [5]
     gradients leave after the slot's work, and a later round starts from what an earlier one left [6]
+    with rounds of one microbatch a microbatch begins a call when the one before has ended it,    [7]
+    and gradients go down in the order of microbatches, none of them up
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ def faults(report: Mapping[str, Any]) -> list[str]:
     else:
         found += _calls_of_microbatches(compute, slots)
     found += _weights(compute, copies, slots, report["workers"])
-    found += _gradients(compute, copies, slots, plan, report["workers"])
+    if plan.side_by_side(report["workers"], report["microbatches"]):
+        found += _side_by_side(compute, copies, plan)
+    else:
+        found += _gradients(compute, copies, slots, plan, report["workers"])
     return found
 
 
@@ -212,3 +217,23 @@ def _gradients(
     for slot, call in down:
         if slot != first_slots[call] and not up[slot, call]:
             yield f"slot {slot} began the sum of call {call} anew"
+
+
+def _side_by_side(compute: Sequence[Row], copies: Sequence[Row], plan: Plan) -> Iterator[str]:
+    """[7]"""
+    last = 2 * plan.fused.last + 1
+    begins: dict[tuple[int, int], float] = {}
+    ends: dict[tuple[int, int], float] = {}
+    for row in compute:
+        key = row["microbatch"], row["call"] if row["kind"] == "forward" else last - row["call"]
+        begins.setdefault(key, row["start_s"])
+        ends[key] = row["end_s"]
+    for (microbatch, at), start in begins.items():
+        if start < max((end for (m, p), end in ends.items() if m == microbatch - 1 and p <= at), default=0.0):
+            yield f"microbatch {microbatch} overtook the one before at place {at}"
+    if any(r["kind"] == "upload_gradients" for r in copies):
+        yield "gradients went up, though rounds run side by side"
+    for call, rows in _by([r for r in copies if r["kind"] == "download_gradients"], "call").items():
+        downs = sorted(rows, key=_times)
+        if [r["slot"] for r in downs] != sorted(r["slot"] for r in downs):
+            yield f"gradients of call {call} came down from slots {[r['slot'] for r in downs]}"

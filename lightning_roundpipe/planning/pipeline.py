@@ -17,6 +17,8 @@ which can be switched on alone:
     a step begins, and weights are sent for it, when all losses of the last one are known; a microbatch of  [10]
     it begins when the same one of the last step is over
     one interpreter issues the operations of all workers; where the host waits for the device, nothing is ahead  [11]
+    rounds of one microbatch run side by side: a microbatch stays a call behind the one before, a slot waits     [12]
+    for [2] when it closes, and one thread of the host adds the gradients that it sends; see `Slot`
 
 Everything depends only on what has a lower slot, or a lower microbatch in the same slot, so one pass in that order is
 the whole simulation. What is left at nothing (links, updates, host time) takes no time.
@@ -33,7 +35,7 @@ from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
 from lightning_roundpipe.planning.interpreter import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
 from lightning_roundpipe.planning.schedule import Plan, Stage
-from lightning_roundpipe.planning.simulation import HostTime, calls_made
+from lightning_roundpipe.planning.simulation import HostTime, calls_made, lag_s
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
 
 Staleness = Literal[0, 1]
@@ -89,6 +91,7 @@ class Rules:
         host: what the engine itself takes.
         links: how fast a worker and the host exchange bytes; None: at once.
         updates: how fast the optimizer is; None: at once.
+        sums_per_s: bytes of gradients that the host adds in a second; None: at once.
     """
 
     staleness: Staleness = 0
@@ -96,6 +99,7 @@ class Rules:
     host: HostTime = field(default_factory=HostTime)
     links: Links | None = None
     updates: UpdateModel | None = None
+    sums_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,7 @@ class _SimulatedStage:
         """Of a turn, what runs before the first gradient is summed."""
         self.compute_s = {"forward": forward, "fused": forward + backward, "backward": backward}[stage.phase]
         host = rules.host.turn_s + calls_made(costs, stage) * rules.host.call_s
+        self.lag_s = lag_s(costs, stage, rules.host)
         run = self.trained if stage.phase == "backward" else calls
         self.host_s = 0.0 if rules.host.shared else host
         self.issue_s = sum(call.issue_s for call in run) + (host if rules.host.shared else 0.0)
@@ -217,6 +222,10 @@ class _Pipeline:
     def __init__(self, plan: Plan, costs: Costs, workers: int, microbatches: int, rules: Rules) -> None:
         self._costs, self._workers, self._microbatches, self._rules = costs, workers, microbatches, rules
         self._round = plan.round_microbatches
+        self._side_by_side = plan.side_by_side(workers, microbatches)
+        self._began: dict[int, float] = {}
+        self._added: dict[int, float] = {}
+        self._adding = 0.0
         self._ahead = plan.recompute_ahead if rules.recompute_ahead is None else rules.recompute_ahead
         self._stages = [_SimulatedStage(stage, costs, rules) for stage in plan.stages()]
         self._forward_of = plan.stage_of_forward
@@ -246,6 +255,7 @@ class _Pipeline:
         self._begin = self.losses[-1] if self.losses else 0.0  # [10]
         self._loss = self._begin
         self._saved: dict[tuple[int, int], tuple[float, int]] = {}  # likewise each forward stage
+        self._began.clear()
         self._arrived: dict[str, float] = {}
         closed: dict[int, float] = {}
         for members in self._rounds():
@@ -269,14 +279,17 @@ class _Pipeline:
 
     def _run_slot(self, stage: _SimulatedStage, members: range, closed: float) -> float:
         worker = self._slot % self._workers  # [1]
-        self._free[worker] = max(self._free[worker], closed)  # [2]
+        if not self._side_by_side:
+            self._free[worker] = max(self._free[worker], closed)  # [2]
         updated = self._updated(stage)
         loaded = self._load(stage, worker, updated[1])
-        self._summed = self._load_sums(stage, worker) if members.start else 0.0
+        self._summed = self._load_sums(stage, worker) if members.start and not self._side_by_side else 0.0
         for microbatch in members:
             self._take_turn(stage, worker, microbatch, updated, loaded)
+        if self._side_by_side:
+            self._free[worker] = max(self._free[worker], closed, self._added.get(stage.position, 0.0))  # [12]
         end = self._free[worker]
-        if members.stop == self._microbatches or self._down is not None:
+        if members.stop == self._microbatches or self._down is not None or self._side_by_side:
             self._unload(stage, worker, end, last=members.stop == self._microbatches)
         self._slot += 1
         return end
@@ -318,9 +331,18 @@ class _Pipeline:
             self._note("download_gradients", worker, stage, -1, start, arrived)
             gradients = self._gradient_arena[worker]
             gradients[:] = [*gradients[1:], arrived]
+        if self._side_by_side:
+            self._added[stage.position] = arrived = self._add(stage, arrived)
         if last:
             for call in stage.trained:
                 self._arrived[call.layer] = max(self._arrived.get(call.layer, 0.0), arrived)
+
+    def _add(self, stage: _SimulatedStage, arrived: float) -> float:
+        """When the host has added a microbatch's gradients, which have arrived, to those before. [12]"""
+        if self._rules.sums_per_s is None:
+            return arrived
+        self._adding = max(self._adding, arrived) + stage.downloads / self._rules.sums_per_s
+        return self._adding
 
     def _take_turn(
         self, stage: _SimulatedStage, worker: int, microbatch: int, updated: tuple[float, float], loaded: float
@@ -332,7 +354,7 @@ class _Pipeline:
         if stage.phase == "backward":
             saved, given = self._inputs(stage, worker, microbatch)
             behind = 0.0 if self._ahead else given
-            begin = max(free, saved, behind, ready)  # [4]
+            begin = max(free, saved, behind, ready, self._turn_behind(stage))  # [4]
             recomputed = self._computed(stage, begin, stage.recompute_s)
             start = max(recomputed, given)
             self._wait(worker, free, max(saved, behind), updated, ready)
@@ -345,7 +367,7 @@ class _Pipeline:
             self._note("backward", worker, stage, microbatch, start + hosted, end)
         else:
             given = self._given(stage, worker, microbatch)
-            begin = max(free, given, ready)  # [3]
+            begin = max(free, given, ready, self._turn_behind(stage))  # [3]
             self._wait(worker, free, given, updated, ready)
             end = self._computed(stage, begin, hosted + stage.compute_s)  # [5]
             if stage.phase == "fused":
@@ -354,11 +376,16 @@ class _Pipeline:
             self._note(stage.phase, worker, stage, microbatch, end - stage.compute_s, end)
             if stage.phase == "fused":
                 self._loss = max(self._loss, end - stage.behind_loss_s)
+        self._began[stage.position] = begin
         self._free[worker] = end
         left = self._give_out(stage, worker, microbatch, end)
         self._left[microbatch] = left, worker
         if stage.phase == "forward":
             self._saved[microbatch, stage.position] = left, worker
+
+    def _turn_behind(self, stage: _SimulatedStage) -> float:
+        """When a turn may begin for the microbatch that runs beside it. [12]"""
+        return self._began.get(stage.position, -stage.lag_s) + stage.lag_s if self._side_by_side else 0.0
 
     def _computed(self, stage: _SimulatedStage, begin: float, compute_s: float) -> float:
         """When a forward or a recomputation that begins at ``begin`` has ended. [11]"""

@@ -90,6 +90,11 @@ class Hardware:
         bandwidth = self.host_memory_bandwidth * self.memory_efficiency
         return min(bandwidth, self.optimizer_bandwidth or bandwidth) * 4 / traffic
 
+    @property
+    def sum_rate(self) -> float:
+        """Bytes of fp32 gradients a second that the host adds: they and the sum are read, the sum is written."""
+        return self.optimizer_rate(12)
+
 
 def read_hardware(path: Path) -> Hardware:
     """The machine that a YAML file describes.

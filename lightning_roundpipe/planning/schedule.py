@@ -147,6 +147,13 @@ class Plan:
         """
         check_plan(self.forward, self.fused, self.backward, calls)
 
+    def side_by_side(self, workers: int, microbatches: int) -> bool:
+        """Whether rounds run side by side, as in data parallelism: each is one microbatch.
+
+        Larger rounds come one after another, because a sum of their sums would be rounded otherwise.
+        """
+        return self.round_microbatches == 1 and min(workers, microbatches) > 1
+
     def stages(self) -> tuple[Stage, ...]:
         """The slots of a round in their order: forward stages, the fused stage, backward stages."""
         return self._stages

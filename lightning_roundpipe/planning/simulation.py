@@ -5,6 +5,8 @@
     a slot of a later round waits until the same stage of the round before is closed (same sums)      [3]
     a microbatch enters a stage when it has left the one before, wherever that ran                    [4]
     the fused slot is held from a microbatch's first call until its backward through the stage ends   [5]
+    rounds of one microbatch run side by side: a slot waits for [3] when it closes, and a microbatch  [6]
+    stays a call behind the one before
 
 Every turn depends only on turns of a lower slot, or of a lower microbatch in its own slot, so one pass in that order is
 the whole simulation. Copies are taken to be hidden, and the optimizer not to run meanwhile.
@@ -12,6 +14,7 @@ the whole simulation. Copies are taken to be hidden, and the optimizer not to ru
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lightning_roundpipe.planning.costs import Costs, Phase
@@ -93,6 +96,9 @@ def simulate(plan: Plan, costs: Costs, workers: int, microbatches: int, host: Ho
     stages = plan.stages()
     computing = [costs.stage_time_s(s.first, s.last, s.phase) for s in stages]
     hosting = [host.turn_s + calls_made(costs, s) * host.call_s for s in stages]
+    side_by_side = plan.side_by_side(workers, microbatches)
+    lags = [lag_s(costs, stage, host) for stage in stages]
+    began = [-math.inf] * len(stages)
     free = [0.0] * workers
     left = [0.0] * microbatches
     closed = [0.0] * len(stages)
@@ -102,16 +108,32 @@ def simulate(plan: Plan, costs: Costs, workers: int, microbatches: int, host: Ho
         members = range(begin, min(begin + plan.round_microbatches, microbatches))
         for stage in stages:
             worker = slot % workers  # [1]
-            free[worker] = max(free[worker], closed[stage.position])  # [2] [3]
+            if not side_by_side:
+                free[worker] = max(free[worker], closed[stage.position])  # [2] [3]
             hop = host.hop_s if stage.position and workers > 1 else 0.0
             for m in members:
                 start = max(free[worker], left[m] + hop)  # [4]
+                if side_by_side:
+                    start = max(start, began[stage.position] + lags[stage.position])  # [6]
+                began[stage.position] = start
                 end = start + hosting[stage.position] + computing[stage.position]  # [5]
                 free[worker] = left[m] = end
                 turns.append(Turn(slot, worker, round_, stage.phase, m, start, end))
+            if side_by_side:
+                free[worker] = max(free[worker], closed[stage.position])  # [6]
             closed[stage.position] = free[worker]
             slot += 1
     return Simulation(tuple(turns), workers, microbatches * sum(computing))
+
+
+def lag_s(costs: Costs, stage: Stage, host: HostTime) -> float:
+    """How far a microbatch that runs beside another stays behind it, to begin no call before the other is through."""
+    calls = costs.calls[stage.first : stage.last + 1]
+    again = 1.0 if stage.phase == "backward" else 0.0
+    backward = [again * call.forward_s + call.backward_s for call in calls if call.needs_backward]
+    forward = [call.forward_s for call in calls] if stage.phase != "backward" else []
+    longest = max([*forward, *(backward if stage.phase != "forward" else [])], default=0.0)
+    return longest + (0.0 if host.shared else host.call_s)
 
 
 def calls_made(costs: Costs, stage: Stage) -> int:

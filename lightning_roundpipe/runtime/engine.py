@@ -116,10 +116,9 @@ class Engine:
         self.hints.of_cuts(found)
         dtype, limit = options.reduce_dtype, options.watchdog_timeout
         self.worker_pool = WorkerPool(
-            devices, limit, sums=dtype is not None, prefetch=bool(options.prefetch)
+            devices, limit, prefetch=bool(options.prefetch)
         )  # has started threads: from here on, a failing constructor must call close()
-        summing = self.worker_pool.summing
-        reduction = Reduction(getattr(torch, dtype), summing) if summing is not None else None
+        reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, self.worker_pool.summing)
         watched = functools.partial(is_watched, options, formats, learned)
         counter = functools.partial(counter_of, options, learned, devices[0])
         given = (lambda: learned.randomness, formats, watched, forwards, model.bucket_of, counter)

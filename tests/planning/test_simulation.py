@@ -31,19 +31,31 @@ def test_counted_by_hand() -> None:
 
 
 def test_rounds_follow_each_other_and_add_to_the_same_sums_one_after_another() -> None:
-    simulation = simulate(Plan.parse("forward 0; fused 1; backward 0; round 1"), even(2), 2, 2)
-    assert rows(simulation) == [
-        (0, 0, 0, 0, 1),
-        (1, 1, 0, 1, 4),
-        (2, 0, 0, 4, 7),
-        (3, 1, 1, 4, 5),  # worker 1 is free from 4 on
-        (4, 0, 1, 7, 10),
-        (5, 1, 1, 10, 13),
+    simulation = simulate(Plan.parse("forward 0; fused 1; backward 0; round 2"), even(2), 2, 4)
+    assert rows(simulation)[6:] == [
+        (3, 1, 2, 7, 8),  # worker 1 is free from 7 on
+        (3, 1, 3, 8, 9),
+        (4, 0, 2, 10, 13),
+        (4, 0, 3, 13, 16),
+        (5, 1, 2, 13, 16),
+        (5, 1, 3, 16, 19),
     ]
     # Four workers: the second round's fused stage waits for the first one's, though its own worker is idle.
     slow = timed([0.0, 1.0], [0.0, 9.0])
-    turns = simulate(Plan.parse("forward 0; fused 1; backward 0; round 1"), slow, 4, 2).turns
-    assert [(t.worker, t.start_s, t.end_s) for t in turns if t.phase == "fused"] == [(1, 0, 10), (0, 10, 20)]
+    turns = simulate(Plan.parse("forward 0; fused 1; backward 0; round 2"), slow, 4, 4).turns
+    fused = [(t.worker, t.start_s, t.end_s) for t in turns if t.phase == "fused"]
+    assert fused == [(1, 0, 10), (1, 10, 20), (0, 20, 30), (0, 30, 40)]
+
+
+def test_rounds_of_one_microbatch_run_side_by_side() -> None:
+    """A microbatch is as far behind the one before as the longest call, a backward of 2, takes."""
+    plan = Plan.parse("forward none; fused 0-1; backward none; round 1")
+    simulation = simulate(plan, even(2), 2, 4)
+    assert rows(simulation) == [(0, 0, 0, 0, 6), (1, 1, 1, 2, 8), (2, 0, 2, 6, 12), (3, 1, 3, 8, 14)]
+    assert simulate(plan, even(2), 1, 4).makespan_s == 24
+    # A slot is closed behind that of the microbatch before, and that worker is not free earlier.
+    short = timed([1.0, 1.0], [0.0, 0.0])
+    assert [t.start_s for t in simulate(plan, short, 2, 4).turns] == [0, 1, 2, 3]
 
 
 def test_what_needs_no_backward_costs_none() -> None:

@@ -11,8 +11,16 @@ from torch import nn
 
 from lightning_roundpipe.config import Emulation, RoundPipeError
 from lightning_roundpipe.devices import Device, make_devices
-from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers
+from lightning_roundpipe.runtime.memory.grad_buffers import DeviceGradSums, HostGradBuffers, Reduction
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer, make_buckets
+from lightning_roundpipe.runtime.threads.task_thread import TaskThread
+
+
+def no_thread() -> TaskThread:
+    raise AssertionError("sums travel in their own dtype, one after another")
+
+
+OWN = Reduction(None, no_thread)
 
 
 @pytest.fixture
@@ -73,7 +81,7 @@ def test_a_parameter_without_gradient_keeps_none(device: Device) -> None:
     """Zeros instead would be decayed by AdamW."""
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     layer = HostLayer(0, "layer", module, device, {})
-    host = HostGradBuffers(layer, device).begin()
+    host = HostGradBuffers(layer, device, OWN).begin()
     copies = [nn.Parameter(p.detach().clone()) for p in layer.masters]
     gradients = DeviceGradSums(host, torch.zeros(host.layout.nbytes, dtype=torch.uint8))
     for _ in range(2):
@@ -88,7 +96,7 @@ def test_a_parameter_without_gradient_keeps_none(device: Device) -> None:
 def test_a_new_sum_leaves_the_gradient_in_use_alone(device: Device) -> None:
     """Accumulation over batches: ``.grad`` lies in the buffer of the batch before."""
     module = nn.Linear(2, 2, bias=False)
-    buffers = HostGradBuffers(HostLayer(0, "layer", module, device, {}), device)
+    buffers = HostGradBuffers(HostLayer(0, "layer", module, device, {}), device, OWN)
     host = buffers.begin()
     host.handed_out, host.present = True, [True]
     [view] = host.take(1.0).values()
@@ -102,7 +110,7 @@ def test_a_new_sum_leaves_the_gradient_in_use_alone(device: Device) -> None:
 def test_two_buffers_take_turns(device: Device) -> None:
     """``zero_grad`` comes after the next sum has begun; two are enough then, and memory is not asked for again."""
     module = nn.Linear(2, 2, bias=False)
-    buffers = HostGradBuffers(HostLayer(0, "layer", module, device, {}), device)
+    buffers = HostGradBuffers(HostLayer(0, "layer", module, device, {}), device, OWN)
     seen: list[int] = []
     for _ in range(6):
         host = buffers.begin()
@@ -114,7 +122,7 @@ def test_two_buffers_take_turns(device: Device) -> None:
 
 
 def test_what_is_not_handed_out_stays_in_one_buffer_and_in_the_same_tensors(device: Device) -> None:
-    buffers = HostGradBuffers(HostLayer(0, "layer", nn.Linear(2, 2), device, {}), device)
+    buffers = HostGradBuffers(HostLayer(0, "layer", nn.Linear(2, 2), device, {}), device, OWN)
     seen = set()
     for _ in range(4):
         host = buffers.begin()

@@ -30,7 +30,7 @@ def device() -> Iterator[Device]:
 @pytest.fixture
 def reduction() -> Iterator[Reduction]:
     thread = TaskThread("roundpipe-sums")
-    yield Reduction(torch.bfloat16, thread)
+    yield Reduction(torch.bfloat16, lambda: thread)
     thread.stop()
     thread.join()
 

@@ -37,11 +37,13 @@ from lightning_roundpipe.runtime.threads.sync import CancelScope
 
 CUT = Case(harness.per_call(CALLS, 2), 2, 4, (6, 6))
 """Two rounds, a cut at every call: gradients travel up and down, and boundaries between the workers."""
-WIDE = Case("forward 0-4; fused 5; backward 3-4 0-2; round 1", 3, 3, (6, 6))
-"""Rounds of one microbatch on three workers: the next round's stage is on another worker."""
-FUSED = Case(harness.single(CALLS, 1), 2, 3, (6, 6))
+WIDE = Case("forward 0-4; fused 5; backward 3-4 0-2; round 2", 3, 3, (6, 6))
+"""The next round's stage is on another worker. The second round is one microbatch."""
+FUSED = Case(harness.single(CALLS, 2), 2, 3, (6, 6))
+BESIDE = Case(harness.single(CALLS, 1), 3, 3, (6, 6))
+"""Rounds of one microbatch, side by side."""
 BUSY = Case(harness.per_call(CALLS, 4), 4, 4, (8, 8))
-NOBODY = replace(WIDE, empty=(1, 0))
+NOBODY = replace(WIDE, plan=WIDE.plan.replace("round 2", "round 1"), empty=(1, 0))
 """The first microbatch of the planned step has no backward: slots that nobody enters."""
 TAIL = Case("forward 0-4; fused 5; backward 3-4 1-2 0; round 1", 1, 3, (6, 6), empty=(1, 2), blocking=True)
 """So has the last one: slots that come after all microbatches are done; then gradients are handed to ``.grad``."""
@@ -176,6 +178,14 @@ WAITS = [
         WIDE,
     ),
     Wait("runtime.core.worker:Worker.open", "slot.wait_for_predecessor(slot.cancel_scope)", "numbers", WIDE),
+    Wait(
+        "runtime.core.worker:Worker.close_slot",
+        "slot.wait_for_predecessor(slot.cancel_scope)",
+        "numbers",
+        BESIDE,
+        "closing early",
+    ),
+    Wait("runtime.core.turns:MicrobatchOrder.begin", "cancel_scope.wait(waiter)", "numbers", BESIDE),
     Wait("runtime.threads.sync:UserLock.acquire", "cancel_scope.wait(waiter)", "numbers", BUSY, "user code"),
     Wait(
         "runtime.core.microbatch:MicrobatchTask.run",
@@ -372,14 +382,14 @@ def late(slow: str, times: float = 1.0) -> Iterator[None]:
         real_run(self, *args)
 
     def close_slot(self: Worker, slot: Any) -> None:
-        time.sleep(0.03 * times)
+        time.sleep((0.03 - 0.01 * slot.round * (slow == "closing early")) * times)
         real_close(self, slot)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_optimizer, "PIECE", 0)
         if slow == "starting":
             patch.setattr(MicrobatchTask, "run", run)
-        elif slow == "closing":
+        elif slow.startswith("closing"):
             patch.setattr(Worker, "close_slot", close_slot)
         elif slow == "updating":
             patch.setattr(AsyncOptimizer, "_apply", apply)
@@ -430,6 +440,7 @@ def test_a_wait_that_is_missing_is_noticed(wait: Wait) -> None:
         pytest.param(CUT, "gradients_down", id="cut"),
         pytest.param(WIDE, "activations_down", id="wide"),
         pytest.param(FUSED, "starting", id="fused"),
+        pytest.param(BESIDE, "closing early", id="beside"),
         pytest.param(TAIL, "closing", id="tail"),
         pytest.param(ARRIVAL, "closing", id="arrival"),
         pytest.param(CUT, "updating", id="updates"),

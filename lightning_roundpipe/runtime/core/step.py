@@ -31,7 +31,7 @@ from lightning_roundpipe.runtime.core.microbatch import MicrobatchTask
 from lightning_roundpipe.runtime.core.recompute_ahead import RecomputeAhead
 from lightning_roundpipe.runtime.core.slots_on_arrival import SlotsOnArrival
 from lightning_roundpipe.runtime.core.trace import Trace, TracedCall, distinct_layers
-from lightning_roundpipe.runtime.core.turns import PlannedSlots, Slot
+from lightning_roundpipe.runtime.core.turns import MicrobatchOrder, PlannedSlots, Slot
 from lightning_roundpipe.runtime.faults.notes import add_waiting_note
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
@@ -120,6 +120,8 @@ class Step:
         self._counting = threading.Lock()
         self._all_closed = Waiter()
         self._tasks: list[Task[None]] = []
+        self._side_by_side = False
+        """Whether rounds run side by side; see `Slot`."""
         self.started = time.perf_counter()
         self.retries = so_far(engine.worker_pool.devices)
         """Number of allocation retries of each device before the step."""
@@ -155,9 +157,11 @@ class Step:
             args: its arguments for each microbatch.
         """
         self.plan = plan
+        self._side_by_side = plan.side_by_side(len(self.engine.worker_pool.workers), len(args))
         rounds = self._make_rounds(plan.stages(), trace, len(args), plan.round_microbatches)
         self.slots = [slot for slots in rounds for slot in slots]
-        slots = PlannedSlots(rounds, plan, self.cancel_scope, self._close, self._ahead().look)
+        order = MicrobatchOrder(range(len(args))) if self._side_by_side else None
+        slots = PlannedSlots(rounds, plan, self.cancel_scope, self._close, self._ahead().look, order)
         self._unclosed, self._running = len(self.slots), len(args)
         self.readiness.expect(self.slots, uploads=bool(self.engine.options.staleness))
         self.runs = [MicrobatchTask(self.engine, self, m, trace, slots) for m in range(len(args))]
@@ -346,7 +350,7 @@ class Step:
         index = self.engine.worker_pool.next_slot()
         return Slot(
             index, self._worker_of(index, layers), round_, phase, calls, layers, sums, microbatches, predecessor,
-            self.spec.version, self.spec.recorder, self.cancel_scope,
+            self.spec.version, self.spec.recorder, self.cancel_scope, side_by_side=self._side_by_side,
         )  # fmt: skip
 
     def _make_rounds(
@@ -424,7 +428,7 @@ class Step:
         key = (call.layer.index, call.use)
         known = self._sums.get(key)
         if known is None:
-            known = self._sums[key] = self.engine.gradients.of(call.layer, call.use).begin()
+            known = self._sums[key] = self.engine.gradients.of(call.layer, call.use).begin(apart=self._side_by_side)
         return known if known.layout.nbytes else None
 
     # -- the outcome ---------------------------------------------------------------------------------------------------

@@ -7,9 +7,13 @@
     the last microbatch to leave a slot closes it; if all left before it opened, it is       [5]
     closed as soon as it opens
     the next microbatch may upload what it needs, also for the worker's next slot            [6]
+    rounds of one microbatch run side by side: a slot waits for [3] when it closes, and a    [7]
+    microbatch begins a call when the one before has begun the next one
 
 Turns are totally ordered by (slot, microbatch), and a microbatch holds no turn but the one it is running. So the lowest
 turn can always proceed, and there is no deadlock. A microbatch that skips a stage leaves its slot without entering it.
+Calls and the user code between them see microbatches in order, side by side too: running means and counters depend on
+the order.
 
 `PlannedSlots` hands out the slots of a plan; `SlotsOnArrival` (`slots_on_arrival`) makes a slot for each call.
 """
@@ -17,6 +21,7 @@ turn can always proceed, and there is no deadlock. A microbatch that skips a sta
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +55,7 @@ class Slot:
         sums: host sums of the calls whose backward runs here, by call.
         microbatches: numbers of the microbatches, in the order of their turns.
         predecessor: the slot that adds to the same sums before this one, if any.
+        side_by_side: whether the slot waits for its predecessor when it closes instead of when it opens [7].
         cancel_scope: the step's cancel scope.
         version: version of the weights that uploads must read.
         arena: number of the worker's weight arena that the slot is uploaded to; None before that.
@@ -76,6 +82,8 @@ class Slot:
         version: int = 0,
         recorder: Recorder | None = None,
         cancel_scope: CancelScope | None = None,
+        *,
+        side_by_side: bool = False,
     ) -> None:
         self.index = index
         self.recorder = recorder or Recorder()
@@ -88,6 +96,7 @@ class Slot:
         self.sums = sums
         self.microbatches = microbatches
         self.predecessor = predecessor
+        self.side_by_side = side_by_side
         self.version = version
         self.arena: int | None = None
         self.uploaded: dict[int, Event] = {}
@@ -255,6 +264,42 @@ class Stages(Protocol):
     def stage_of_backward(self) -> Sequence[int] | Mapping[int, int]: ...
 
 
+class MicrobatchOrder:
+    """The order of microbatches that run side by side: each follows one call behind the one before [7].
+
+    Args:
+        microbatches: their numbers.
+    """
+
+    def __init__(self, microbatches: Sequence[int]) -> None:
+        self._before = dict(zip(microbatches[1:], microbatches, strict=False))
+        self._reached = dict.fromkeys(microbatches, -1.0)
+        self._waiting: dict[int, tuple[int, Waiter]] = {}
+        """By the microbatch that is waited for: the position that it has to leave behind."""
+        self._lock = threading.Lock()
+
+    def begin(self, microbatch: int, position: int, cancel_scope: CancelScope) -> None:
+        """Begin the call at ``position`` of a microbatch's forward and backward, once the one before is beyond it."""
+        self._reach(microbatch, position)
+        before = self._before.get(microbatch)
+        with self._lock:
+            if before is None or self._reached[before] > position:
+                return
+            waiter = Waiter()
+            self._waiting[before] = position, waiter
+        cancel_scope.wait(waiter)
+
+    def finish(self, microbatch: int) -> None:
+        """Note that a microbatch makes no more calls."""
+        self._reach(microbatch, math.inf)
+
+    def _reach(self, microbatch: int, position: float) -> None:
+        with self._lock:
+            self._reached[microbatch] = position
+            if microbatch in self._waiting and self._waiting[microbatch][0] < position:
+                self._waiting.pop(microbatch)[1].wake()
+
+
 class PlannedSlots:
     """The slots of a step under a plan.
 
@@ -265,6 +310,7 @@ class PlannedSlots:
         close: closes a slot that all microbatches have left.
         ahead: called with a backward slot and the microbatch that has its turn, when that microbatch is not there yet,
             and again each time it enters a later slot of its forward.
+        order: of microbatches that run side by side; None: rounds come one after another.
     """
 
     def __init__(
@@ -274,7 +320,9 @@ class PlannedSlots:
         cancel_scope: CancelScope,
         close: Callable[[Slot], None],
         ahead: Callable[[Slot, int], None] | None = None,
+        order: MicrobatchOrder | None = None,
     ) -> None:
+        self._order = order
         self.rounds = rounds
         self._forward = plan.stage_of_forward
         self._backward = plan.stage_of_backward
@@ -290,13 +338,13 @@ class PlannedSlots:
                 slot.absent = functools.partial(self._ahead, slot)
 
     def forward(self, microbatch: int, call: int, layer: HostLayer) -> Slot:
-        return self._enter(microbatch, self._forward[call])
+        return self._enter(microbatch, self._forward[call], call)
 
     def backward(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
-        return self._enter(microbatch, self._backward[call])
+        return self._enter(microbatch, self._backward[call], 2 * len(self._backward) - 1 - call)
 
     def fused(self, microbatch: int, call: int, layer: HostLayer, sums: HostGradSums | None) -> Slot:
-        return self._enter(microbatch, self._forward[call])
+        return self._enter(microbatch, self._forward[call], call)
 
     def keeps_graph(self, call: int) -> bool:
         return self._forward[call] == self._backward[call]
@@ -311,7 +359,7 @@ class PlannedSlots:
         self._leave_until(microbatch, self._mine[microbatch].index(slot))
         slot.approach(microbatch, self._cancel_scope)
 
-    def _enter(self, microbatch: int, position: int) -> Slot:
+    def _enter(self, microbatch: int, position: int, call: int) -> Slot:
         if self._ahead is not None and self._reached[microbatch] < position <= self._fused:
             self._reached[microbatch] = position
             for later in self._mine[microbatch][self._fused + 1 :]:
@@ -320,6 +368,8 @@ class PlannedSlots:
         self._leave_until(microbatch, position)
         slot = self._mine[microbatch][position]
         slot.enter(microbatch, self._cancel_scope)
+        if self._order is not None:
+            self._order.begin(microbatch, call, self._cancel_scope)
         return slot
 
     def is_over(self, slot: Slot, call: int) -> bool:
@@ -332,6 +382,8 @@ class PlannedSlots:
             self._leave_until(microbatch, self._mine[microbatch].index(slot) + 1)
 
     def finish(self, microbatch: int) -> None:
+        if self._order is not None:
+            self._order.finish(microbatch)
         self._leave_until(microbatch, len(self._mine[microbatch]))
 
     def _leave_until(self, microbatch: int, position: int) -> None:

@@ -351,7 +351,8 @@ class Worker:
         for layer in slot.layers:
             whole = functools.partial(self._whole, slot, layer)
             self.replica(layer).bind(layer.views(self._segments[layer.index]), layer.trainable(), whole)  # [1]
-        slot.wait_for_predecessor(slot.cancel_scope)
+        if not slot.side_by_side:
+            slot.wait_for_predecessor(slot.cancel_scope)
         self._open_gradients(slot)
         if following is not None and following.arena is None:
             self.prepare(following)
@@ -389,6 +390,8 @@ class Worker:
         for layer in slot.layers:  # also the layers that were not called: their uploads write to the arena
             self.device.compute.wait(self._upload_of(slot, layer))
         done = self.device.compute.record()
+        if slot.side_by_side:
+            slot.wait_for_predecessor(slot.cancel_scope)
         if self._device_gradients:
             self._send_gradients(slot)
         assert slot.arena is not None

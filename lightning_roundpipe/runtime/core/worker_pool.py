@@ -48,7 +48,6 @@ class WorkerPool:
     Args:
         devices: one device per worker.
         watchdog_timeout: seconds without progress after which a step fails.
-        sums: whether to start a thread that adds up gradients on the host.
         prefetch: whether workers upload the weights of their next slot while one is open.
 
     Attributes:
@@ -57,13 +56,10 @@ class WorkerPool:
         accelerator: the devices' type, such as ``"cuda"``; None if they are emulated.
         device_types: all device types that compute, the host's included.
         staging: device whose page-locked host memory is used to upload host tensors; None if ordinary memory will do.
-        summing: the thread that adds up gradients; None if there is none.
         broken: whether a thread did not return or a device could not be reset, so that no further step may run.
     """
 
-    def __init__(
-        self, devices: list[Device], watchdog_timeout: float, *, sums: bool = False, prefetch: bool = True
-    ) -> None:
+    def __init__(self, devices: list[Device], watchdog_timeout: float, *, prefetch: bool = True) -> None:
         self.devices = devices
         self._around = contextlib.ExitStack()
         self._around.enter_context(devices[0].process_settings())  # first, as new threads inherit the settings
@@ -74,7 +70,7 @@ class WorkerPool:
         self.device_types = tuple(sorted({"cpu", *types}))
         self.accelerator = next(iter(types - {"cpu"}), None)
         self.staging = devices[0] if self.accelerator is not None else None
-        self.summing = TaskThread("roundpipe-sums") if sums else None
+        self._summing: TaskThread | None = None
         self.broken = False
         self._limit = watchdog_timeout
         self._threads: list[TaskThread] = []
@@ -108,8 +104,14 @@ class WorkerPool:
             self._threads.append(TaskThread(f"roundpipe-microbatch{len(self._threads)}"))
         return self._threads[index]
 
+    def summing(self) -> TaskThread:
+        """Return the thread that adds up gradients on the host, and start it if needed."""
+        if self._summing is None:
+            self._summing = TaskThread("roundpipe-sums")
+        return self._summing
+
     def _everybody(self) -> list[TaskThread]:
-        summing = [self.summing] if self.summing is not None else []
+        summing = [self._summing] if self._summing is not None else []
         return [*(worker.thread for worker in self.workers), *summing, *self._threads]
 
     def abort(self) -> None:
@@ -234,8 +236,8 @@ class WorkerPool:
                 rest.callback(self._close_devices)
             for thread in threads:
                 rest.callback(thread.join, deadline)
-            if self.summing is not None:
-                rest.callback(self.summing.join, deadline)
+            if self._summing is not None:
+                rest.callback(self._summing.join, deadline)
             for worker in self.workers:
                 rest.callback(worker.close, deadline)
 

@@ -8,7 +8,8 @@ do rounds: the device buffer of a later round starts from the sum so far.
     arrived ── taken: read by the optimizer, or handed to .grad ── consumed ── [3]
 
 With ``reduce_dtype`` the sum of a round travels in a narrower dtype. It is narrowed in place and lands beside the host
-sum, and a host thread adds it there. Later rounds then start from zero.
+sum, and a host thread adds it there. Later rounds then start from zero. So do rounds that run side by side, in any
+dtype.
 
     worker: detach ── narrowed ── [4]
     download into the landing ── once what landed there before has been added ── [5]
@@ -23,7 +24,7 @@ way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,15 +50,15 @@ LOOK = 0.25
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients travel in a narrower dtype.
+    """How gradients come to the host.
 
     Attributes:
-        dtype: dtype in which gradients travel if it is narrower than their own.
-        thread: adds what has landed to the sums.
+        dtype: dtype in which gradients travel if it is narrower than their own; None: in their own.
+        thread: returns the thread that adds what has landed to the sums.
     """
 
-    dtype: torch.dtype
-    thread: TaskThread
+    dtype: torch.dtype | None
+    thread: Callable[[], TaskThread]
 
 
 class GradientLayout:
@@ -117,14 +118,13 @@ class HostGradBuffers:
     """
 
     def __init__(
-        self, layer: HostLayer, device: Device, reduction: Reduction | None = None,
-        trainable: Sequence[bool] | None = None,
-    ) -> None:  # fmt: skip
+        self, layer: HostLayer, device: Device, reduction: Reduction, trainable: Sequence[bool] | None = None
+    ) -> None:
         self.layer = layer
-        self.layout = GradientLayout(layer, trainable, reduction.dtype if reduction is not None else None)
-        self._device = device
+        self.layout = GradientLayout(layer, trainable, reduction.dtype)
+        self._device, self._reduction = device, reduction
         self._buffers: list[_Buffer] = []
-        self._landing = _Landing(self.layout, device, reduction.thread) if reduction and self.layout.narrowed else None
+        self._landing = self._make_landing() if self.layout.narrowed else None
         self._last: HostGradSums | None = None
 
     @property
@@ -136,21 +136,31 @@ class HostGradBuffers:
         """Allocate the first batch's buffer now: page-locking takes time and may stall what runs meanwhile."""
         self._unused()
 
-    def begin(self) -> HostGradSums:
-        """Return the sum of a new batch."""
+    def begin(self, *, apart: bool = False) -> HostGradSums:
+        """Return the sum of a new batch.
+
+        Args:
+            apart: whether each round's sum travels alone, and the host adds it.
+        """
+        if apart and self._landing is None and self.layout.nbytes:
+            self._landing = self._make_landing()
         before = self._last
         while before is not None and before.unused:
             before = before.before
         buffer = before.buffer if before is not None and not before.handed_out else self._unused()
-        self._last = HostGradSums(self.layer, self.layout, buffer, before, self._landing)
+        landing = self._landing if apart or self.layout.narrowed else None
+        self._last = HostGradSums(self.layer, self.layout, buffer, before, landing)
         return self._last
+
+    def _make_landing(self) -> _Landing:
+        return _Landing(self.layout, self._device, self._reduction.thread())
 
     def _unused(self) -> _Buffer:
         for buffer in self._buffers:
             if buffer.unused:
                 return buffer
         nbytes = self.layout.nbytes
-        if self._landing or not nbytes:  # only the host writes to it, so it needs no page-locked memory
+        if self.layout.narrowed or not nbytes:  # only the host writes to it, so it needs no page-locked memory
             flat = torch.empty(nbytes, dtype=torch.uint8)
         else:
             flat = self._device.host_buffer(nbytes)
@@ -161,7 +171,7 @@ class HostGradBuffers:
 
 
 class _Landing:
-    """Host memory where the narrowed sums of a call's rounds land, one after another, before they are added up.
+    """Host memory where the sums of a call's rounds land, one after another, before they are added up.
 
     Args:
         layout: layout of the call's gradients.
@@ -222,10 +232,10 @@ class GradientMemory:
     Args:
         layers: the layers that are called.
         device: any device; allocates host memory that copies asynchronously.
-        reduction: how gradients travel in a narrower dtype; None: in their own.
+        reduction: how gradients come to the host.
     """
 
-    def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction | None) -> None:
+    def __init__(self, layers: Sequence[HostLayer], device: Device, reduction: Reduction) -> None:
         self.reduction = reduction
         self._layers, self._device = layers, device
         self._buffers: dict[tuple[int, int, tuple[bool, ...] | None], HostGradBuffers] = {}
@@ -278,7 +288,7 @@ class HostGradSums:
         layout: layout of the gradients in ``buffer``.
         buffer: the call's host memory.
         before: the previous batch's sum in the same buffer.
-        landing: where narrowed sums land. None: downloads go to ``buffer`` itself.
+        landing: where the sums of rounds land. None: downloads go to ``buffer`` itself.
     """
 
     def __init__(

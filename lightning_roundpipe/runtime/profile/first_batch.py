@@ -15,6 +15,7 @@ from lightning_roundpipe.planning.memory import (
     BOTH,
     SINGLE,
     ahead_within,
+    arenas_within,
     boundary_bytes,
     device_bytes,
     lead_within,
@@ -88,8 +89,7 @@ class Planner:
         self._devices[0].settle_libraries(self._devices, microbatches)
         for worker in self._workers:
             worker.warm_up()
-        reduction = self._engine.gradients.reduction
-        costs = trace.costs(reduction.dtype if reduction is not None else None)
+        costs = trace.costs(self._engine.gradients.reduction.dtype)
         learned.costs = costs = with_times_of_bytes(costs, rates_of(self._devices[0])) if static else costs
         limit = worker_bytes(options, self._devices)
         if (text := options.plan_text) is not None:
@@ -120,7 +120,8 @@ class Planner:
         if fuses:  # else no gradient comes before all outputs are there, and recomputing ahead gains nothing
             plan = ahead_within(plan, costs, workers, limit)
         stale = bool(options.staleness)
-        rules = Rules(1 if stale else 0, host=HostTime(hop_s=self._hop_s()), links=self._links())
+        sums_per_s = rates_of(self._devices[0]).sum_rate
+        rules = Rules(1 if stale else 0, host=HostTime(hop_s=self._hop_s()), links=self._links(), sums_per_s=sums_per_s)
 
         def step_s(plan: Plan) -> float:
             """Seconds of a step with its copies: of one alone, or with staleness of each of several."""
@@ -128,7 +129,12 @@ class Planner:
             return run.period_s(_STEPS) if stale else run.makespan_s
 
         seconds = run_steps(plan, costs, workers, microbatches).makespan_s
-        if workers == 1 or size is not None or stage_s is not None or seconds < WORTH_S:
+        if workers == 1 or size is not None or stage_s is not None:
+            return plan
+        if fuses and limit is not None:
+            beside = arenas_within(Plan.single(len(costs), 1), costs, workers, limit)
+            plan = min([plan, *beside], key=step_s)
+        if seconds < WORTH_S:
             return plan
         static, hints = options.plan == "static", self._engine.hints
         if static:
