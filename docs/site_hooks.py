@@ -171,7 +171,7 @@ def _configuration(_: str) -> str:
     for group, meaning in groups().items():
         files = sorted((ROOT / "conf" / group).glob("*.yaml"))
         parts.append(f"## `{group}`\n\n{_sentence(meaning)}.")
-        rows = [f"| `{group}={file.stem}` | {_head(file)} |" for file in files]
+        rows = [f"| `{file.stem}` | {_head(file)} |" for file in files]
         parts.append("\n".join(["| choice | what it is |", "| --- | --- |", *rows]))
         parts += [_collapsed(f"conf/{group}/{file.name}", file) for file in files]
     return "\n\n".join(parts)

@@ -103,7 +103,7 @@ def test_quoted_messages_exist() -> None:
     package = (ROOT / "lightning_roundpipe").rglob("*.py")
     nodes = [node for file in package for node in ast.walk(ast.parse(file.read_text()))]
     strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    guide = (ROOT / "docs" / "getting-started.md").read_text()
+    guide = (ROOT / "docs" / "debugging.md").read_text()
     quoted = [text for row in rows(guide.split("## When it fails")[1])[2:] for text in re.findall(r"`([^`]+)`", row[0])]
     assert quoted
     for fragment in (part.strip() for text in quoted for part in text.split("…")):
