@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.planning.schedule import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -55,19 +53,6 @@ def anchors(path: Path) -> set[str]:
     """What GitHub lets a link point to: each heading in lower case, without punctuation, with dashes for spaces."""
     headings = re.findall(r"^#+ (.+?)\s*$", prose(path), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
-def test_readme_has_every_option_with_its_default() -> None:
-    parameters = inspect.signature(RoundPipeStrategy).parameters.values()
-    # The keyword-only ones are Lightning's own, and it fills them in itself.
-    options = {p.name: repr(p.default) for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY}
-    section = re.split(r"^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    [table] = [part for part in section if part.startswith("Options\n")]
-    said = {row[0].strip("`"): row[1].strip("`").replace('"', "'") for row in rows(table)[2:]}
-    assert said == options
 
 
 # -- links, commands, plans, messages ----------------------------------------------------------------------------------
