@@ -55,6 +55,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     markdown = _LINK.sub(functools.partial(_absolute, DOCS / source.parent), markdown).replace("]\0(", "](")
     if source.parts[0].startswith("compatibility"):
         markdown = re.sub(r"^(\|[^|\n]+\|) (works|refused)", _marked, markdown, flags=re.MULTILINE)
+        markdown = re.sub(r"`(tests/[\w/]+\.py)::(\w+)`", _shown_by, markdown)
     return _MARK.sub(lambda match: _GENERATED[match[1]](match[2]), markdown)
 
 
@@ -70,6 +71,10 @@ def _absolute(folder: Path, link: re.Match[str]) -> str:
 def _marked(row: re.Match[str]) -> str:
     sign = {"works": "✓", "refused": "✗"}[row[2]]
     return f'{row[1]} <span class="state {row[2]}">{sign}</span> {row[2]}'
+
+
+def _shown_by(test: re.Match[str]) -> str:
+    return f"[`{test[2]}`]({PROJECT['urls']['Repository']}/blob/main/{test[1]})"
 
 
 # -- the code ----------------------------------------------------------------------------------------------------------

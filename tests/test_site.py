@@ -136,7 +136,8 @@ def test_the_reference_has_every_group_and_command(hooks: ModuleType) -> None:
         ("reference/a.md", "[x](../../conf) [y](../lora.md#a)", "[x]({r}/tree/main/conf) [y](../lora.md#a)"),
         ("a.md", "`[x](../Makefile)` [y](https://x.y)", "`[x](../Makefile)` [y](https://x.y)"),
         ("compatibility.md", "| a | works; b | c |", '| a | <span class="state works">✓</span> works; b | c |'),
-        ("lora.md", "| a | works | c |", "| a | works | c |"),
+        ("compatibility.md", "| `tests/a.py::test_b` |", "| [`test_b`]({r}/blob/main/tests/a.py) |"),
+        ("lora.md", "| a | works | `tests/a.py::test_b` |", "| a | works | `tests/a.py::test_b` |"),
     ],
 )
 def test_what_the_site_changes(hooks: ModuleType, page: str, text: str, wanted: str) -> None:
