@@ -22,8 +22,6 @@ DOCS = ROOT / "docs"
 PAGES = sorted(page.relative_to(DOCS) for page in DOCS.rglob("*.md"))
 WORDS = 2200
 """What is read in ten minutes."""
-LONG = {"benchmarks.md", "decisions.md", "errors.md"}
-"""Pages that are still to be split."""
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +73,7 @@ def words(text: str) -> int:
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
     count = words((DOCS / page).read_text())
-    assert count <= WORDS or str(page) in LONG, (
-        f"docs/{page} has {count} words: move a subject to a page of its own, or fold tables up"
-    )
+    assert count <= WORDS, f"docs/{page} has {count} words: move a subject to a page of its own, or fold tables up"
 
 
 # -- the reference -----------------------------------------------------------------------------------------------------
