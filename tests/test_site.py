@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,29 @@ def test_what_the_site_changes(hooks: ModuleType, page: str, text: str, wanted: 
     file = SimpleNamespace(file=SimpleNamespace(src_uri=page))
     shown = hooks.on_page_markdown(text, page=file, config=None, files=None)
     assert shown == wanted.format(r=hooks.PROJECT["urls"]["Repository"])
+
+
+# -- the build ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_build_is_strict(tmp_path: Path) -> None:
+    """A broken link, a broken anchor, a page without a place and a public name without a docstring fail it."""
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    for folder in ("docs", "conf", "lightning_roundpipe"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("mkdocs.yml", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path)
+    page = tmp_path / "docs" / "lora.md"
+    page.write_text(page.read_text() + "\n[a](nothing.md) [b](data.md#nowhere)\n")
+    (tmp_path / "docs" / "lost.md").write_text("# Lost\n")
+    home = tmp_path / "lightning_roundpipe" / "tasks" / "__init__.py"
+    home.write_text(home.read_text().replace('["CausalLM"]', '["CausalLM", "lost"]') + "\n\ndef lost() -> None: ...\n")
+    done = subprocess.run([sys.executable, "-m", "mkdocs", "build"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0, done.stderr
+    for fault in ("'nothing.md'", "'data.md#nowhere'", "lost.md", "lightning_roundpipe.tasks.lost"):
+        assert fault in done.stderr, done.stderr
 
 
 # -- a browser ---------------------------------------------------------------------------------------------------------
