@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 export PIP_PROGRESS_BAR := off
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-processors test-gpu lint types bench bench-gpu gpu-first-run wheel clean
+.PHONY: help install train test test-slow test-processors test-gpu lint types docs bench bench-gpu gpu-first-run wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-22s %s\n", $$1, $$2 }'
@@ -68,6 +68,10 @@ lint: $(STAMP) ## ruff: rules and format
 
 types: $(STAMP) ## mypy, strict, on the package
 	@$(BIN)/mypy
+
+# Not --quiet, with which MkDocs counts no warnings. The variable keeps Material's advice off the terminal.
+docs: $(STAMP) ## the documentation site, strictly, into build/site; `python -m http.server -d build/site` shows it
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
 # Not bench_gpu.py, which wants a GPU and hours: that is bench-gpu's.
 bench: $(STAMP) ## the figures of docs/benchmarks.md, in three quarters of an hour on an idle machine

@@ -138,7 +138,7 @@ def markdown(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, default=ROWS, help="another file like measured.json")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/planning-estimates.md")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/planning-accuracy.md")
     options = parser.parse_args()
     console = Console()
     with console.status("predicting"):

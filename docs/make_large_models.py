@@ -18,6 +18,8 @@ from lightning_roundpipe.commands.plan_model import Outlook, Wish, look
 
 PAGE = Path(__file__).with_name("large-models.md")
 BEGIN, END = "<!-- figures: docs/make_large_models.py -->\n", "<!-- end of figures -->\n"
+FOLD = '<details markdown="1">\n<summary>Memory, stages and plan</summary>\n\n'
+"""Shown as one line that opens, by the site and by the repository's web view."""
 GIB = 2**30
 
 
@@ -111,9 +113,9 @@ def memory_row(row: Row, found: Outlook) -> list[str]:
 
 
 def section(row: Row, found: Outlook) -> str:
-    """The command, the plan that it found, and what its stages and both memories take."""
+    """The command, and, folded up, what both memories and the stages take and the plan that it found."""
     parts = [f"\n### {row.title}\n\n```\n{row.command}\n```\n\n"]
-    parts.append(f"The longest sequence is limited by {found.longest.limited_by}.\n\n")
+    parts.append(f"The longest sequence is limited by {found.longest.limited_by}.\n\n{FOLD}")
     head = ("GiB of each worker", "")
     parts.append(table(head, [[item.name, f"{item.nbytes / GIB:.2f}"] for item in found.device_items]) + "\n")
     head = ("GiB of the host", "")
@@ -121,7 +123,7 @@ def section(row: Row, found: Outlook) -> str:
     stages = "".join(_stage(cells) for cells in _alike(found))
     names = _stage(["stage", "phase", "layers", "ms", "weights", "gradients", "activations"])
     parts.append(f"GiB of each stage:\n\n```\n{names}{stages}```\n\n")
-    parts.append(f"```\n{found.plan}\n```\n")
+    parts.append(f"```\n{found.plan}\n```\n\n</details>\n")
     return "".join(parts)
 
 

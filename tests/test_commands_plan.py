@@ -285,7 +285,7 @@ def test_smallest_models(call: Any, workers: int, layers: int) -> None:
 
 def test_commands_in_the_documents_are_right() -> None:
     """They parse, and what they name without a path is in the package."""
-    text = "\n".join(file.read_text() for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    text = "\n".join(file.read_text() for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     lines = re.findall(r"^roundpipe-plan (.*)$|`roundpipe-plan ([^`]*=\w[^`]*)`", text, flags=re.MULTILINE)
     found = [one or other for one, other in lines if "..." not in one + other]
     assert len(found) >= 12

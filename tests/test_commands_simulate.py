@@ -154,7 +154,7 @@ def test_it_needs_neither_torch_nor_matplotlib_to_print() -> None:
 
 def test_commands_in_the_documents_are_right() -> None:
     root = PAPER.parents[2]
-    text = "\n".join(file.read_text() for file in [root / "README.md", *(root / "docs").glob("*.md")])
+    text = "\n".join(file.read_text() for file in [root / "README.md", *(root / "docs").rglob("*.md")])
     lines = re.findall(r"^roundpipe-simulate (.*)$", text, flags=re.MULTILINE)
     assert len(lines) >= 3
     for line in lines:

@@ -23,7 +23,7 @@ from patience import PATIENCE_S
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PROGRAMS = r"(?:roundpipe-(?:train|plan|simulate|export)|python examples/)"
 

@@ -10,7 +10,7 @@ any other.
 Operations on the logits that are not known here raise an error that names them: they need the logits in memory.
 
 torch has such a loss too (``linear_cross_entropy``, since 2.13). It returns the loss in the dtype of its inputs (three
-digits in bf16), does not follow autocast, and knows neither caps nor factors; see docs/decisions.md.
+digits in bf16), does not follow autocast, and knows neither caps nor factors; see docs/decisions.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal
 
 Phase = Literal["forward", "fused", "backward"]
+"""How a call is run: its forward, its forward and backward in one, or its recomputation and backward."""
 
 _NUMBERS = (
     "forward_s", "backward_s", "weight_bytes", "gradient_bytes", "boundary_bytes", "activation_bytes", "kept_bytes",

@@ -1,4 +1,4 @@
-"""Predictions beside what the paper measured; docs/planning-estimates.md has the same table."""
+"""Predictions beside what the paper measured; docs/planning-accuracy.md has the same table."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_row_without_settings_takes_those_of_the_nearest() -> None:
 def test_the_page_has_the_table_of_the_benchmark() -> None:
     bench = script("benchmarks/bench_validation.py")
     rows = [bench.predict(row) for row in bench.read_rows()]
-    page = (ROOT / "docs" / "planning-estimates.md").read_text()
+    page = (ROOT / "docs" / "planning-accuracy.md").read_text()
     assert bench.markdown(rows) in page and f"{bench.summary(rows)}." in page
     papers = [row for row in rows if row.machine == "rtx4090"]
     assert median(abs(row.error) for row in papers) < 0.08 and max(abs(row.error) for row in papers) < 0.20

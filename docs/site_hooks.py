@@ -1,0 +1,214 @@
+"""What MkDocs runs while it builds the site: links, marks, and the reference from the code.
+
+The pages in docs/ are read in two places, the site and the repository's web view. So what a page generates stands in it
+as a comment, which the web view does not show::
+
+    <!-- options -->                                every option of RoundPipeStrategy
+    <!-- api: lightning_roundpipe.callbacks -->     every name in that package's __all__, or one name
+    <!-- configuration -->                          every group of conf/ and its choices
+    <!-- commands -->                               every console command with its help
+
+Links to files outside docs/ lead to the repository. A public name without documentation is a warning, and MkDocs makes
+every warning an error. Nothing here imports the package: the code is read by griffe, as mkdocstrings reads it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import logging
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+from omegaconf import OmegaConf
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+STRATEGY = "lightning_roundpipe.strategy.RoundPipeStrategy"
+
+_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?![a-z]+:|#)(?P<target>[^)\s]+)\)")
+_FENCE = re.compile(r"(^ *```.*?^ *```\s*?$|`[^`\n]+`)", flags=re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"^<!-- (options|api|configuration|commands)(?:: (\S+))? -->$", flags=re.MULTILINE)
+_log = logging.getLogger("mkdocs.hooks.site")
+
+
+# -- what MkDocs calls -------------------------------------------------------------------------------------------------
+
+
+def on_pre_build(config: Any) -> None:
+    """Warn of public names without documentation, which fails a strict build."""
+    for name in undocumented():
+        _log.warning("%s is public and has no docstring, or no place in docs/reference", name)
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Fill in what is generated, and lead links that leave docs/ to the repository."""
+    source = Path(page.file.src_uri)
+    markdown = _FENCE.sub(lambda match: match[0].replace("](", "]\0("), markdown)
+    markdown = _LINK.sub(functools.partial(_absolute, DOCS / source.parent), markdown).replace("]\0(", "](")
+    if source.parts[0].startswith("compatibility"):
+        markdown = re.sub(r"^(\|[^|\n]+\|) (works|refused)", _marked, markdown, flags=re.MULTILINE)
+        markdown = re.sub(r"`(tests/[\w/]+\.py)::(\w+)`", _shown_by, markdown)
+    return _MARK.sub(lambda match: _GENERATED[match[1]](match[2]), markdown)
+
+
+def _absolute(folder: Path, link: re.Match[str]) -> str:
+    target = (folder / link["target"].partition("#")[0]).resolve()
+    if target.is_relative_to(DOCS) and target.suffix != ".py":
+        return link[0]
+    kind = "raw" if link["image"] else "tree" if target.is_dir() else "blob"
+    repository = PROJECT["urls"]["Repository"]
+    return f"{link['image']}[{link['text']}]({repository}/{kind}/main/{target.relative_to(ROOT)})"
+
+
+def _marked(row: re.Match[str]) -> str:
+    sign = {"works": "✓", "refused": "✗"}[row[2]]
+    return f'{row[1]} <span class="state {row[2]}">{sign}</span> {row[2]}'
+
+
+def _shown_by(test: re.Match[str]) -> str:
+    return f"[`{test[2]}`]({PROJECT['urls']['Repository']}/blob/main/{test[1]})"
+
+
+# -- the code ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def package() -> Any:
+    """The package as griffe reads it."""
+    return griffe.load("lightning_roundpipe", search_paths=[str(ROOT)])
+
+
+def public_modules() -> dict[str, list[str]]:
+    """The packages that have ``__all__``, and the names in it."""
+
+    def below(module: Any) -> Iterator[Any]:
+        if module.is_init_module:
+            yield module
+            for inner in module.modules.values():
+                yield from below(inner)
+
+    exporting = [module for module in below(package()) if module.exports]
+    return {module.path: [str(name) for name in module.exports if str(name) != "__version__"] for module in exporting}
+
+
+def documented() -> set[str]:
+    """The public names that pages of docs/reference have, as they ask for them."""
+    pages = [page.read_text() for page in sorted((DOCS / "reference").glob("*.md"))]
+    asked = [what for page in pages for kind, what in _MARK.findall(page) if kind == "api"]
+    return {name for what in asked for name in _names(what)}
+
+
+def undocumented() -> list[str]:
+    """Public names, and public methods of public classes, without a docstring or a place in the reference."""
+    found, shown = [], documented()
+    for module, names in public_modules().items():
+        for name in names:
+            path = f"{module}.{name}"
+            value = package()[path.partition(".")[2]]
+            value = value.final_target if value.is_alias else value
+            found += [path] if path not in shown or not value.docstring else []
+            methods = value.functions.items() if value.is_class else ()
+            found += [f"{path}.{method}" for method, function in methods if _needs_a_docstring(method, function)]
+    return found
+
+
+def _needs_a_docstring(name: str, function: Any) -> bool:
+    """Overrides have the documentation of what they override."""
+    overrides = any(str(decorator.value) == "override" for decorator in function.decorators)
+    return not (name.startswith("_") or overrides or function.is_alias or function.docstring)
+
+
+def _names(what: str) -> list[str]:
+    return [f"{what}.{name}" for name in public_modules()[what]] if what in public_modules() else [what]
+
+
+# -- what pages ask for ------------------------------------------------------------------------------------------------
+
+
+def _api(what: str) -> str:
+    return "\n\n".join(f"::: {name}" for name in _names(what))
+
+
+def options() -> dict[str, tuple[str, str, str]]:
+    """Every option of the strategy: its type, its default and its description."""
+    strategy = package()[STRATEGY.partition(".")[2]]
+    sections = strategy.docstring.parse("google", warnings=False)
+    [described] = [section.value for section in sections if section.kind.value == "parameters"]
+    meanings = {one.name: " ".join(one.description.split()) for one in described}
+    # The keyword-only ones are Lightning's own, and it fills them in itself.
+    own = [one for one in strategy["__init__"].parameters if one.kind.value == "positional or keyword"]
+    return {one.name: (str(one.annotation), str(one.default), meanings[one.name]) for one in own if one.name != "self"}
+
+
+def _options(_: str) -> str:
+    return "\n\n".join(
+        f"### `{name}`\n\n`{kind}`, default `{default}`\n{{ .option }}\n\n{_sentence(meaning)}"
+        for name, (kind, default, meaning) in options().items()
+    )
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] if text[0].isalpha() else text
+
+
+def groups() -> dict[str, str]:
+    """Every configuration group, in the order of ``roundpipe-train --help``, and what it is for."""
+    tree = ast.parse((ROOT / "lightning_roundpipe" / "overrides.py").read_text())
+    [named] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "GROUPS"
+    ]
+    others = sorted(folder.name for folder in (ROOT / "conf").iterdir() if any(folder.glob("*.yaml")))
+    return {**named, **{name: "machines that `roundpipe-plan` knows" for name in others if name not in named}}
+
+
+def _configuration(_: str) -> str:
+    parts = [_collapsed("conf/train.yaml", ROOT / "conf" / "train.yaml")]
+    for group, meaning in groups().items():
+        files = sorted((ROOT / "conf" / group).glob("*.yaml"))
+        parts.append(f"## `{group}`\n\n{_sentence(meaning)}.")
+        rows = [f"| `{file.stem}` | {_head(file)} |" for file in files]
+        parts.append("\n".join(["| choice | what it is |", "| --- | --- |", *rows]))
+        parts += [_collapsed(f"conf/{group}/{file.name}", file) for file in files]
+    return "\n\n".join(parts)
+
+
+def _head(file: Path) -> str:
+    """The comment at the head of a configuration file, or the title in it."""
+    lines = file.read_text().splitlines()
+    comments = []
+    for line in lines:
+        if not line.startswith("#"):
+            break
+        comments.append("" if "@package" in line else line.removeprefix("#").strip())
+    text = " ".join(filter(None, comments)) or str(OmegaConf.load(file).get("title", ""))
+    return re.sub(r"([*_<|\[])", r"\\\1", text)
+
+
+def _collapsed(title: str, file: Path) -> str:
+    text = "\n".join(f"    {line}".rstrip() for line in file.read_text().splitlines())
+    return f'??? note "{title}"\n\n    ```yaml\n{text}\n    ```'
+
+
+def _commands(_: str) -> str:
+    parts = []
+    for name, place in PROJECT["scripts"].items():
+        module, _, function = place.partition(":")
+        code = f"import sys; sys.argv = ['{name}', '--help']; from {module} import {function}; {function}()"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{name} --help failed:\n{done.stderr}")
+        parts.append(f"## `{name}`\n\n```text\n{done.stdout.strip()}\n```")
+    return "\n\n".join(parts)
+
+
+_GENERATED = {"options": _options, "api": _api, "configuration": _configuration, "commands": _commands}
