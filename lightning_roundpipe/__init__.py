@@ -15,13 +15,15 @@ from lightning_roundpipe.registration import autoload
 if TYPE_CHECKING:
     from lightning_roundpipe.messages import RoundPipeWarning
     from lightning_roundpipe.precision import RoundPipePrecision
+    from lightning_roundpipe.step_monitor import RoundPipeMonitor
     from lightning_roundpipe.strategy import RoundPipeStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["RoundPipePrecision", "RoundPipeStrategy", "RoundPipeWarning", "__version__"]
+__all__ = ["RoundPipeMonitor", "RoundPipePrecision", "RoundPipeStrategy", "RoundPipeWarning", "__version__"]
 
 _HOMES = {
+    "RoundPipeMonitor": "lightning_roundpipe.step_monitor",
     "RoundPipePrecision": "lightning_roundpipe.precision",
     "RoundPipeStrategy": "lightning_roundpipe.strategy",
     "RoundPipeWarning": "lightning_roundpipe.messages",

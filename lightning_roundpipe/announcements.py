@@ -58,6 +58,8 @@ class Announcements:
         self._sizes: list[int] | None = None
         self._begun = self._logged = False
         self._plan: Plan | None = None
+        self.planned_host_bytes: int | None = None
+        """Host memory that stays in use between steps; None before the first batch."""
 
     def before(self, batch: Any) -> None:
         """Announce the first batch [2]; do nothing for later ones."""
@@ -98,6 +100,7 @@ class Announcements:
         engine = self._engine
         parameters = list({id(p): p for p in self._module.parameters()}.values())
         total, trained = (sum(p.numel() for p in ps) for ps in (parameters, [p for p in parameters if p.requires_grad]))
+        self.planned_host_bytes = host_bytes(engine, parameters, self._trainer.optimizers)
         share = "all trained" if trained == total else f"{count(trained)} trained"
         facts = [
             name_devices(engine),
@@ -105,7 +108,7 @@ class Announcements:
             self._precision,
             plural(len(engine.model.layers), "layer"),
             f"{count(total)} {'parameter' if total == 1 else 'parameters'} ({share})",
-            f"about {gib(host_bytes(engine, parameters, self._trainer.optimizers))} of host memory",
+            f"about {gib(self.planned_host_bytes)} of host memory",
         ]
         return ", ".join(facts) + "."
 

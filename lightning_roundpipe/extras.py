@@ -8,6 +8,7 @@ from typing import Any
 
 EXTRAS = {
     "matplotlib": "plots",
+    "bokeh": "report",
     "tensorboard": "tensorboard",
     "pyarrow": "data",
     "datasets": "data",

@@ -27,6 +27,7 @@ _PARTS = (
     "resuming",
     "stepping",
     "announcements",
+    "step_monitor",
     "strategy",
 )
 """The modules that import Lightning. Each comes after those that it imports."""
@@ -72,4 +73,5 @@ def _execute(part: str) -> ModuleType:
 _parts = {part: _execute(part) for part in _PARTS}
 
 RoundPipeStrategy: Any = _parts["strategy"].RoundPipeStrategy
+RoundPipeMonitor: Any = _parts["step_monitor"].RoundPipeMonitor
 RoundPipePrecision: Any = _parts["precision"].RoundPipePrecision

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -36,6 +37,7 @@ from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.monitors import profile_all_threads, rehearsing, tell_of_all_workers
 from lightning_roundpipe.one_process import OneProcess
+from lightning_roundpipe.page import write_page
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.refusals import (
     load_optimizer,
@@ -57,6 +59,7 @@ from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.memory.budget import over_capacity
 from lightning_roundpipe.runtime.report import Report
+from lightning_roundpipe.step_monitor import RoundPipeMonitor
 from lightning_roundpipe.stepping import Stepping
 
 _CPU = torch.device("cpu")
@@ -64,6 +67,13 @@ _CPU = torch.device("cpu")
 
 def _nothing() -> None:
     """Do nothing: the `_quieten` of a strategy that has started nothing. A function, because those can be pickled."""
+
+
+def _report_of(engine: Engine | None, announcements: Announcements | None) -> Report:
+    found = engine.report() if engine is not None else Report()
+    if found:
+        found["planned_host_bytes"] = announcements.planned_host_bytes if announcements is not None else None
+    return found
 
 
 # The class has many collaborators because they all meet in Lightning's Strategy interface: precision, checkpoints,
@@ -344,7 +354,8 @@ class RoundPipeStrategy(OneProcess):
 
     @interrupts_deferred()
     def _stop_engine(self) -> None:
-        stepping, self._stepping, self._announcements = self._stepping, None, None
+        stepping, self._stepping = self._stepping, None
+        announcements, self._announcements = self._announcements, None
         if stepping is not None:
             stepping.close()
         engine, self._engine = self._engine, None
@@ -352,7 +363,7 @@ class RoundPipeStrategy(OneProcess):
             self._quieten()
             try:
                 with contextlib.suppress(torch.AcceleratorError):  # a GPU that has failed; closing it raises the error
-                    self._last_report = engine.report() or self._last_report
+                    self._last_report = _report_of(engine, announcements) or self._last_report
             finally:
                 engine.close()
 
@@ -415,6 +426,8 @@ class RoundPipeStrategy(OneProcess):
             ``microbatches``, ``slots`` (list of ``slot, worker, round, phase, layers``),
             ``bytes_uploaded``, ``bytes_downloaded``, ``peak_device_bytes``, ``alloc_retries`` (each per worker),
             ``planned_device_bytes`` (of each worker, at most; None without a plan), ``peak_host_bytes``,
+            ``planned_host_bytes`` (of weights, gradients and optimizer state), ``optimizer_lag_s`` (from the last
+            gradient's arrival on the host to the end of the update; None while that is not known),
             ``bubble_pct`` = 100 (1 - compute time / (workers x span of the step)), ``stall_pct`` (waiting for copies),
             ``step_time_s`` (from its start, or from the end of the previous step if they overlap),
             ``weights_bytes_uploaded_total`` since setup, ``profiled`` (whether the step had no plan, and each call a
@@ -422,7 +435,32 @@ class RoundPipeStrategy(OneProcess):
             ``stalls``: every call, copy and wait with its worker, slot and times, in seconds from the start of the
             step (times of uploads ahead of the step are negative).
         """
-        return (self._engine.report() if self._engine is not None else None) or self._last_report
+        return _report_of(self._engine, self._announcements) or self._last_report
+
+    def save_report(self, path: str | Path, settings: Mapping[str, Any] | None = None) -> None:
+        """Write a page on the run to ``path``: one HTML file that needs no network.
+
+        It shows the plan, a timeline of the last step, memory against the plan, what to change to make steps faster,
+        settings and versions. Curves over time need a `RoundPipeMonitor` among the Trainer's callbacks.
+
+        Args:
+            path: the file to write; its folder must exist.
+            settings: shown beside the strategy's own settings, such as the configuration of the run.
+
+        Raises:
+            ImportError: bokeh is not installed; the message names the extra.
+            ValueError: no training step has finished yet.
+        """
+        module = self.lightning_module
+        callbacks = vars(module._trainer)["callbacks"] if module is not None and module._trainer is not None else []
+        monitor = next((callback for callback in callbacks if isinstance(callback, RoundPipeMonitor)), None)
+        write_page(
+            self.report(),
+            Path(path),
+            history=monitor.history if monitor is not None else (),
+            diagnosis=monitor.diagnosis if monitor is not None else None,
+            settings={**changed_settings(self.options), **(settings or {})},
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop what a run has started: threads, devices, and the objects that use them."""

@@ -63,7 +63,7 @@ _LEAST_TEXT = 5.0
 # Okabe and Ito's colours, which colour-blind readers and greyscale prints can tell apart.
 _FORWARD, _FUSED, _RECOMPUTE, _BACKWARD = "#56B4E9", "#0072B2", "#F0D442", "#009E73"
 _WEIGHTS, _GRADIENTS, _ACTIVATIONS = "#8C6BB1", "#D55E00", "#8A8A8A"
-_LEGEND = {
+LEGEND = {
     "forward": _FORWARD,
     "fused forward": _FUSED,
     "recompute": _RECOMPUTE,
@@ -134,9 +134,9 @@ def draw_timeline(report: Mapping[str, Any], path: Path, title: str | None = Non
     axes.set_title(_title(report, title, unit, len(rows.of)), fontsize=11, loc="left")
     present = {event.label for event in events}
     figure.legend(
-        handles=[Patch(facecolor=colour, label=label) for label, colour in _LEGEND.items() if label in present],
+        handles=[Patch(facecolor=colour, label=label) for label, colour in LEGEND.items() if label in present],
         loc="outside lower center",
-        ncols=len(_LEGEND),
+        ncols=len(LEGEND),
         frameon=False,
         fontsize=9,
         handlelength=1.2,
@@ -329,7 +329,7 @@ def _blocks(events: Sequence[TimelineEvent]) -> list[_TimelineBlock]:
         _TimelineBlock(
             worker,
             microbatch,
-            _LEGEND[members[-1].label],
+            LEGEND[members[-1].label],
             *_extent(members),
             _halfway([event for event in members if event.label == members[-1].label]),
         )
@@ -361,7 +361,7 @@ def _draw_boxes(axes: Axes, events: Sequence[TimelineEvent], rows: _TimelineRows
         order = 2 + list(_LANES).index(kind) / 10
         boxes = [rows.corners(event, event.lane) for event in members]
         edge = 0.0 if _LANES[kind] == _COMPUTE else _LEAST_COPY
-        colour = _LEGEND[label]
+        colour = LEGEND[label]
         axes.add_collection(PolyCollection(boxes, facecolors=colour, edgecolors=colour, linewidths=edge, zorder=order))
     outlines = [rows.corners(block, _COMPUTE) for block in _blocks(events)]
     axes.add_collection(PolyCollection(outlines, facecolors="none", edgecolors="white", linewidths=0.6, zorder=4))

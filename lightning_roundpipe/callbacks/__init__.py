@@ -1,4 +1,7 @@
-"""Callbacks of ``roundpipe-train``. They use what a Trainer and its strategy report, and work with any strategy."""
+"""``RoundPipeMonitor``, and the callbacks of ``roundpipe-train``.
+
+They use what a Trainer and its strategy report, and work with any strategy.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from lightning_roundpipe.callbacks.measurements import Measurements
 from lightning_roundpipe.callbacks.plan_table import PlanTable
 from lightning_roundpipe.callbacks.progress import ProgressLines, ProgressRich, progress_bar
 from lightning_roundpipe.callbacks.run_folder import RunFolder
+from lightning_roundpipe.step_monitor import RoundPipeMonitor
 
 __all__ = [
     "Checkpoints",
@@ -15,6 +19,7 @@ __all__ = [
     "PlanTable",
     "ProgressLines",
     "ProgressRich",
+    "RoundPipeMonitor",
     "RunFolder",
     "progress_bar",
 ]

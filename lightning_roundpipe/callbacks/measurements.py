@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_roundpipe.callbacks.peak_host_memory import forget_peak, peak_bytes
+from lightning_roundpipe.step_monitor import count_tokens, loss_of
 
 
 class Measurements(Callback):
@@ -70,7 +70,7 @@ class Measurements(Callback):
         self._steps = trainer.global_step
         self.step_seconds.append(self._seconds)
         self.step_tokens.append(self._tokens)
-        if (loss := _loss(outputs)) is not None:
+        if (loss := loss_of(outputs)) is not None:
             self.train_losses.append(loss)
         if self._tokens:
             pl_module.log("tokens_per_s", self._tokens / max(self._seconds, 1e-9), prog_bar=True)
@@ -85,17 +85,6 @@ class Measurements(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.peak_host_bytes = peak_bytes()
-
-
-def count_tokens(batch: Any) -> int:
-    """Return the number of tokens of a batch with ``input_ids``; 0 for other batches."""
-    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return tokens.numel() if isinstance(tokens, Tensor) else 0
-
-
-def _loss(outputs: Any) -> float | None:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def peak_device_bytes(report: Mapping[str, Any]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,21 @@ class RunFolder(Callback):
     * ``plan.txt``: the plan as text, which ``partition.plan`` accepts;
     * ``costs.json``: what each layer costs, which ``roundpipe-plan costs=`` reads;
     * ``timeline.png``: the last step as it ran; ``step.json``: the same as numbers;
+    * ``report.html``: a page on the run, with an interactive timeline of the last step (`page`);
     * ``replay.png``: the step of several emulated devices as if each computed on its own (`replay`);
     * ``adapters/``: PEFT adapters, which plain PEFT loads; also written with every checkpoint.
 
     Whatever does not exist (a strategy without a report, a model without adapters) is left out, as are the pictures
-    where matplotlib is not installed.
+    where matplotlib is not installed, and the page where bokeh is not.
+
+    Args:
+        folder: where to write.
+        settings: the configuration of the run, which the page shows.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, settings: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder)
+        self.settings = settings
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -42,6 +49,7 @@ class RunFolder(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_report(strategy_report(trainer))
         self._draw(trainer)
+        self._write_page(trainer)
         self._write_adapters(pl_module)
 
     @override
@@ -69,6 +77,15 @@ class RunFolder(Callback):
             facts = {"workers": report["workers"], "microbatches": report["microbatches"], **report["costs"]}
             (self.folder / "costs.json").write_text(json.dumps(facts, indent=1) + "\n")
         (self.folder / "step.json").write_text(json.dumps(report))
+
+    def _write_page(self, trainer: Trainer) -> None:
+        if not strategy_report(trainer):
+            return
+        if not is_installed("bokeh"):
+            warn(f"{PREFIX}no report page is written, as {remedy('bokeh')}")
+            return
+        strategy: Any = trainer.strategy
+        strategy.save_report(self.folder / "report.html", self.settings)
 
     def _draw(self, trainer: Trainer) -> None:
         if not (report := strategy_report(trainer)):

@@ -72,6 +72,7 @@ def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Rep
         for s in step.slots
     ]
     microbatches = len(step.sizes)
+    updates, update = step.spec.updates, step.spec.version + options.staleness + 1
     text = str(plan) if plan is not None else str(Plan.per_call(len(step.traces[0].calls) or 1))
 
     def report() -> Report:
@@ -96,6 +97,7 @@ def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Rep
                 "bubble_pct": bubble_percent(rows, workers),
                 "stall_pct": 100.0 * stalled / span if span > 0 else 0.0,
                 "step_time_s": took,
+                "optimizer_lag_s": _lag(rows, started, updates.applied.get(update) if updates is not None else None),
                 "costs": costs.to_dict() if costs is not None else None,
                 "events": rows,
                 "stalls": stalls,
@@ -103,6 +105,12 @@ def report_of(step: Step, retries: list[int], uploaded: int) -> Callable[[], Rep
         )
 
     return report
+
+
+def _lag(rows: list[dict[str, Any]], started: float, applied: float | None) -> float | None:
+    """Return the seconds from the last gradient's arrival on the host to the end of the update; None if not known."""
+    arrived = [row["end_s"] for row in rows if row["kind"] in ("backward", "download_gradients")]
+    return None if applied is None or not arrived else max(0.0, applied - started - max(arrived))
 
 
 def _peak_host_bytes() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from lightning_roundpipe.callbacks import Measurements
+from lightning_roundpipe.callbacks import Measurements, RunFolder
 from lightning_roundpipe.data import TextFiles
 from lightning_roundpipe.tasks.results import Completion, EvaluationResult, show_job, show_outcome, summarise
 
@@ -76,20 +76,20 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         optimizer=_make(cfg.optimizer),
         scheduler=_make(cfg.scheduler) if cfg.scheduler else None,
     )
-    measurements = Measurements()
+    measurements, settings = Measurements(), cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     return Job(
         name=cfg.name,
         folder=folder,
         started=started,
         source=pretrained.source,
-        trainer=_make_trainer(cfg, measurements),
+        trainer=_make_trainer(cfg, measurements, settings),
         task=task,
         data=data,
         tokenizer=pretrained.tokenizer,
         measurements=measurements,
         prompt=cfg.prompt,
         ckpt_path=cfg.ckpt_path,
-        settings=cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)),
+        settings=settings,
     )
 
 
@@ -194,7 +194,7 @@ def _shown(node: DictConfig) -> str:
     return ", ".join(f"{key}={node[key]!r}" for key in known)
 
 
-def _make_trainer(cfg: DictConfig, measurements: Measurements) -> Trainer:
+def _make_trainer(cfg: DictConfig, measurements: Measurements, settings: Mapping[str, Any] | None = None) -> Trainer:
     if cfg.trainer.get("accelerator") in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ValueError(
             f"trainer.accelerator={cfg.trainer.accelerator!r} needs a CUDA device, and torch finds none: set "
@@ -204,6 +204,9 @@ def _make_trainer(cfg: DictConfig, measurements: Measurements) -> Trainer:
     strategy = cfg.strategy.name if named else _make(cfg.strategy)
     devices = cfg.strategy.get("devices") if named else None
     callbacks = [measurements, *(_make(node) for node in cfg.callbacks.values() if node)]
+    for callback in callbacks:
+        if isinstance(callback, RunFolder):
+            callback.settings = settings
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)  # otherwise Lightning adds its own
     trainer: Trainer = _make(
         cfg.trainer,

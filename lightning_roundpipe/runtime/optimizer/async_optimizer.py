@@ -22,6 +22,7 @@ No deadlock: the thread waits only for the backward of a batch, which needs only
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ PIECE = 16_000_000
 """Parameters to step in one call at most, if several buckets are ready. A call costs 0.1 ms of Python with Adam, and
 0.5 ms with other optimizers. A full piece takes about 10 ms, and the next forward of all its layers waits for that."""
 TORN = "which has changed some layers and not others; go on from a checkpoint."
+_REMEMBERED = 4
+"""Number of updates whose end is remembered: a report, read while steps overlap, is about an earlier step."""
 LOOK = 0.25
 """Seconds between two checks that the thread is alive."""
 
@@ -158,6 +161,8 @@ class AsyncOptimizer:
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
         torn: whether the last update was cut short, by a failing backward, after some buckets had been stepped.
         whole: whether no submitted update has failed or was left out.
+        applied: the last updates that are applied, by number, each with when it was, on the clock of
+            ``time.perf_counter()``.
     """
 
     def __init__(
@@ -172,6 +177,7 @@ class AsyncOptimizer:
         self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # an earlier instance's, or 0
         self.torn = self._applying = False
         self.whole = True
+        self.applied: dict[int, float] = {}
         self._cancel_scopes: list[CancelScope] = []
         self._thread = TaskThread("roundpipe-optimizer", around)
         self._error: BaseException | None = None
@@ -465,6 +471,8 @@ class AsyncOptimizer:
         with step.partial_optimizer.prepared(step.hyperparameters):  # while the gradients are still on their way
             self._step(step)
         self._applying = False
+        recent = {number: when for number, when in self.applied.items() if number > step.number - _REMEMBERED}
+        self.applied = recent | {step.number: time.perf_counter()}
 
     def _step(self, step: _OptimizerStep) -> None:
         self._applying = False
