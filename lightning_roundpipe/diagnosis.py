@@ -184,20 +184,20 @@ class CriticalPath:
         compute: layers.
         link: copies, by what was copied.
         update: weights that the optimizer had not updated yet.
-        code: code between layers, by the layers before and after; empty names are the ends of the step.
+        code: code between layers.
         gaps: what lies between any two computations that follow each other.
     """
 
     compute: float = 0.0
     link: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     update: float = 0.0
-    code: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    code: float = 0.0
     gaps: list[float] = field(default_factory=list)
 
     @property
     def overhead(self) -> float:
         """Seconds of ``code`` that every call takes, by the median of the gaps between calls: the engine's own work."""
-        return min(median(self.gaps) * len(self.gaps), sum(self.code.values())) if self.gaps else 0.0
+        return min(median(self.gaps) * len(self.gaps), self.code) if self.gaps else 0.0
 
 
 class _Chain:
@@ -242,14 +242,13 @@ def critical_path(report: Mapping[str, Any], cores: int | None = None) -> Critic
         chain.sort()
     gaps = _Gaps(report, computed, cores)
     end = max(computed, key=lambda event: float(event["end_s"]))
-    path.code[end["layer"], ""] += max(0.0, report["step_time_s"] - end["end_s"])
+    path.code += max(0.0, report["step_time_s"] - end["end_s"])
     now: Mapping[str, Any] | None = end
     while now is not None and now["end_s"] > 0:
         path.compute += now["end_s"] - max(0.0, now["start_s"])
-        own = microbatches[now["microbatch"]].before(now)
-        before = (one for one in (workers[now["worker"]].before(now), own) if one is not None)
-        last = max(before, key=lambda one: float(one["end_s"]), default=None)  # [1]
-        gaps.explain(path, last, now, (own["layer"] if own is not None else "", now["layer"]))
+        before = [chain.before(now) for chain in (workers[now["worker"]], microbatches[now["microbatch"]])]
+        last = max((one for one in before if one is not None), key=lambda one: float(one["end_s"]), default=None)  # [1]
+        gaps.explain(path, last, now)
         now = last
     return path
 
@@ -275,17 +274,8 @@ class _Gaps:
         self._down = {key: merged(spans) for key, spans in leaving.items()}
         self._full = _crowded(computed, cores) if cores else []
 
-    def explain(
-        self, path: CriticalPath, last: Mapping[str, Any] | None, event: Mapping[str, Any], place: tuple[str, str]
-    ) -> None:
-        """Add the time from the end of ``last`` to the start of ``event`` to the path.
-
-        Args:
-            path: is added to.
-            last: the computation before on the path; None at the start of the step.
-            event: the computation after it.
-            place: the layers between which the microbatch of ``event`` is.
-        """
+    def explain(self, path: CriticalPath, last: Mapping[str, Any] | None, event: Mapping[str, Any]) -> None:
+        """Add the time from ``last`` (None: the start of the step) to ``event`` to the path."""
         start = max(0.0, last["end_s"]) if last is not None else 0.0
         end = event["start_s"]
         path.gaps.append(max(0.0, end - start))
@@ -302,11 +292,11 @@ class _Gaps:
                 path.update += until - start - on_its_way
             else:
                 path.link[kind] += on_its_way
-                path.code[place] += until - start - on_its_way
+                path.code += until - start - on_its_way
             start = until
         crowded = covered((start, end), self._full)
         path.compute += crowded
-        path.code[place] += end - start - crowded
+        path.code += end - start - crowded
 
     def _late(self, event: Mapping[str, Any], start: float, end: float) -> Mapping[str, Any] | None:
         """Return the last copy that ``event`` needs and that arrived within the gap; None without one."""
@@ -474,14 +464,33 @@ def _losses(report: Mapping[str, Any], planned: PlannedStep, cores: int | None) 
             "link": sum(path.link.values()),
             "update": path.update,
             "overhead": path.overhead,
-            "code": sum(path.code.values()) - path.overhead,
+            "code": path.code - path.overhead,
             "slower": slower,
             "imbalance": beyond - slower + planned.seconds - planned.best_s,
         },
         max(path.link, key=lambda kind: path.link[kind], default="weights"),
-        max(path.code, key=lambda place: path.code[place], default=("", "")),
+        _place_of_code(report),
         slowdown,
     )
+
+
+def _place_of_code(report: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the layers between which user code takes longest; an empty name is the start of the step.
+
+    User code runs for one microbatch at a time, so a microbatch may wait at one place for what another one does at
+    another. The code's own duration is the shortest time that any microbatch takes from the one layer to the other.
+    """
+    shortest: dict[tuple[str, str, str, str], float] = defaultdict(lambda: math.inf)
+    last: dict[int, Mapping[str, Any]] = {}
+    start: Mapping[str, Any] = {"layer": "", "kind": "", "end_s": 0.0}
+    for event in report["events"]:  # in the order of their starts
+        if event["kind"] in COMPUTE:
+            before = last.get(event["microbatch"], start)
+            place = before["layer"], event["layer"], before["kind"], event["kind"]
+            shortest[place] = min(shortest[place], event["start_s"] - before["end_s"])
+            last[event["microbatch"]] = event
+    longest = max(shortest, key=lambda place: shortest[place])
+    return longest[0], longest[1]
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -536,10 +545,10 @@ def _of_the_layers(slowdown: float, cores: int | None) -> Finding:
 
 
 def _of_code(before: str, after: str) -> Finding:
-    if before and after:
-        place = f"between layers {before!r} and {after!r}" if before != after else f"around layer {before!r}"
+    if before and before != after:
+        place = f"between layers {before!r} and {after!r}"
     else:
-        place = f"before layer {after!r}" if after else f"after layer {before!r}"
+        place = f"after layer {after!r}" if before else f"before layer {after!r}"
     return Finding(
         f"Code of the step that is in no layer, most of it {place},",
         "Move it out of training_step, into the data loader or a layer; with fewer microbatches (num_microbatches=) it "

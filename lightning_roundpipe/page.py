@@ -29,7 +29,7 @@ _PACKAGES = ("lightning-roundpipe", "torch", "lightning", "transformers", "peft"
 _GIB = 2**30
 _LANES = {"compute": (0.0, 0.62), "up": (0.66, 0.78), "down": (0.82, 0.94)}
 """Top and bottom of each lane in a worker's row of height 1."""
-_WEIGHTLESS = "–"
+_NOTHING = "–"
 
 
 def write_page(
@@ -95,7 +95,7 @@ def _timeline(report: Mapping[str, Any]) -> Any:
     end = max(report["step_time_s"], *(event.end_s for event in events))
     unit, factor = ("s", 1.0) if end >= 1 else ("ms", 1e3)
     figure = _figure(
-        height=90 + 92 * len(workers),
+        height=110 + 92 * len(workers),
         x_range=models.Range1d(begin * factor, end * factor, bounds=(begin * factor, end * factor)),
         y_range=models.Range1d(len(workers) - 0.02, -0.06),
         x_axis_label=f"time in the step ({unit})",
@@ -120,16 +120,16 @@ def _timeline(report: Mapping[str, Any]) -> Any:
                 "top": [row[event.worker] + _LANES[event.lane][0] for event, _ in found],
                 "bottom": [row[event.worker] + _LANES[event.lane][1] for event, _ in found],
                 "what": [event.kind.replace("_", " ") for event, _ in found],
-                "layer": [event.layer or _WEIGHTLESS for event, _ in found],
-                "stage": [stages.get(event.slot, _WEIGHTLESS) for event, _ in found],
-                "microbatch": [str(event.microbatch) if event.microbatch >= 0 else _WEIGHTLESS for event, _ in found],
+                "layer": [event.layer or _NOTHING for event, _ in found],
+                "stage": [stages.get(event.slot, _NOTHING) for event, _ in found],
+                "microbatch": [str(event.microbatch) if event.microbatch >= 0 else _NOTHING for event, _ in found],
                 "took": [_precise(event.end_s - event.start_s) for event, _ in found],
-                "bytes": [gib(size) if size else _WEIGHTLESS for _, size in found],
+                "bytes": [gib(size) if size else _NOTHING for _, size in found],
             }
         )
         figure.quad(
             left="left", right="right", top="top", bottom="bottom", source=source, color=colour, line_width=0.5,
-            line_color=colour if "copy" in label or "upload" in label else "white", legend_label=label,
+            line_color=colour if "copy" in label or "upload" in label else "#FFFFFF66", legend_label=label,
         )  # fmt: skip
     hover = models.HoverTool(
         tooltips=[
@@ -143,7 +143,7 @@ def _timeline(report: Mapping[str, Any]) -> Any:
     )
     figure.add_tools(hover)
     legend = figure.legend[0]
-    legend.orientation, legend.click_policy, legend.ncols = "horizontal", "hide", 7
+    legend.orientation, legend.click_policy, legend.ncols = "horizontal", "hide", 4
     legend.background_fill_alpha, legend.border_line_color = 0.0, None
     legend.label_text_font_size = "12px"
     figure.add_layout(legend, "above")
@@ -154,7 +154,7 @@ def _precise(value: float) -> str:
     return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.2f} ms"
 
 
-_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#8A8A8A")
+_LINES = ("#2F8FD0", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#8A8A8A")
 
 
 def _curves(report: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -199,7 +199,15 @@ def _curves(report: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> 
 
 def _curve(steps: Sequence[int], unit: str, lines: Mapping[str, Sequence[float | None]]) -> Any:
     models = need("bokeh.models", "")
-    figure = _figure(height=230, x_axis_label="optimizer steps", y_axis_label=unit, x_range=models.DataRange1d())
+    lowest = {} if unit == "loss" else {"start": 0}
+    figure = _figure(
+        height=230,
+        x_axis_label="optimizer steps",
+        y_axis_label=unit,
+        x_range=models.DataRange1d(),
+        y_range=models.DataRange1d(only_visible=True, **lowest),
+    )
+    figure.toolbar.autohide = True
     for number, (label, values) in enumerate(lines.items()):
         source = models.ColumnDataSource(
             {"x": list(steps), "y": [float("nan") if value is None else value for value in values]}
@@ -215,7 +223,7 @@ def _curve(steps: Sequence[int], unit: str, lines: Mapping[str, Sequence[float |
         )
     if len(lines) > 1:
         legend = figure.legend[0]
-        legend.orientation, legend.ncols, legend.click_policy = "horizontal", 4, "hide"
+        legend.orientation, legend.ncols, legend.click_policy = "horizontal", 3, "hide"
         legend.background_fill_alpha, legend.border_line_color = 0.0, None
         legend.label_text_font_size = "12px"
         figure.add_layout(legend, "above")
@@ -337,7 +345,7 @@ def _advice(report: Mapping[str, Any], diagnosis: Diagnosis | None) -> str:
             f"{SLOW - 1:.0%} more is taken for what a plan cannot know."
         )
     rows = [
-        (cause, seconds(lost), diagnosis.said[cause].what, diagnosis.said[cause].remedy)
+        (cause, seconds(lost), diagnosis.said[cause].what.rstrip(","), diagnosis.said[cause].remedy or "no setting")
         for cause, lost in sorted(diagnosis.lost_s.items(), key=lambda item: -item[1])
         if lost >= 0.005 * diagnosis.step_s
     ]
@@ -356,12 +364,13 @@ def _plan(report: Mapping[str, Any]) -> str:
             names.get(slot["slot"], slot["slot"]),
             slot["round"],
             slot["phase"],
-            " … ".join(dict.fromkeys((slot["layers"][0], slot["layers"][-1]))) if slot["layers"] else _WEIGHTLESS,
+            " … ".join(dict.fromkeys((slot["layers"][0], slot["layers"][-1]))),
             len(slot["layers"]),
             slot["worker"],
             _precise(took[slot["slot"]]),
         )
         for slot in report["slots"]
+        if slot["layers"]  # nothing differentiates through frozen embeddings
     ]
     return _table(("stage", "round", "phase", "layers", "number", "worker", "computing"), rows)
 

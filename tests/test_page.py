@@ -1,0 +1,164 @@
+"""The report page: complete in one file, with the report's figures, and drawn by a browser without an error."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import loader, ours, quiet, trainer_of
+from test_monitor import WIDTH, Slow, known, times
+
+from lightning_roundpipe import RoundPipeMonitor
+from lightning_roundpipe.diagnosis import diagnose
+from lightning_roundpipe.messages import gib, seconds
+from lightning_roundpipe.page import write_page
+
+HISTORY = [
+    {
+        "step": step, "loss": 3.0 / step, "device_gib": [0.5, 0.25], "device_planned_gib": 0.75, "host_gib": 2.0,
+        "tokens_per_s": 1234.0, "step_time_s": 2.0, "planned_step_time_s": 1.5, "bubble_pct": 10.0,
+    }
+    for step in (1, 2, 3)
+]  # fmt: skip
+
+
+def full(**changes: Any) -> dict[str, Any]:
+    more = {
+        "peak_device_bytes": [1 << 29, 1 << 28], "peak_host_bytes": 3 << 30, "planned_host_bytes": 1 << 30,
+        "stall_pct": 1.5, "bytes_uploaded": [1 << 20, 1 << 20], "bytes_downloaded": [1 << 19, 0],
+    }  # fmt: skip
+    return known() | more | changes
+
+
+def page(folder: Path, **options: Any) -> str:
+    write_page(full(), folder / "report.html", **options)
+    return (folder / "report.html").read_text()
+
+
+class References(HTMLParser):
+    """What a browser would load, and the text that it would show."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.shown: list[str] = []
+        self._hidden = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._hidden = tag in ("script", "style")
+        self.loaded += [str(v) for name, v in attrs if name in ("src", "href", "srcset", "data", "action") and v]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden and data.strip():
+            self.shown.append(" ".join(data.split()))
+
+
+def test_nothing_is_loaded(tmp_path: Path) -> None:
+    text = page(tmp_path, history=HISTORY)
+    assert [target for target in References(text).loaded if not target.startswith("data:")] == []
+    for style in re.findall(r"<style>(.*?)</style>", text, re.DOTALL):
+        assert "@import" not in style and "url(" not in style
+    assert len(text) < 2_000_000
+
+
+def test_its_figures_are_the_reports(tmp_path: Path) -> None:
+    report = full()
+    shown = References(page(tmp_path, history=HISTORY, settings={"data": {"batch_size": 8}})).shown
+    for value in (
+        seconds(report["step_time_s"]),
+        f"{report['bubble_pct']:.1f} %",
+        "1.5 % waiting for copies",
+        gib(1 << 29),
+        f"{gib(report['planned_device_bytes'])} planned",
+        "3.0 GiB",
+        "1.0 GiB for weights, gradients, optimizer",
+        "2.0 MiB",
+        "1,234",
+        report["plan"],
+        "data.batch_size",
+        torch.__version__.partition("+")[0],
+    ):
+        assert any(value == text or value in text for text in shown), value
+    stages = [text for text in shown if re.fullmatch(r"[FB]\d+|fused", text)]
+    assert {text for text in stages if text != "fused"} == {"F1", "F2", "B1", "B2", "B3", "B4", "B5"}
+    assert {"Loss", "Speed", "Step time", "Peak memory of devices", "Host memory"} <= {*shown}
+
+
+def test_every_event_is_drawn(tmp_path: Path) -> None:
+    text, report = page(tmp_path), full()
+    kinds = {event["kind"] for event in report["events"]}
+    assert kinds == {"forward", "recompute", "backward"}
+    for layer in {event["layer"] for event in report["events"]}:
+        assert f'"{layer}"' in text, layer
+    assert text.count('"type":"object","name":"Quad"') >= len(kinds) + 1  # the fused forward has a colour of its own
+
+
+def test_what_to_change(tmp_path: Path) -> None:
+    report = known()
+    slow = diagnose([report], times(report, between_s=1.0, fetch_s=0.9))
+    shown = " ".join(References(page(tmp_path, diagnosis=slow)).shown)
+    assert "longer than the" in shown and "num_workers=" in shown
+    fine = diagnose([report], times(report))
+    shown = " ".join(References(page(tmp_path, diagnosis=fine)).shown)
+    assert "are planned" in shown and "num_workers=" not in shown
+    assert "a RoundPipeMonitor and eight steps are needed" in " ".join(References(page(tmp_path)).shown)
+
+
+def test_text_is_escaped(tmp_path: Path) -> None:
+    text = page(tmp_path, settings={"prompt": "</td><script>alert(1)</script>"})
+    assert "<script>alert(1)" not in text
+
+
+def test_a_strategy_writes_it_after_a_run(tmp_path: Path) -> None:
+    strategy, monitor = ours(num_microbatches=2), RoundPipeMonitor(every_n_steps=1)
+    with pytest.raises(ValueError, match="none has finished yet"):
+        strategy.save_report(tmp_path / "early.html")
+    with quiet():
+        trainer_of(strategy, devices=2, callbacks=[monitor]).fit(Slow(), loader([torch.randn(4, WIDTH)] * 3))
+    strategy.save_report(tmp_path / "report.html")
+    shown = References((tmp_path / "report.html").read_text()).shown
+    assert strategy.report()["plan"] in shown and "Loss" in shown
+    assert "num_microbatches" in shown  # settings that are not defaults
+
+
+def test_without_bokeh_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bokeh"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    with pytest.raises(ImportError, match=r"bokeh is not installed: pip install .*\[report\]"):
+        page(tmp_path)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_draws_it_without_an_error(tmp_path: Path, scheme: str) -> None:
+    page(tmp_path, history=HISTORY)
+    assert CHROMIUM is not None
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=15000 "
+        f"--host-resolver-rules=MAP\t*\t~NOTFOUND --blink-settings=preferredColorScheme={int(scheme == 'light')}"
+    ).split(" ")
+    flags = [flag.replace("\t", " ") for flag in flags]
+    folder = f"--user-data-dir={tmp_path / 'profile'}"
+    command = [CHROMIUM, *flags, folder, "--dump-dom", f"file://{tmp_path}/report.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not [line for line in said if re.search(r"error|warn|uncaught|failed", line, re.IGNORECASE)], said
+    assert f'data-theme="{scheme}"' in done.stdout and 'data-ready="yes"' in done.stdout
+    assert done.stdout.count('class="bk-Figure"') == 6  # a timeline and five curves
