@@ -137,15 +137,16 @@ def stall_seconds(report: Mapping[str, Any]) -> dict[str, float]:
 def link_use(report: Mapping[str, Any]) -> dict[str, float]:
     """Return the share of the step, 0 to 1, in which the links ``"up"`` to the devices and ``"down"`` carry copies."""
     step = report["step_time_s"]
-    shares = {}
-    for name, kinds in (("up", UPLOADS), ("down", DOWNLOADS)):
-        busy = 0.0
-        for worker in range(report["workers"]):
-            spans = merged(
-                (e["start_s"], e["end_s"]) for e in report["events"] if e["kind"] in kinds and e["worker"] == worker
+    spans: dict[tuple[str, int], list[Interval]] = defaultdict(list)
+    for event in report["events"]:
+        if event["kind"] not in COMPUTE:
+            spans["up" if event["kind"] in UPLOADS else "down", event["worker"]].append(
+                (event["start_s"], event["end_s"])
             )
-            busy += covered((0.0, step), spans)
-        shares[name] = busy / (step * report["workers"]) if step > 0 else 0.0
+    shares = dict.fromkeys(("up", "down"), 0.0)
+    for (way, _), copies in spans.items():
+        if step > 0:
+            shares[way] += covered((0.0, step), merged(copies)) / (step * report["workers"])
     return shares
 
 

@@ -2,7 +2,7 @@
 
     every batch ── times on the main thread: between two batches, in the data loader, in the optimizer's step ── [1]
     every n optimizer steps ── the strategy's report of the last finished step, its figures to all loggers ── [2]
-    once, and again at [2] ── several times and reports, compared with the plan (`diagnosis`) ── one warning ── [3]
+    once, and again at some of [2] ── times and reports, compared with the plan (`diagnosis`) ── one warning ── [3]
 
 Batches cost two readings of a clock. What a report costs grows with the step's events, so it is read at [2] and [3].
 """
@@ -22,13 +22,23 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_roundpipe.devices.core_semaphore import concurrent_devices
-from lightning_roundpipe.diagnosis import Diagnosis, StepTimes, diagnose, link_use, planned_step, stall_seconds
+from lightning_roundpipe.diagnosis import (
+    Diagnosis,
+    PlannedStep,
+    StepTimes,
+    diagnose,
+    link_use,
+    planned_step,
+    stall_seconds,
+)
 from lightning_roundpipe.messages import PREFIX, warn
 
 FIRST = 2
 """Batches before the first one that counts: the first is measured, and in the second one buffers are allocated."""
 ENOUGH = 5
 """Batches that a diagnosis needs."""
+AGAIN = 50
+"""Least number of batches between two diagnoses: each takes some milliseconds for each report."""
 SAMPLES = 3
 """Reports that a diagnosis is made from."""
 LEAST_S = 0.05
@@ -103,6 +113,9 @@ class RoundPipeMonitor(Callback):
         self._batches = 0
         self._steps = 0
         self._plan: tuple[str, int] | None = None
+        self._planned: PlannedStep | None = None
+        self._diagnosed = 0
+        """The batch of the last diagnosis."""
         self._times: deque[StepTimes] = deque(maxlen=50)
         self._reports: deque[Mapping[str, Any]] = deque(maxlen=SAMPLES)
 
@@ -193,11 +206,13 @@ class RoundPipeMonitor(Callback):
         report = trainer.strategy.report() if _reports(trainer) else {}  # type: ignore[attr-defined]
         if report:
             values |= figures(report)
-            planned = planned_step(report, _cores(trainer))
-            if planned is not None:
-                values["planned_step_time_s"] = planned.seconds * interval.batches / interval.steps
             self._add(report)
-            self._diagnose(trainer)
+            if self._planned is None:
+                self._planned = planned_step(report, _cores(trainer))
+            if self._planned is not None:
+                values["planned_step_time_s"] = self._planned.seconds * interval.batches / interval.steps
+            if self._batches - self._diagnosed >= AGAIN:
+                self._diagnose(trainer)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             values["loss_scale"] = scaler.get_scale()
@@ -237,13 +252,14 @@ class RoundPipeMonitor(Callback):
     def _add(self, report: Mapping[str, Any]) -> None:
         plan = report.get("plan", ""), report.get("microbatches", 0)
         if plan != self._plan:
-            self._plan = plan
+            self._plan, self._planned = plan, None
             self._reports.clear()
         self._reports.append(report)
 
     def _diagnose(self, trainer: Trainer) -> None:
         if len(self._times) < min(ENOUGH, SAMPLES) or not self._reports:
             return
+        self._diagnosed = self._batches
         found = diagnose(list(self._reports), list(self._times)[-ENOUGH:], _cores(trainer))
         if found is None:
             return

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+from harness import quiet
 from patience import PATIENCE_S
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
@@ -74,3 +78,26 @@ def test_preferences(tmp_path: Path) -> None:
     assert float(found[0][1]) == 0 and abs(float(found[0][2])) < 1e-6  # it is the reference
     assert float(found[1][1]) > 90 and float(found[1][2]) > 1
     assert "the reference is what it was" in said
+
+
+def test_the_notebook_shows_equal_losses_the_plan_and_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells run in order in one namespace, as Jupyter runs them."""
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((FOLDER / "quickstart.ipynb").read_text())
+    assert "## `quickstart.ipynb`" in (FOLDER / "README.md").read_text()
+    found: dict[str, Any] = {"__name__": "__main__"}
+    with warnings.catch_warnings(), quiet():
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                exec(compile("".join(cell["source"]), cell["id"], "exec"), found)
+                assert not [output for output in cell["outputs"] if output["output_type"] == "error"]
+    said = capsys.readouterr().out
+    assert len(found["plain"]) == len(found["ours"]) == 8
+    assert found["ours"] == pytest.approx(found["plain"], abs=1e-5)
+    assert found["report"]["plan"] in said and f"step 7: plain {found['plain'][7]:.6f}, " in said
+    assert found["picture"].shape[1] > 1000
+    assert not list(tmp_path.iterdir()), "it leaves files behind"
+    shown = {output["output_type"] for cell in notebook["cells"] for output in cell.get("outputs", ())}
+    assert shown == {"stream", "display_data"}  # what it prints and draws is saved with it

@@ -232,7 +232,7 @@ def test_every_figure_reaches_the_logger(trained: tuple[RoundPipeMonitor, Memory
     mine = [(step, line) for step, line in logger.lines if any(name.startswith("roundpipe/") for name in line)]
     assert [step for step, _ in mine] == [1, 3]  # Lightning counts from 0
     last = {name.removeprefix("roundpipe/"): value for name, value in mine[-1][1].items()}
-    assert last.keys() == NAMES
+    assert last.keys() == NAMES  # with the optimizer's lag: the monitor looks at no weights, so training does not wait
     assert last["tokens_per_s"] == pytest.approx(32 / last["step_time_s"])
     assert last["device_planned_gib"] == report["planned_device_bytes"] / 2**30
     assert 0 < last["device_peak_gib"] <= max(report["peak_device_bytes"]) / 2**30 * 1.01
@@ -258,12 +258,6 @@ def test_an_fp16_run_logs_its_loss_scale() -> None:
     with quiet():
         trainer.fit(Tokens(), loader(batches))
     assert logger.lines[-1][1]["roundpipe/loss_scale"] == trainer.precision_plugin.scaler.get_scale()  # type: ignore[attr-defined]
-
-
-def test_the_monitor_does_not_make_training_wait() -> None:
-    """It looks at no weights, so the optimizer keeps its thread: the report knows when an update ended."""
-    monitor, _, _ = fit(Slow(), ours(num_microbatches=2), steps=4)
-    assert "optimizer_lag_s" in monitor.history[0]
 
 
 def test_under_another_strategy_times_are_logged_and_a_message_says_what_is_missing(

@@ -67,7 +67,8 @@ def test_the_metadata_are_complete(metadata: str) -> None:
     assert message["Author"] and message["Summary"] and message["License-Expression"] == "Apache-2.0"
     named = dict(value.split(", ") for value in message.get_all("Project-URL", []))
     assert named == PROJECT["urls"]
-    assert {"all", "data", "docs", "plots", "quant", "tensorboard", "dev"} == set(message.get_all("Provides-Extra", []))
+    extras = {"all", "data", "docs", "plots", "quant", "report", "tensorboard", "dev"}
+    assert extras == set(message.get_all("Provides-Extra", []))
     assert all(url.startswith(named["Repository"]) for name, url in named.items() if name != "Paper")
 
 
