@@ -1,7 +1,7 @@
 """What ``RoundPipeMonitor`` costs: its share of the steps of a run, by the clock around its own hooks.
 
-The share is measured within one run: steps of two runs differ by more than the monitor takes. It logs into a CSV file, at
-every step and at every tenth; the default is every fiftieth. The goal is 1 %.
+The share is measured within one run: steps of two runs differ by more than the monitor takes. It logs into a CSV file,
+at every step and at every tenth; the default is every fiftieth. The goal is 1 %.
 
     .venv/bin/python benchmarks/bench_monitor.py [--layers 32] [--seconds 0.01] [--steps 20]
 """
