@@ -18,12 +18,14 @@ from lightning_roundpipe.config import PRECISION_ALIASES, parse_bytes, reduce_dt
 from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 
-if TYPE_CHECKING:
-    from lightning_roundpipe.commands.plan_shape import Wish  # and with it torch
+if TYPE_CHECKING:  # and with them torch
+    from lightning_roundpipe.commands.explain import Explained
+    from lightning_roundpipe.commands.plan_model import Outlook
+    from lightning_roundpipe.commands.plan_shape import Wish
 
 _OF_MODELS = (
     "hardware", "hardware_file", "gpu", "gpus", "host_memory", "lora", "lora_settings", "model_settings", "precision",
-    "sequence_length", "microbatch_size", "reduce_dtype",
+    "sequence_length", "microbatch_size", "reduce_dtype", "explain",
 )  # fmt: skip
 TABLE_SEARCH_SECONDS = 2.0
 """Longest search for each row of a table."""
@@ -53,6 +55,7 @@ class PlanOptions:
         "model=qwen3_32b hardware=rtx4090x8 lora=all_linear lora.r=16",
         "model=my-model/config.json hardware=machine.yaml format=json",
         "model=llama3_1_8b,qwen3_32b hardware=rtx4090x4,rtx4090x8",
+        "model=llama3_1_8b gpu=rtx4090 explain=memory picture=memory.png",
         "costs=run/costs.json workers=4 microbatches=8 memory=24GB",
         "costs=paper case=llama3.1-8b picture=plan.png",
     )
@@ -102,8 +105,9 @@ class PlanOptions:
     )
     stage_seconds: float | None = option("longest stage, instead of a search", default=None)
     plan: str | None = option("judge this one: 'forward 0-3; ...'", default=None, shown="TEXT")
+    explain: Literal["memory"] | None = option("list each tensor at a worker's worst moment", default=None)
     format: Literal["table", "json", "csv"] = option("how to print it", default="table")
-    picture: Path | None = option("steps, or tokens/s of all: .png, .pdf, .svg", default=None)
+    picture: Path | None = option("steps, tokens/s of all, or what is explained", default=None)
     trace: Path | None = option("write the steps for ui.perfetto.dev", default=None)
 
 
@@ -137,7 +141,7 @@ def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
         raise ValueError(
             f"{what} with several values makes a table of models, and costs= has no model: give one value."
         )
-    for name in ("plan", "trace"):
+    for name in ("plan", "trace", "explain"):
         if getattr(first, name) is not None:
             raise ValueError(f"{name}= is about one plan, and this is a table of many: leave it out, or ask for one.")
     if first.stage_seconds is not None:
@@ -237,22 +241,28 @@ def _refuse_search(options: PlanOptions) -> None:
 
 def _plan_model(options: PlanOptions) -> Reply:
     check_targets({}, {"picture": options.picture, "trace": options.trace})
+    if options.explain is not None and options.format == "csv":
+        raise ValueError("format=csv has no place for explain=: take format=json, or leave one of them out.")
     wish = _wish(options, SEARCH_SECONDS)
     if options.hardware == AUTO:
         wish = replace(wish, hardware=str(_measured(options, wish)))
     # Imports that take longer than all else that costs= needs.
+    from lightning_roundpipe.commands.explain import as_list
+    from lightning_roundpipe.commands.explain_table import as_parts
     from lightning_roundpipe.commands.plan_model import look
     from lightning_roundpipe.commands.plan_model_table import as_dict, as_table
     from lightning_roundpipe.commands.remedies import find_remedies
 
     with waiting("planning"):
         found = look(wish)
-    if not found.fits and (options.picture or options.trace):
+    explained = _explained(found, options)
+    steps = None if explained else options.picture
+    if not found.fits and (steps or options.trace):
         print("roundpipe-plan: picture= and trace= have no steps to draw, as it does not fit.", file=sys.stderr)
-    elif options.picture or options.trace:
+    elif steps or options.trace:
         from lightning_roundpipe.commands.plan_charts import draw_model
 
-        draw_model(found, options.picture, options.trace)
+        draw_model(found, steps, options.trace)
     code = 0 if found.fits else 1
     if options.format == "csv":  # has no place for what would fit
         from lightning_roundpipe.commands.plan_several import Cell
@@ -261,8 +271,24 @@ def _plan_model(options: PlanOptions) -> Reply:
         return Reply(as_csv([Cell({}, wish, found=as_dict(found))]), code)
     with waiting("it does not fit: looking for what would"):
         remedies = None if found.fits else find_remedies(found)
-    shown = as_json(as_dict(found, remedies)) if options.format == "json" else as_table(found, remedies)
-    return Reply(shown, code)
+    if options.format == "json":
+        memory = {"memory": as_list(explained)} if explained else {}
+        return Reply(as_json({**as_dict(found, remedies), **memory}), code)
+    return Reply(as_table(found, remedies, as_parts(explained)), code)
+
+
+def _explained(found: Outlook, options: PlanOptions) -> list[Explained]:
+    """What ``explain=`` asks for; draws it if that is asked for."""
+    if options.explain is None:
+        return []
+    from lightning_roundpipe.commands.explain import explain
+
+    explained = explain(found)
+    if options.picture:
+        from lightning_roundpipe.commands.explain_chart import draw_explained
+
+        draw_explained(explained, options.picture)
+    return explained
 
 
 def _measured(options: PlanOptions, wish: Wish) -> Path:

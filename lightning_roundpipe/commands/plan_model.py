@@ -361,13 +361,20 @@ def find_longest(
     return Longest(low, reason)
 
 
+def plan_of_longest(
+    costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
+) -> Plan:
+    """The plan by which `find_longest` judges."""
+    lowest = min_round or workers
+    most = max(lowest, _host_round(costs, shape, microbatches))
+    return smallest_within(costs, workers, microbatches, lowest, memory, most)
+
+
 def _why_not(
     costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
 ) -> str | None:
     """What is too large, in words; None: it fits."""
-    lowest = min_round or workers
-    most = max(lowest, _host_round(costs, shape, microbatches))
-    plan = smallest_within(costs, workers, microbatches, lowest, memory, most)
+    plan = plan_of_longest(costs, shape, workers, microbatches, memory, min_round)
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
         return f"memory={_size(memory)} of each worker, the largest part for {_without_stage(item)}"

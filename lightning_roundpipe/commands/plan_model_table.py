@@ -19,8 +19,10 @@ from lightning_roundpipe.commands.remedies import Remedies, size_text
 from lightning_roundpipe.planning.memory import Item, Parameters, StageRow
 
 
-def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType:
-    """The verdict first and what would fit, then where the memory goes, then the plan."""
+def as_table(
+    found: Outlook, remedies: Remedies | None = None, explained: Sequence[RenderableType] = ()
+) -> RenderableType:
+    """The verdict first and what would fit, then where the memory goes, what is ``explained`` of it, then the plan."""
     wish, plan = found.wish, found.plan
     reduced = "" if wish.reduce_dtype is None else f", gradients travel in {wish.reduce_dtype}"
     adapters = "" if wish.lora == "none" else f", lora={wish.lora}"
@@ -50,8 +52,9 @@ def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType
     if remedies is not None:
         parts += ["", *_remedies(found, remedies)]
     parts += ["", *(Text(line) for line in head)]
-    parts.append(_memory_table("Each worker", found.device_items, found.memory, locked=False))
-    parts.append(_memory_table("Host", found.host_items, found.hardware.host_memory, locked=True))
+    parts.append(memory_table("Each worker", found.device_items, found.memory, locked=False))
+    parts.append(memory_table("Host", found.host_items, found.hardware.host_memory, locked=True))
+    parts += explained
     if found.run is not None:
         sizes = [("forward", plan.forward), ("fused", [plan.fused]), ("backward", plan.backward)]
         cut = "; ".join(f"{phase} {_runs([len(span) for span in spans])}" for phase, spans in sizes)
@@ -126,7 +129,7 @@ def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
     return parts
 
 
-def _memory_table(title: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
+def memory_table(title: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(title, overflow="fold")
     table.add_column("GiB", justify="right", no_wrap=True)

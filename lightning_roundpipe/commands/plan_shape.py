@@ -17,8 +17,9 @@ from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
+from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, layer_bytes
+from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, estimate_memory, layer_bytes
 from lightning_roundpipe.planning.memory import ARENAS, Parameters
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
@@ -132,6 +133,14 @@ class ModelShape:
         if key not in self._known:
             self._known[key] = self._costs(microbatch_size, sequence_length)
         return self._known[key]
+
+    def memories(self, microbatch_size: int, sequence_length: int) -> list[CallMemory]:
+        """What the activations of each call of `costs` consist of."""
+        tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
+        with lean_logits(self._module) if self._lean else nullcontext():
+            return estimate_memory(
+                self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware, packed=self._packed
+            )
 
     def _costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")

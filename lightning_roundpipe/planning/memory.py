@@ -170,7 +170,7 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None) -> 
         position = max(range(len(stages)), key=lambda position: int(getattr(needs[position], what)))
         size = getattr(needs[position], what)
         items.append(Item(f"{plural(arenas, 'arena')} for {what}, of stage {position}", arenas * size))
-    position = max(range(len(stages)), key=lambda position: needs[position].activations + waiting[position])
+    position = worst_stage(plan, costs, workers)
     stage, size = stages[position], needs[position].activations
     last = min(costs.calls[-1].activation_bytes, size) if stage.phase == "fused" else 0
     if last:  # of the last call, and the loss that follows it
@@ -184,6 +184,16 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None) -> 
     if ahead := planned_bytes(plan, costs, workers, budget) - device_bytes(plan, costs, workers):
         items.append(Item("boundary tensors that are brought ahead", ahead))
     return items
+
+
+def worst_stage(plan: Plan, costs: Costs, workers: int) -> int:
+    """Position of the stage whose activations, with what waits beside them, are the most; the last of equals.
+
+    On a GPU a forward is counted with its call's backward, so that backward stages are the ones that really need it.
+    """
+    needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
+    sizes = [need.activations + size for need, size in zip(needs, waiting, strict=True)]
+    return max(range(len(sizes)), key=lambda position: (sizes[position], position))
 
 
 @dataclass(frozen=True)
