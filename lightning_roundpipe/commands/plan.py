@@ -25,12 +25,18 @@ if TYPE_CHECKING:  # and with them torch
 
 _OF_MODELS = (
     "hardware", "hardware_file", "gpu", "gpus", "host_memory", "lora", "lora_settings", "model_settings", "precision",
-    "sequence_length", "microbatch_size", "reduce_dtype", "explain",
+    "sequence_length", "max_positions", "microbatch_size", "reduce_dtype", "explain",
 )  # fmt: skip
 TABLE_SEARCH_SECONDS = 2.0
 """Longest search for each row of a table."""
 
-_MOST = {"workers": 1024, "microbatches": 4096, "microbatch_size": 65536, "sequence_length": 2**24}
+_MOST = {
+    "workers": 1024,
+    "microbatches": 4096,
+    "microbatch_size": 65536,
+    "sequence_length": 2**24,
+    "max_positions": 2**24,
+}
 
 
 def read_precision(text: str, name: str) -> Precision:
@@ -81,6 +87,7 @@ class PlanOptions:
         "gradients travel in; by default fp32", default=None, read=reduce_dtype_of, shown="NAME", many=True
     )
     sequence_length: int | None = option("in tokens; by default 2048", default=None, at_least=1, many=True)
+    max_positions: int | None = option("tokens, beyond those of the model", default=None, at_least=1)
     microbatch_size: int | None = option("in sequences; by default the fastest", default=None, at_least=1, many=True)
 
     costs: str | None = option(
@@ -337,6 +344,7 @@ def _wish(options: PlanOptions, search_seconds: float) -> Wish:
         plan=options.plan,
         stage_seconds=options.stage_seconds,
         reduce_dtype=options.reduce_dtype,
+        max_positions=options.max_positions,
     )
     refuse_unscaled(wish.reduce_dtype, wish.precision)
     return wish

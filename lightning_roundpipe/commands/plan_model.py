@@ -76,6 +76,8 @@ class Outlook:
     longest: Longest | None
     refined: Refined
     assumed: tuple[str, ...] = ()
+    configured_positions: int = 0
+    """Of the model's configuration, where the wish offers more."""
 
     @cached_property
     def device_items(self) -> list[Item]:
@@ -184,7 +186,7 @@ def _length_of(wish: Wish, shape: ModelShape) -> int:
     if length > shape.longest:
         raise ValueError(
             f"sequence_length={length} is longer than the {shape.longest} tokens that model={wish.model} "
-            "has positions for (max_position_embeddings)."
+            f"has positions for (max_position_embeddings). Offer it more with max_positions={length}."
         )
     return length
 
@@ -194,7 +196,7 @@ def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
     memory = memory_of(wish, machine)
     return ModelShape(
         wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
-        wish.reduce_dtype, wish.like_paper,
+        wish.reduce_dtype, wish.like_paper, wish.max_positions,
     )  # fmt: skip
 
 
@@ -218,6 +220,7 @@ def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, lon
         wish, machine, shape.parameters, length, chosen.costs, workers, microbatches, chosen.size, chosen.limits,
         chosen.rules, plan, run,
         find_longest(shape, workers, microbatches, memory, wish.min_round) if longest else None, shape.refined, assumed,
+        shape.configured,
     )  # fmt: skip
 
 
@@ -348,7 +351,8 @@ def find_longest(
     low, high = 0, max(shape.longest // _LENGTHS * _LENGTHS, min(shape.longest, _LENGTHS))
     reason = why_not(high)
     if reason is None:
-        return Longest(high, "the model's max_position_embeddings")
+        offered = shape.longest > shape.configured
+        return Longest(high, f"max_positions={shape.longest}" if offered else "the model's max_position_embeddings")
     while high - low > max(1, min(_LENGTHS, low // _EXACTLY)):
         middle = (low + high) // 2
         if high - low > _LENGTHS:

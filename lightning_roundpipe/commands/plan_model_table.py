@@ -46,6 +46,11 @@ def as_table(
         head += _packed(found.parameters)
     elif found.parameters.frozen and found.parameters.compute_bytes < 4:
         head.append("Frozen weights are counted in 16 bits: load them so (model.dtype=bfloat16).")
+    if wish.max_positions is not None:
+        head.append(
+            f"Planned for {wish.max_positions:,} positions (max_positions=); the configuration has "
+            f"{found.configured_positions:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
+        )
     if found.cuts:
         head.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
     parts: list[RenderableType] = [Text(line) for line in (_verdict(found), *_facts(found))]
@@ -223,6 +228,7 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "staleness": wish.staleness,
         "reduce_dtype": wish.reduce_dtype,
         "partitioner": partitioner_of(wish),
+        "max_positions": wish.max_positions,
         "fits": found.fits,
         **times,
         "workers": found.workers,

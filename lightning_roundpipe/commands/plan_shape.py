@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from lightning_roundpipe.commands.choices import make_model, read_config
 from lightning_roundpipe.commands.options import Settings
@@ -63,6 +64,7 @@ class Wish:
     model_settings: Settings = ()
     reduce_dtype: str | None = None
     like_paper: bool = False
+    max_positions: int | None = None
 
     def changed(self, changes: Mapping[str, Any]) -> Wish:
         """With other values of these options; ``model.NAME`` and ``lora.NAME`` are settings."""
@@ -85,17 +87,23 @@ class ModelShape:
         like_paper: whether the times are those of the paper's library: the loss takes no longer than the output layer's
             products, the host issues the operations of one expert after another, and without staleness the optimizer
             begins when backward is over.
+        max_positions: tokens of the longest sequence that the model is to have positions for; None: as many as its
+            configuration says.
     """
 
     def __init__(
         self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0,
         memory: int | None = None, model_settings: Settings = (), lora_settings: Settings = (),
-        reduce_dtype: str | None = None, like_paper: bool = False,
+        reduce_dtype: str | None = None, like_paper: bool = False, max_positions: int | None = None,
     ) -> None:  # fmt: skip
         config, self.quantization = read_config(model, model_settings)
         if self.quantization is not None and lora == "none":
             raise ValueError(_untrained(model, self.quantization))
-        self.longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
+        self.configured = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
+        self.longest = self.configured
+        if max_positions is not None:
+            _offer(config, max_positions, model, self.configured)
+            self.longest = max_positions
         self.hardware = hardware
         self._like_paper = like_paper
         self._module = make_model(config, model, lora, precision, lora_settings)
@@ -174,6 +182,16 @@ class ModelShape:
         updates = UpdateModel(machine.optimizer_rate(traffic), blocking=blocking, piece_bytes=PART_BYTES)
         host = HostTime(machine.call_s, machine.turn_s, machine.hop_s, shared=True)
         return Rules(staleness=staleness, host=host, links=machine.links(), updates=updates)
+
+
+def _offer(config: PretrainedConfig, max_positions: int, model: str, configured: int) -> None:
+    """Makes the configuration have more positions."""
+    if max_positions <= configured:
+        raise ValueError(
+            f"max_positions={max_positions} is no more than the {configured} tokens that model={model} has positions "
+            "for: leave it out."
+        )
+    config.get_text_config().max_position_embeddings = max_positions
 
 
 def _untrained(model: str, quantization: Quantization) -> str:
