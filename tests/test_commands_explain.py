@@ -37,6 +37,9 @@ def test_the_rows_together_are_what_is_planned(command: Any, hardware: str, give
     stage = found["stages"][of_plan["stage"]]
     assert (of_plan["phase"], of_plan["activation_bytes"]) == (stage["phase"], stage["activation_bytes"])
     assert (of_plan["tokens"], of_longest["tokens"]) == (128, found["longest_sequence"])
+    tiles = found["in_tiles"]
+    # It has fewer positions than a tile has tokens.
+    assert (tiles["longest"]["tokens"], tiles["slowdown"]) == (found["longest_sequence"], 0.0)
 
 
 def test_a_fused_stage_has_graphs_of_other_calls(command: Any) -> None:
@@ -59,6 +62,8 @@ def test_the_table_names_modules_and_has_room_for_its_columns(command: Any, monk
     assert "head room" in shown
     assert "mlp.gate_proj" in shown or "lm_head" in shown
     assert max(map(len, shown.splitlines())) <= 80
+    said = " ".join(shown.split())
+    assert "Not built, planned only: if modules that act on each token alone ran in tiles of 4,096 tokens" in said
 
 
 @pytest.mark.slow

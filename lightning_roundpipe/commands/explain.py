@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_roundpipe.commands.plan_model import Outlook, plan_of_longest, shape_of
-from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.commands.plan_model import Longest, Outlook, find_longest, plan_of_longest, shape_of
+from lightning_roundpipe.commands.plan_shape import TILE, ModelShape
 from lightning_roundpipe.planning.census import CallMemory, Part, Row
-from lightning_roundpipe.planning.costs import Costs
+from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.memory import Item, device_items, worst_stage
 from lightning_roundpipe.planning.schedule import Plan
 
@@ -75,6 +75,39 @@ class Explained:
     @property
     def needed(self) -> int:
         return sum(item.nbytes for item in self.items)
+
+
+@dataclass(frozen=True)
+class InTiles:
+    """What would be if modules that act on each token alone ran in tiles of tokens.
+
+    Attributes:
+        tile: tokens of each.
+        longest: the longest sequence.
+        slowdown: by how much a microbatch of the longest sequence without tiles would take longer; 0.1 is 10 %.
+        tokens: of that.
+    """
+
+    tile: int
+    longest: Longest
+    slowdown: float
+    tokens: int
+
+
+def in_tiles(found: Outlook) -> InTiles | None:
+    """None: no sequence fits."""
+    if found.longest is None or not found.longest.tokens:
+        return None
+    whole = shape_of(found.wish, found.hardware)
+    tiled, tokens = whole.in_tiles(), found.longest.tokens
+    before, after = (sum(_seconds(call) for call in shape.costs(1, tokens)) for shape in (whole, tiled))
+    longest = find_longest(tiled, found.workers, found.microbatches, found.memory, found.wish.min_round)
+    return InTiles(TILE, longest, after / before - 1, tokens)
+
+
+def _seconds(call: CallCost) -> float:
+    """With its recomputation."""
+    return call.time_s("forward") + call.time_s("backward")
 
 
 def explain(found: Outlook) -> list[Explained]:

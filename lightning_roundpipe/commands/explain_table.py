@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_roundpipe.commands.explain import Explained, Line
+from lightning_roundpipe.commands.explain import Explained, InTiles, Line
 from lightning_roundpipe.commands.plan_model_table import memory_table
 
 _LEAST = 0.002
@@ -18,7 +18,7 @@ _LEAST = 0.002
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
-def as_parts(found: Sequence[Explained]) -> list[RenderableType]:
+def as_parts(found: Sequence[Explained], tiles: InTiles | None) -> list[RenderableType]:
     """What is printed below the plan."""
     parts: list[RenderableType] = []
     for one in found:
@@ -28,7 +28,17 @@ def as_parts(found: Sequence[Explained]) -> list[RenderableType]:
         else:
             parts.append("")
         parts += [Text(_room(one)), "", _table(one)]
+    if tiles is not None:
+        parts += ["", Text(_what_if(tiles))]
     return parts
+
+
+def _what_if(tiles: InTiles) -> str:
+    return (
+        f"Not built, planned only: if modules that act on each token alone ran in tiles of {tiles.tile:,} tokens, the "
+        f"longest sequence would have {tiles.longest.tokens:,} tokens, limited by {tiles.longest.limited_by}. A "
+        f"sequence of {tiles.tokens:,} tokens would compute {100 * tiles.slowdown:.0f} % longer."
+    )
 
 
 def _where(one: Explained) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
@@ -254,7 +254,7 @@ def _plan_model(options: PlanOptions) -> Reply:
     if options.hardware == AUTO:
         wish = replace(wish, hardware=str(_measured(options, wish)))
     # Imports that take longer than all else that costs= needs.
-    from lightning_roundpipe.commands.explain import as_list
+    from lightning_roundpipe.commands.explain import as_list, in_tiles
     from lightning_roundpipe.commands.explain_table import as_parts
     from lightning_roundpipe.commands.plan_model import look
     from lightning_roundpipe.commands.plan_model_table import as_dict, as_table
@@ -263,6 +263,7 @@ def _plan_model(options: PlanOptions) -> Reply:
     with waiting("planning"):
         found = look(wish)
     explained = _explained(found, options)
+    tiles = in_tiles(found) if explained else None
     steps = None if explained else options.picture
     if not found.fits and (steps or options.trace):
         print("roundpipe-plan: picture= and trace= have no steps to draw, as it does not fit.", file=sys.stderr)
@@ -279,9 +280,9 @@ def _plan_model(options: PlanOptions) -> Reply:
     with waiting("it does not fit: looking for what would"):
         remedies = None if found.fits else find_remedies(found)
     if options.format == "json":
-        memory = {"memory": as_list(explained)} if explained else {}
+        memory = {"memory": as_list(explained), "in_tiles": tiles and asdict(tiles)} if explained else {}
         return Reply(as_json({**as_dict(found, remedies), **memory}), code)
-    return Reply(as_table(found, remedies, as_parts(explained)), code)
+    return Reply(as_table(found, remedies, as_parts(explained, tiles)), code)
 
 
 def _explained(found: Outlook, options: PlanOptions) -> list[Explained]:

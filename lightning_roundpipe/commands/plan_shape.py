@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 from lightning_roundpipe.planning.simulation import HostTime
+from lightning_roundpipe.planning.tiles import probe_batch, tiled, token_wise
 from lightning_roundpipe.planning.updates import ADAMW_BYTES, UpdateModel
 
 USUAL_LENGTH = 2048
@@ -77,6 +79,10 @@ class Wish:
         return replace(self, **options)
 
 
+TILE = 4096
+"""Tokens of a tile, in what is said of tiles."""
+
+
 class ModelShape:
     """A model without data, on a machine.
 
@@ -122,6 +128,7 @@ class ModelShape:
         self._reduced_bytes = nbytes if nbytes < GRADIENT_BYTES else None
         self.has_experts = any(weight.ndim == 3 for weight in self._module.parameters())
         self._lean = _is_lean(self._module)
+        self._tiled: list[nn.Module] = []
         weights = list(self._module.parameters())
         trained = sum(p.numel() for p in weights if p.requires_grad)
         frozen = sum(p.numel() for p in weights) - trained
@@ -142,17 +149,31 @@ class ModelShape:
             self._known[key] = self._costs(microbatch_size, sequence_length)
         return self._known[key]
 
+    def in_tiles(self) -> ModelShape:
+        """The same model, where modules that act on each token alone run in tiles of tokens, a sequence at a time.
+
+        The engine does not run them so yet.
+        """
+        other = copy(self)
+        other._known = {}
+        with self._without_logits():
+            other._tiled = token_wise(self._module, self._layers, probe_batch(), self.hardware)
+        return other
+
+    def _without_logits(self) -> AbstractContextManager[object]:
+        return lean_logits(self._module) if self._lean else nullcontext()
+
     def memories(self, microbatch_size: int, sequence_length: int) -> list[CallMemory]:
         """What the activations of each call of `costs` consist of."""
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        with lean_logits(self._module) if self._lean else nullcontext():
+        with self._without_logits(), tiled(self._tiled, TILE):
             return estimate_memory(
                 self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware, packed=self._packed
             )
 
     def _costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        with lean_logits(self._module) if self._lean else nullcontext():
+        with self._without_logits(), tiled(self._tiled, TILE):
             costs = self._estimate(input_ids=tokens, labels=tokens)
         if self._like_paper:
             head = self._estimate(input_ids=tokens).calls[-1]

@@ -104,6 +104,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._hardware = hardware
         self._scopes = [Work()]
+        self.times = 1
+        """How often what is counted runs."""
 
     @property
     def work(self) -> Work:
@@ -117,7 +119,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self._scopes[-1].operations += 1
+        self._scopes[-1].operations += self.times
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         name = func._schema.name
         grouped = "grouped_mm" in name
@@ -147,11 +149,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """One operation. ``filling``: how many times as much it computes, with what only fills its tiles."""
         work = self._scopes[-1]
         efficiency = self._hardware.attention_efficiency if attention else None
-        seconds = self._hardware.product_s(flops * filling, nbytes, form, efficiency)
+        seconds = self.times * self._hardware.product_s(flops * filling, nbytes, form, efficiency)
         work.seconds += seconds
         work.memory.clock_s += seconds
-        work.flops += flops
-        work.nbytes += nbytes
+        work.flops += self.times * flops
+        work.nbytes += self.times * nbytes
 
 
 class Meter(Counter):  # type: ignore[no-untyped-call]
@@ -191,10 +193,10 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
             weight, packed = found
             self.add(0.0, packed.nbytes + weight.nbytes + packed.scratch_bytes, "fp32")
             work = self._scopes[-1]
-            launching = (packed.kernels - 1) * self._hardware.kernel_s
+            launching = self.times * (packed.kernels - 1) * self._hardware.kernel_s
             work.seconds += launching
             work.memory.clock_s += launching
-            work.unpackings += packed.kernels + packed.views
+            work.unpackings += self.times * (packed.kernels + packed.views)
             name = None if self._census is None else self._census.name("copy of a packed weight", weight)
             copies.append((weight.nbytes + packed.buffer_bytes, name))
         return copies
@@ -270,7 +272,7 @@ def attention_flops(batch: int, heads: int, length: int, size: int) -> float:
 
 
 def _count(flops: float, tensors: Iterable[Tensor]) -> None:
-    meter = _current()
+    meter = current_meter()
     if meter is not None:
         tensors = list(tensors)
         form = _summed_in_fp32(_FORMATS.get(tensors[0].dtype, "fp32"))
@@ -282,7 +284,8 @@ def _summed_in_fp32(form: Format) -> Format:
     return "bf16" if form == "fp16" else form
 
 
-def _current() -> Meter | None:
+def current_meter() -> Meter | None:
+    """The innermost one that is entered."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, Meter)), None)
 
