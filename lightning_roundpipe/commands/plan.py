@@ -15,6 +15,7 @@ from lightning_roundpipe.commands.options import Combination, Reply, Settings, a
 from lightning_roundpipe.commands.plan_costs import Partitioner, answer, does_not_fit, read_question, show
 from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.config import PRECISION_ALIASES, parse_bytes, reduce_dtype_of, refuse_unscaled
+from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # and with them torch
 _OF_MODELS = (
     "hardware", "hardware_file", "gpu", "gpus", "host_memory", "lora", "lora_settings", "model_settings", "precision",
     "sequence_length", "max_positions", "microbatch_size", "reduce_dtype", "explain",
+    "network",
 )  # fmt: skip
 TABLE_SEARCH_SECONDS = 2.0
 """Longest search for each row of a table."""
@@ -36,6 +38,7 @@ _MOST = {
     "microbatch_size": 65536,
     "sequence_length": 2**24,
     "max_positions": 2**24,
+    "machines": 1024,
 }
 
 
@@ -78,6 +81,8 @@ class PlanOptions:
     host_memory: int | None = option("of the host, as 256GiB", default=None, read=parse_bytes, shown="SIZE", many=True)
     hardware: str | None = option("instead: rtx4090x4, cpu, auto (this one), or a file", default=None, many=True)
     hardware_file: Path | None = option("that auto writes; by default HOSTNAME.yaml", default=None)
+    machines: int = option("that share the work of a step", default=1, at_least=1)
+    network: float | None = option("between them, as 25Gbit", default=None, read=parse_rate, shown="RATE")
     lora: str = option("adapters: choice of conf/lora", default="none", many=True)
     lora_settings: Settings = option("change the adapters, as lora.r=16", below="lora")
     precision: Precision | None = option(
@@ -210,6 +215,8 @@ def _write_machine(options: PlanOptions) -> Reply:
 
 
 def _plan_costs(options: PlanOptions) -> Reply:
+    if options.machines > 1:
+        raise ValueError("machines= is about model=NAME, and costs= has no model: leave it out.")
     for name in _OF_MODELS:
         if getattr(options, name) not in (None, "none", ()):
             shown = name.replace("_settings", ".")
@@ -310,6 +317,19 @@ def _measured(options: PlanOptions, wish: Wish) -> Path:
     return measure_to_file(options.hardware_file, options.workers)[0]
 
 
+def _check_machines(options: PlanOptions) -> None:
+    if options.machines > 1 and options.network is None:
+        raise ValueError(
+            f"machines={options.machines} exchange gradients and weights: say over what, as network=25Gbit."
+        )
+    if options.network is not None and options.machines == 1:
+        raise ValueError("network= is between several machines: say how many, as machines=2, or leave it out.")
+    if options.machines > 1 and options.partitioner == "paper":
+        raise ValueError(
+            "partitioner=paper predicts the paper's library, which trains on one machine: leave machines= or it out."
+        )
+
+
 def _wish(options: PlanOptions, search_seconds: float) -> Wish:
     """What the options ask for, with a search of ``search_seconds`` at most unless they say how long."""
     if options.staleness not in (None, 0, 1):
@@ -320,6 +340,7 @@ def _wish(options: PlanOptions, search_seconds: float) -> Wish:
     from lightning_roundpipe.commands.plan_shape import Wish  # and with it torch
 
     assert options.model is not None
+    _check_machines(options)
     wish = Wish(
         model=options.model,
         hardware=options.hardware,
@@ -346,6 +367,8 @@ def _wish(options: PlanOptions, search_seconds: float) -> Wish:
         stage_seconds=options.stage_seconds,
         reduce_dtype=options.reduce_dtype,
         max_positions=options.max_positions,
+        machines=options.machines,
+        network=options.network,
     )
     refuse_unscaled(wish.reduce_dtype, wish.precision)
     return wish

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_roundpipe.commands.machines import choose_machine
@@ -21,6 +22,7 @@ from lightning_roundpipe.planning.memory import (
     smallest_within,
     stage_rows,
 )
+from lightning_roundpipe.planning.network import Network, gradient_bytes
 from lightning_roundpipe.planning.nominal import EMULATED
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, run_steps
 from lightning_roundpipe.planning.profile import Hardware
@@ -42,6 +44,8 @@ _STEPS = 8
 _MOST_TURNS = 60_000
 """That are simulated, with copies and updates, to choose among the plans that a search has found."""
 
+_HIDDEN = 0.01
+
 _LENGTHS = 256
 """Longest sequences are found in units of so many tokens."""
 
@@ -55,6 +59,30 @@ class Longest:
 
     tokens: int
     limited_by: str
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Between several machines.
+
+    Attributes:
+        network: as it is reached.
+        nbytes: that each machine gives out in a step, and takes in.
+        busy_s: that the network is busy in a step.
+        cost_s: by how much a step is longer than with a network that takes no time.
+        period_s: how long a step takes.
+    """
+
+    network: Network
+    nbytes: float
+    busy_s: float
+    cost_s: float
+    period_s: float
+
+    @property
+    def is_hidden(self) -> bool:
+        """Behind computing, but for one part in a hundred."""
+        return self.cost_s <= _HIDDEN * self.period_s
 
 
 @dataclass(frozen=True)
@@ -125,7 +153,8 @@ class Outlook:
 
     @property
     def step_tokens(self) -> int:
-        return self.microbatches * self.microbatch_size * self.sequence_length
+        """Of all machines."""
+        return self.wish.machines * self.microbatches * self.microbatch_size * self.sequence_length
 
     @property
     def period_s(self) -> float:
@@ -139,6 +168,20 @@ class Outlook:
     @property
     def tokens_per_s(self) -> float:
         return self.step_tokens / self.period_s
+
+    @cached_property
+    def communication(self) -> Communication | None:
+        """What several machines exchange; None: there is one, or it does not fit."""
+        network = self.rules.network
+        if network is None or self.run is None:
+            return None
+        at_once = replace(self.rules, network=replace(network, bytes_per_s=math.inf))
+        alone = self.period_of(
+            run_steps(self.plan, self.costs, self.workers, self.microbatches, at_once, len(self.run.ends_s))
+        )
+        gradients = sum(gradient_bytes(self.costs).values())
+        wire = network.wire_bytes(gradients)
+        return Communication(network, wire, wire / network.bytes_per_s, self.period_s - alone, self.period_s)
 
     @property
     def bubble_pct(self) -> float:
@@ -197,6 +240,7 @@ def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
     return ModelShape(
         wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
         wish.reduce_dtype, wish.like_paper, wish.max_positions,
+        wish.machines,
     )  # fmt: skip
 
 
@@ -243,7 +287,7 @@ class _Try:
 
     @cached_property
     def rules(self) -> Rules:
-        return self.shape.rules(self.wish.staleness)
+        return self.shape.rules(self.wish.staleness, self.wish.network)
 
     @cached_property
     def limits(self) -> Limits:

@@ -23,6 +23,7 @@ from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import Costs
 from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, estimate_memory, layer_bytes
 from lightning_roundpipe.planning.memory import ARENAS, Parameters
+from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
@@ -67,6 +68,9 @@ class Wish:
     reduce_dtype: str | None = None
     like_paper: bool = False
     max_positions: int | None = None
+    machines: int = 1
+    network: float | None = None
+    """Bytes a second."""
 
     def changed(self, changes: Mapping[str, Any]) -> Wish:
         """With other values of these options; ``model.NAME`` and ``lora.NAME`` are settings."""
@@ -95,12 +99,14 @@ class ModelShape:
             begins when backward is over.
         max_positions: tokens of the longest sequence that the model is to have positions for; None: as many as its
             configuration says.
+        machines: that share masters and the optimizer's state.
     """
 
     def __init__(
         self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0,
         memory: int | None = None, model_settings: Settings = (), lora_settings: Settings = (),
         reduce_dtype: str | None = None, like_paper: bool = False, max_positions: int | None = None,
+        machines: int = 1,
     ) -> None:  # fmt: skip
         config, self.quantization = read_config(model, model_settings)
         if self.quantization is not None and lora == "none":
@@ -136,7 +142,7 @@ class ModelShape:
         self.parameters = Parameters(
             trained, frozen, weights[0].element_size(), bool(staleness), sum(p.numel() for p in self._packed),
             sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
-            any(weight.dim() == 3 for weight in self._packed),
+            any(weight.dim() == 3 for weight in self._packed), machines,
         )  # fmt: skip
 
     def _size(self, layer: nn.Module) -> Size:
@@ -193,8 +199,8 @@ class ModelShape:
             self._module, self._layers, batch, self.hardware, packed=self._packed, experts_in_turn=self._like_paper
         )
 
-    def rules(self, staleness: Staleness) -> Rules:
-        """What takes time beside computing."""
+    def rules(self, staleness: Staleness, network: float | None = None) -> Rules:
+        """What takes time beside computing. ``network``: bytes a second between machines; None: there is one."""
         machine = self.hardware
         traffic = ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
         if self._reduced_bytes is not None:  # read where they have landed, and written as the sum
@@ -202,7 +208,11 @@ class ModelShape:
         blocking = self._like_paper and not staleness
         updates = UpdateModel(machine.optimizer_rate(traffic), blocking=blocking, piece_bytes=PART_BYTES)
         host = HostTime(machine.call_s, machine.turn_s, machine.hop_s, shared=True)
-        return Rules(staleness=staleness, host=host, links=machine.links(), updates=updates)
+        between = None
+        if network is not None:
+            share = self.parameters.compute_bytes / GRADIENT_BYTES
+            between = Network(self.parameters.machines, network * machine.network_efficiency, share)
+        return Rules(staleness=staleness, host=host, links=machine.links(), updates=updates, network=between)
 
 
 def _offer(config: PretrainedConfig, max_positions: int, model: str, configured: int) -> None:

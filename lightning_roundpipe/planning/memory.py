@@ -48,6 +48,7 @@ class Parameters:
         packed_bytes: of these, scales included.
         packed_as: their format, in words.
         packed_experts: whether experts' weights are among them.
+        machines: that share masters and the optimizer's state.
     """
 
     trained: int
@@ -58,6 +59,7 @@ class Parameters:
     packed_bytes: int = 0
     packed_as: str = ""
     packed_experts: bool = False
+    machines: int = 1
 
 
 MASTER_BYTES = 4
@@ -242,7 +244,7 @@ def boundary_bytes(plan: Plan, costs: Costs) -> int:
 
 
 def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
-    """What the host holds under AdamW.
+    """What the host holds under AdamW; of several machines, each of them.
 
     Gradients are summed call by call: those of a weight that several layers share, or of a layer that is called twice,
     are there as often.
@@ -251,15 +253,18 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
     trains = [call for call in costs.calls if call.needs_backward]
     gradients = sum(call.gradient_bytes for call in trains)
     landings = sum(call.reduced_bytes or 0 for call in trains)
-    copied = size != MASTER_BYTES or parameters.apart
+    machines = parameters.machines
+    copied = size != MASTER_BYTES or parameters.apart or machines > 1
+    owned = -(-trained // machines)
+    whose = f", 1/{machines} of them" if machines > 1 else ""
     items = [
-        Item("trained weights, fp32", MASTER_BYTES * trained, locked=not copied),
+        Item(f"trained weights, fp32{whose}", MASTER_BYTES * owned, locked=not copied),
         Item("their working copy in compute precision", size * trained if copied else 0, locked=True),
         Item(f"frozen weights, {parameters.packed_as}", parameters.packed_bytes, locked=True),
         Item("frozen weights in compute precision", size * (frozen - parameters.packed), locked=True),
         Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=not landings),
         Item("gradients as they arrive", landings, locked=True),
-        Item("AdamW's two moments, fp32", 2 * MASTER_BYTES * trained),
+        Item(f"AdamW's two moments, fp32{whose}", 2 * MASTER_BYTES * owned),
         Item(f"boundary tensors of {_microbatches(plan.round_microbatches)}", boundary_bytes(plan, costs), True),
     ]
     return [item for item in items if item.nbytes]
