@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_an_answer_with_what_would(command: Any, memory: in
 
 def test_what_helps_only_together_is_tried_together(command: Any) -> None:
     """The optimizer's state is too much for the host, and adapters alone leave too much on a worker."""
-    options = ("model=tiny_llama", "gpu=rtx4090", "host_memory=3MB", "memory=1MB", "sequence_length=256")
+    options = ("model=tiny_llama", "gpu=rtx4090", "host_memory=3MB", "memory=700KB", "sequence_length=256")
     options = (*options, "microbatch_size=8", "microbatches=1", "search_seconds=0")
     found = json.loads(command(*options, "format=json")[1])
     [remedy] = found["would_fit"]
