@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_an_answer_with_what_would(command: Any, memory: in
 
 def test_what_helps_only_together_is_tried_together(command: Any) -> None:
     """The optimizer's state is too much for the host, and adapters alone leave too much on a worker."""
-    options = ("model=tiny_llama", "gpu=rtx4090", "host_memory=3MB", "memory=1MB", "sequence_length=256")
+    options = ("model=tiny_llama", "gpu=rtx4090", "host_memory=3MB", "memory=700KB", "sequence_length=256")
     options = (*options, "microbatch_size=8", "microbatches=1", "search_seconds=0")
     found = json.loads(command(*options, "format=json")[1])
     [remedy] = found["would_fit"]
@@ -571,3 +571,30 @@ def test_all_machines_can_be_read(command: Any) -> None:
         code, out, err = command("model=tiny_llama", f"hardware={path.stem}", "search_seconds=0", "sequence_length=32")
         assert (code, err) == (0, ""), path
         assert out.startswith("Fits: ")
+
+
+def test_positions_beyond_the_configurations_are_offered_and_never_assumed(command: Any) -> None:
+    given = ("model=tiny_llama", "hardware=cpu", "search_seconds=0", "microbatch_size=1", "format=json")
+    offered = json.loads(command(*given, "max_positions=1024")[1])
+    assert (offered["longest_sequence"], offered["limited_by"]) == (1024, "max_positions=1024")
+    assert offered["max_positions"] == 1024
+    code, out, _ = command(*given[:-1], "max_positions=1024", "sequence_length=900")
+    said = " ".join(out.split())
+    assert code == 0
+    assert "Planned for 1,024 positions (max_positions=); the configuration has 256. To train beyond them" in said
+    code, _, err = command(*given, "sequence_length=900")
+    assert code == 2
+    assert "Offer it more with max_positions=900." in err
+    code, _, err = command(*given, "max_positions=256")
+    assert code == 2
+    assert "max_positions=256 is no more than the 256 tokens" in err
+
+
+def test_a_stretched_rotary_embedding_has_its_positions(command: Any) -> None:
+    given = ("model=tiny_llama", "hardware=cpu", "search_seconds=0", "microbatch_size=1", "format=json")
+    stretched = json.loads(command(*given, "model.rope.rope_type=yarn", "model.rope.factor=4.0")[1])
+    assert stretched["longest_sequence"] == 1024
+    assert stretched == json.loads(command(*given, "model.rope={rope_type: yarn, factor: 4.0}")[1])
+    code, _, err = command(*given, "model.rope=yarn")
+    assert code == 2
+    assert "model.rope='yarn' must be a mapping" in err

@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from lightning_roundpipe.commands.machines import is_path
 from lightning_roundpipe.commands.options import Settings, did_you_mean
 from lightning_roundpipe.commands.quantized import NAMES, Quantization, read_quantization
+from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.planning.cases import read_json
 from lightning_roundpipe.planning.meter import ATTENTION, attention
 from lightning_roundpipe.planning.profile import Precision
@@ -31,6 +32,9 @@ _ABOUT_FILES = ("quantization_config", "dtype", "torch_dtype", "architectures", 
 
 _ABOUT_WEIGHTS = ("weights", "dtype", *NAMES)
 """Settings of ``from_config`` that are about its weights, of which there are none here."""
+
+ROPE = "rope"
+"""The setting of ``from_config`` that changes the configuration."""
 
 DTYPES: Mapping[Precision, torch.dtype] = {
     "32-true": torch.float32,
@@ -63,19 +67,32 @@ def read_config(text: str, changed: Settings = ()) -> tuple[PretrainedConfig, Qu
         settings = _choice("model", text, "a config.json of Hugging Face, or a folder with one")
         quantization = read_quantization(text, settings, changed)
     settings = {key: value for key, value in settings.items() if key not in _ABOUT_WEIGHTS}
+    rope, shaping = _rope_of(settings, changed)
     kind = settings.pop("model_type")
     if kind not in CONFIG_MAPPING:
         hint = did_you_mean(kind, CONFIG_MAPPING.keys())
         raise ValueError(f"model={text}: transformers has no model_type {kind!r}.{hint}")
-    # What is about weights means nothing here, as they are never read: the same command line as for training works.
-    shaping = tuple((name, value) for name, value in changed if name not in _ABOUT_WEIGHTS)
     known = {*settings, *AutoConfig.for_model(kind).to_dict()} if shaping else ()
     settings = _changed(settings, "model", shaping, known)
     try:
         config: PretrainedConfig = AutoConfig.for_model(kind, **settings)
     except Exception as error:
         raise ValueError(f"model={text}: transformers does not take these settings: {_line(error)}") from error
+    stretch(config, rope)
     return config, quantization
+
+
+def _rope_of(settings: dict[str, Any], changed: Settings) -> tuple[Mapping[str, Any] | None, Settings]:
+    """The rotary embedding of ``model.rope``, and of the changed settings those of the configuration.
+
+    What is about weights means nothing here, as they are never read: the same command line as for training works.
+    """
+    others = tuple((name, value) for name, value in changed if name not in _ABOUT_WEIGHTS)
+    own = tuple((name, value) for name, value in others if name.partition(".")[0] == ROPE)
+    found = _changed({ROPE: settings.pop(ROPE, None)}, "model", own, (ROPE,))[ROPE]
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError(f"model.rope={found!r} must be a mapping: model.rope='{{rope_type: yarn, factor: 4.0}}'.")
+    return found, tuple(pair for pair in others if pair not in own)
 
 
 def make_model(

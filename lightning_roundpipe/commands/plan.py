@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
@@ -15,20 +15,31 @@ from lightning_roundpipe.commands.options import Combination, Reply, Settings, a
 from lightning_roundpipe.commands.plan_costs import Partitioner, answer, does_not_fit, read_question, show
 from lightning_roundpipe.commands.targets import check_targets
 from lightning_roundpipe.config import PRECISION_ALIASES, parse_bytes, reduce_dtype_of, refuse_unscaled
+from lightning_roundpipe.planning.network import parse_rate
 from lightning_roundpipe.planning.profile import Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 
-if TYPE_CHECKING:
-    from lightning_roundpipe.commands.plan_shape import Wish  # and with it torch
+if TYPE_CHECKING:  # and with them torch
+    from lightning_roundpipe.commands.explain import Explained
+    from lightning_roundpipe.commands.plan_model import Outlook
+    from lightning_roundpipe.commands.plan_shape import Wish
 
 _OF_MODELS = (
     "hardware", "hardware_file", "gpu", "gpus", "host_memory", "lora", "lora_settings", "model_settings", "precision",
-    "sequence_length", "microbatch_size", "reduce_dtype",
+    "sequence_length", "max_positions", "microbatch_size", "reduce_dtype", "explain",
+    "network",
 )  # fmt: skip
 TABLE_SEARCH_SECONDS = 2.0
 """Longest search for each row of a table."""
 
-_MOST = {"workers": 1024, "microbatches": 4096, "microbatch_size": 65536, "sequence_length": 2**24}
+_MOST = {
+    "workers": 1024,
+    "microbatches": 4096,
+    "microbatch_size": 65536,
+    "sequence_length": 2**24,
+    "max_positions": 2**24,
+    "machines": 1024,
+}
 
 
 def read_precision(text: str, name: str) -> Precision:
@@ -53,6 +64,7 @@ class PlanOptions:
         "model=qwen3_32b hardware=rtx4090x8 lora=all_linear lora.r=16",
         "model=my-model/config.json hardware=machine.yaml format=json",
         "model=llama3_1_8b,qwen3_32b hardware=rtx4090x4,rtx4090x8",
+        "model=llama3_1_8b gpu=rtx4090 explain=memory picture=memory.png",
         "costs=run/costs.json workers=4 microbatches=8 memory=24GB",
         "costs=paper case=llama3.1-8b picture=plan.png",
     )
@@ -69,6 +81,8 @@ class PlanOptions:
     host_memory: int | None = option("of the host, as 256GiB", default=None, read=parse_bytes, shown="SIZE", many=True)
     hardware: str | None = option("instead: rtx4090x4, cpu, auto (this one), or a file", default=None, many=True)
     hardware_file: Path | None = option("that auto writes; by default HOSTNAME.yaml", default=None)
+    machines: int = option("that share the work of a step", default=1, at_least=1)
+    network: float | None = option("between them, as 25Gbit", default=None, read=parse_rate, shown="RATE")
     lora: str = option("adapters: choice of conf/lora", default="none", many=True)
     lora_settings: Settings = option("change the adapters, as lora.r=16", below="lora")
     precision: Precision | None = option(
@@ -78,6 +92,7 @@ class PlanOptions:
         "gradients travel in; by default fp32", default=None, read=reduce_dtype_of, shown="NAME", many=True
     )
     sequence_length: int | None = option("in tokens; by default 2048", default=None, at_least=1, many=True)
+    max_positions: int | None = option("tokens, beyond those of the model", default=None, at_least=1)
     microbatch_size: int | None = option("in sequences; by default the fastest", default=None, at_least=1, many=True)
 
     costs: str | None = option(
@@ -102,8 +117,9 @@ class PlanOptions:
     )
     stage_seconds: float | None = option("longest stage, instead of a search", default=None)
     plan: str | None = option("judge this one: 'forward 0-3; ...'", default=None, shown="TEXT")
+    explain: Literal["memory"] | None = option("list each tensor at a worker's worst moment", default=None)
     format: Literal["table", "json", "csv"] = option("how to print it", default="table")
-    picture: Path | None = option("steps, or tokens/s of all: .png, .pdf, .svg", default=None)
+    picture: Path | None = option("steps, tokens/s of all, or what is explained", default=None)
     trace: Path | None = option("write the steps for ui.perfetto.dev", default=None)
 
 
@@ -137,7 +153,7 @@ def plan_all(combinations: Sequence[Combination[PlanOptions]]) -> Reply:
         raise ValueError(
             f"{what} with several values makes a table of models, and costs= has no model: give one value."
         )
-    for name in ("plan", "trace"):
+    for name in ("plan", "trace", "explain"):
         if getattr(first, name) is not None:
             raise ValueError(f"{name}= is about one plan, and this is a table of many: leave it out, or ask for one.")
     if first.stage_seconds is not None:
@@ -199,6 +215,8 @@ def _write_machine(options: PlanOptions) -> Reply:
 
 
 def _plan_costs(options: PlanOptions) -> Reply:
+    if options.machines > 1:
+        raise ValueError("machines= is about model=NAME, and costs= has no model: leave it out.")
     for name in _OF_MODELS:
         if getattr(options, name) not in (None, "none", ()):
             shown = name.replace("_settings", ".")
@@ -237,22 +255,29 @@ def _refuse_search(options: PlanOptions) -> None:
 
 def _plan_model(options: PlanOptions) -> Reply:
     check_targets({}, {"picture": options.picture, "trace": options.trace})
+    if options.explain is not None and options.format == "csv":
+        raise ValueError("format=csv has no place for explain=: take format=json, or leave one of them out.")
     wish = _wish(options, SEARCH_SECONDS)
     if options.hardware == AUTO:
         wish = replace(wish, hardware=str(_measured(options, wish)))
     # Imports that take longer than all else that costs= needs.
+    from lightning_roundpipe.commands.explain import as_list, in_tiles
+    from lightning_roundpipe.commands.explain_table import as_parts
     from lightning_roundpipe.commands.plan_model import look
     from lightning_roundpipe.commands.plan_model_table import as_dict, as_table
     from lightning_roundpipe.commands.remedies import find_remedies
 
     with waiting("planning"):
         found = look(wish)
-    if not found.fits and (options.picture or options.trace):
+    explained = _explained(found, options)
+    tiles = in_tiles(found) if explained else None
+    steps = None if explained else options.picture
+    if not found.fits and (steps or options.trace):
         print("roundpipe-plan: picture= and trace= have no steps to draw, as it does not fit.", file=sys.stderr)
-    elif options.picture or options.trace:
+    elif steps or options.trace:
         from lightning_roundpipe.commands.plan_charts import draw_model
 
-        draw_model(found, options.picture, options.trace)
+        draw_model(found, steps, options.trace)
     code = 0 if found.fits else 1
     if options.format == "csv":  # has no place for what would fit
         from lightning_roundpipe.commands.plan_several import Cell
@@ -261,8 +286,24 @@ def _plan_model(options: PlanOptions) -> Reply:
         return Reply(as_csv([Cell({}, wish, found=as_dict(found))]), code)
     with waiting("it does not fit: looking for what would"):
         remedies = None if found.fits else find_remedies(found)
-    shown = as_json(as_dict(found, remedies)) if options.format == "json" else as_table(found, remedies)
-    return Reply(shown, code)
+    if options.format == "json":
+        memory = {"memory": as_list(explained), "in_tiles": tiles and asdict(tiles)} if explained else {}
+        return Reply(as_json({**as_dict(found, remedies), **memory}), code)
+    return Reply(as_table(found, remedies, as_parts(explained, tiles)), code)
+
+
+def _explained(found: Outlook, options: PlanOptions) -> list[Explained]:
+    """What ``explain=`` asks for; draws it if that is asked for."""
+    if options.explain is None:
+        return []
+    from lightning_roundpipe.commands.explain import explain
+
+    explained = explain(found)
+    if options.picture:
+        from lightning_roundpipe.commands.explain_chart import draw_explained
+
+        draw_explained(explained, options.picture)
+    return explained
 
 
 def _measured(options: PlanOptions, wish: Wish) -> Path:
@@ -276,6 +317,19 @@ def _measured(options: PlanOptions, wish: Wish) -> Path:
     return measure_to_file(options.hardware_file, options.workers)[0]
 
 
+def _check_machines(options: PlanOptions) -> None:
+    if options.machines > 1 and options.network is None:
+        raise ValueError(
+            f"machines={options.machines} exchange gradients and weights: say over what, as network=25Gbit."
+        )
+    if options.network is not None and options.machines == 1:
+        raise ValueError("network= is between several machines: say how many, as machines=2, or leave it out.")
+    if options.machines > 1 and options.partitioner == "paper":
+        raise ValueError(
+            "partitioner=paper predicts the paper's library, which trains on one machine: leave machines= or it out."
+        )
+
+
 def _wish(options: PlanOptions, search_seconds: float) -> Wish:
     """What the options ask for, with a search of ``search_seconds`` at most unless they say how long."""
     if options.staleness not in (None, 0, 1):
@@ -286,6 +340,7 @@ def _wish(options: PlanOptions, search_seconds: float) -> Wish:
     from lightning_roundpipe.commands.plan_shape import Wish  # and with it torch
 
     assert options.model is not None
+    _check_machines(options)
     wish = Wish(
         model=options.model,
         hardware=options.hardware,
@@ -311,6 +366,9 @@ def _wish(options: PlanOptions, search_seconds: float) -> Wish:
         plan=options.plan,
         stage_seconds=options.stage_seconds,
         reduce_dtype=options.reduce_dtype,
+        max_positions=options.max_positions,
+        machines=options.machines,
+        network=options.network,
     )
     refuse_unscaled(wish.reduce_dtype, wish.precision)
     return wish

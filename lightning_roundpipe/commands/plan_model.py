@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_roundpipe.commands.machines import choose_machine
@@ -21,6 +22,7 @@ from lightning_roundpipe.planning.memory import (
     smallest_within,
     stage_rows,
 )
+from lightning_roundpipe.planning.network import Network, gradient_bytes
 from lightning_roundpipe.planning.nominal import EMULATED
 from lightning_roundpipe.planning.pipeline import Rules, SimulatedRun, run_steps
 from lightning_roundpipe.planning.profile import Hardware
@@ -42,6 +44,8 @@ _STEPS = 8
 _MOST_TURNS = 60_000
 """That are simulated, with copies and updates, to choose among the plans that a search has found."""
 
+_HIDDEN = 0.01
+
 _LENGTHS = 256
 """Longest sequences are found in units of so many tokens."""
 
@@ -55,6 +59,30 @@ class Longest:
 
     tokens: int
     limited_by: str
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Between several machines.
+
+    Attributes:
+        network: as it is reached.
+        nbytes: that each machine gives out in a step, and takes in.
+        busy_s: that the network is busy in a step.
+        cost_s: by how much a step is longer than with a network that takes no time.
+        period_s: how long a step takes.
+    """
+
+    network: Network
+    nbytes: float
+    busy_s: float
+    cost_s: float
+    period_s: float
+
+    @property
+    def is_hidden(self) -> bool:
+        """Behind computing, but for one part in a hundred."""
+        return self.cost_s <= _HIDDEN * self.period_s
 
 
 @dataclass(frozen=True)
@@ -76,6 +104,8 @@ class Outlook:
     longest: Longest | None
     refined: Refined
     assumed: tuple[str, ...] = ()
+    configured_positions: int = 0
+    """Of the model's configuration, where the wish offers more."""
 
     @cached_property
     def device_items(self) -> list[Item]:
@@ -123,7 +153,8 @@ class Outlook:
 
     @property
     def step_tokens(self) -> int:
-        return self.microbatches * self.microbatch_size * self.sequence_length
+        """Of all machines."""
+        return self.wish.machines * self.microbatches * self.microbatch_size * self.sequence_length
 
     @property
     def period_s(self) -> float:
@@ -137,6 +168,20 @@ class Outlook:
     @property
     def tokens_per_s(self) -> float:
         return self.step_tokens / self.period_s
+
+    @cached_property
+    def communication(self) -> Communication | None:
+        """What several machines exchange; None: there is one, or it does not fit."""
+        network = self.rules.network
+        if network is None or self.run is None:
+            return None
+        at_once = replace(self.rules, network=replace(network, bytes_per_s=math.inf))
+        alone = self.period_of(
+            run_steps(self.plan, self.costs, self.workers, self.microbatches, at_once, len(self.run.ends_s))
+        )
+        gradients = sum(gradient_bytes(self.costs).values())
+        wire = network.wire_bytes(gradients)
+        return Communication(network, wire, wire / network.bytes_per_s, self.period_s - alone, self.period_s)
 
     @property
     def bubble_pct(self) -> float:
@@ -184,7 +229,7 @@ def _length_of(wish: Wish, shape: ModelShape) -> int:
     if length > shape.longest:
         raise ValueError(
             f"sequence_length={length} is longer than the {shape.longest} tokens that model={wish.model} "
-            "has positions for (max_position_embeddings)."
+            f"has positions for (max_position_embeddings). Offer it more with max_positions={length}."
         )
     return length
 
@@ -194,7 +239,8 @@ def shape_of(wish: Wish, machine: Hardware) -> ModelShape:
     memory = memory_of(wish, machine)
     return ModelShape(
         wish.model, wish.lora, wish.precision, machine, wish.staleness, memory, wish.model_settings, wish.lora_settings,
-        wish.reduce_dtype, wish.like_paper,
+        wish.reduce_dtype, wish.like_paper, wish.max_positions,
+        wish.machines,
     )  # fmt: skip
 
 
@@ -218,6 +264,7 @@ def look_at(shape: ModelShape, wish: Wish, assumed: tuple[str, ...] = (), *, lon
         wish, machine, shape.parameters, length, chosen.costs, workers, microbatches, chosen.size, chosen.limits,
         chosen.rules, plan, run,
         find_longest(shape, workers, microbatches, memory, wish.min_round) if longest else None, shape.refined, assumed,
+        shape.configured,
     )  # fmt: skip
 
 
@@ -240,7 +287,7 @@ class _Try:
 
     @cached_property
     def rules(self) -> Rules:
-        return self.shape.rules(self.wish.staleness)
+        return self.shape.rules(self.wish.staleness, self.wish.network)
 
     @cached_property
     def limits(self) -> Limits:
@@ -348,7 +395,8 @@ def find_longest(
     low, high = 0, max(shape.longest // _LENGTHS * _LENGTHS, min(shape.longest, _LENGTHS))
     reason = why_not(high)
     if reason is None:
-        return Longest(high, "the model's max_position_embeddings")
+        offered = shape.longest > shape.configured
+        return Longest(high, f"max_positions={shape.longest}" if offered else "the model's max_position_embeddings")
     while high - low > max(1, min(_LENGTHS, low // _EXACTLY)):
         middle = (low + high) // 2
         if high - low > _LENGTHS:
@@ -361,13 +409,20 @@ def find_longest(
     return Longest(low, reason)
 
 
+def plan_of_longest(
+    costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
+) -> Plan:
+    """The plan by which `find_longest` judges."""
+    lowest = min_round or workers
+    most = max(lowest, _host_round(costs, shape, microbatches))
+    return smallest_within(costs, workers, microbatches, lowest, memory, most)
+
+
 def _why_not(
     costs: Costs, shape: ModelShape, workers: int, microbatches: int, memory: int | None, min_round: int | None
 ) -> str | None:
     """What is too large, in words; None: it fits."""
-    lowest = min_round or workers
-    most = max(lowest, _host_round(costs, shape, microbatches))
-    plan = smallest_within(costs, workers, microbatches, lowest, memory, most)
+    plan = plan_of_longest(costs, shape, workers, microbatches, memory, min_round)
     if memory is not None and device_bytes(plan, costs, workers) > memory:
         item = max(device_items(plan, costs, workers, memory), key=lambda item: item.nbytes)
         return f"memory={_size(memory)} of each worker, the largest part for {_without_stage(item)}"

@@ -13,21 +13,24 @@ from rich.text import Text
 
 from lightning_roundpipe.commands.options import pasted
 from lightning_roundpipe.commands.plan_costs import Partitioner
-from lightning_roundpipe.commands.plan_model import Outlook, total
+from lightning_roundpipe.commands.plan_model import Communication, Outlook, total
 from lightning_roundpipe.commands.plan_shape import Wish
 from lightning_roundpipe.commands.remedies import Remedies, size_text
 from lightning_roundpipe.planning.memory import Item, Parameters, StageRow
 
 
-def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType:
-    """The verdict first and what would fit, then where the memory goes, then the plan."""
+def as_table(
+    found: Outlook, remedies: Remedies | None = None, explained: Sequence[RenderableType] = ()
+) -> RenderableType:
+    """The verdict first and what would fit, then where the memory goes, what is ``explained`` of it, then the plan."""
     wish, plan = found.wish, found.plan
     reduced = "" if wish.reduce_dtype is None else f", gradients travel in {wish.reduce_dtype}"
+    each = f"{wish.machines} machines, each {found.hardware.title}" if wish.machines > 1 else found.hardware.title
     adapters = "" if wish.lora == "none" else f", lora={wish.lora}"
     weights = found.parameters.trained + found.parameters.frozen
     head = [
         f"{wish.model}{adapters}: {_count(weights)} weights, {_count(found.parameters.trained)} of them trained.",
-        f"{found.hardware.title}: {_plural(found.workers, 'worker')}, {_plural(found.microbatches, 'microbatch')} of "
+        f"{each}: {_plural(found.workers, 'worker')}, {_plural(found.microbatches, 'microbatch')} of "
         f"{found.microbatch_size} x {found.sequence_length:,} tokens, {wish.precision}, staleness {wish.staleness}"
         f"{reduced}.",
     ]
@@ -44,14 +47,24 @@ def as_table(found: Outlook, remedies: Remedies | None = None) -> RenderableType
         head += _packed(found.parameters)
     elif found.parameters.frozen and found.parameters.compute_bytes < 4:
         head.append("Frozen weights are counted in 16 bits: load them so (model.dtype=bfloat16).")
+    if wish.max_positions is not None:
+        head.append(
+            f"Planned for {wish.max_positions:,} positions (max_positions=); the configuration has "
+            f"{found.configured_positions:,}. To train beyond them, stretch the model's rotary embedding (model.rope=)."
+        )
     if found.cuts:
         head.append(f"Layers that are too large for a worker are cut: {'; '.join(found.cuts)}.")
     parts: list[RenderableType] = [Text(line) for line in (_verdict(found), *_facts(found))]
     if remedies is not None:
         parts += ["", *_remedies(found, remedies)]
     parts += ["", *(Text(line) for line in head)]
-    parts.append(_memory_table("Each worker", found.device_items, found.memory, locked=False))
-    parts.append(_memory_table("Host", found.host_items, found.hardware.host_memory, locked=True))
+    parts.append(memory_table("Each worker", found.device_items, found.memory, locked=False))
+    parts.append(
+        memory_table(
+            "Host" if wish.machines == 1 else "Each host", found.host_items, found.hardware.host_memory, locked=True
+        )
+    )
+    parts += explained
     if found.run is not None:
         sizes = [("forward", plan.forward), ("fused", [plan.fused]), ("backward", plan.backward)]
         cut = "; ".join(f"{phase} {_runs([len(span) for span in spans])}" for phase, spans in sizes)
@@ -94,6 +107,8 @@ def _facts(found: Outlook) -> list[str]:
     lines = []
     if found.run is not None:
         lines.append(f"A step has {found.step_tokens:,} tokens, its bubble is {found.bubble_pct:.1f} %.")
+    if (exchanged := found.communication) is not None:
+        lines.append(_exchanged(found, exchanged))
     if (stuck := found.refined.stuck) is not None:
         lines.append(f"Layer {stuck.name} is too large and cannot be cut: {stuck.why}.")
     if (longest := found.longest) is not None:
@@ -103,6 +118,20 @@ def _facts(found: Outlook) -> list[str]:
             else f"No sequence fits, however short: limited by {longest.limited_by}."
         )
     return lines
+
+
+def _exchanged(found: Outlook, exchanged: Communication) -> str:
+    network, cost = exchanged.network, exchanged.cost_s
+    share = 100 * cost / exchanged.period_s
+    hidden = (
+        "which is hidden behind computing"
+        if exchanged.is_hidden
+        else f"of which {_seconds(cost)} ({share:.0f} % of a step) are not hidden"
+    )
+    return (
+        f"{network.machines} machines: each sends and receives {exchanged.nbytes / 1e9:,.2f} GB a step, which takes "
+        f"{_seconds(exchanged.busy_s)} at {network.bytes_per_s / 1e9:,.2f} GB/s, {hidden}."
+    )
 
 
 def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
@@ -126,7 +155,7 @@ def _remedies(found: Outlook, remedies: Remedies) -> list[RenderableType]:
     return parts
 
 
-def _memory_table(title: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
+def memory_table(title: str, items: Sequence[Item], limit: int | None, locked: bool) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(title, overflow="fold")
     table.add_column("GiB", justify="right", no_wrap=True)
@@ -220,6 +249,9 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
         "staleness": wish.staleness,
         "reduce_dtype": wish.reduce_dtype,
         "partitioner": partitioner_of(wish),
+        "max_positions": wish.max_positions,
+        "machines": wish.machines,
+        "communication": _communication(found.communication),
         "fits": found.fits,
         **times,
         "workers": found.workers,
@@ -250,6 +282,18 @@ def as_dict(found: Outlook, remedies: Remedies | None = None) -> dict[str, Any]:
             }
             for remedy in (remedies.found if remedies else ())
         ],
+    }
+
+
+def _communication(found: Communication | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "bytes_per_s": found.network.bytes_per_s,
+        "sent_bytes": round(found.nbytes),
+        "busy_ms": 1e3 * found.busy_s,
+        "cost_ms": 1e3 * found.cost_s,
+        "is_hidden": found.is_hidden,
     }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from lightning_roundpipe.commands.choices import make_model, read_config
 from lightning_roundpipe.commands.options import Settings
@@ -17,13 +19,16 @@ from lightning_roundpipe.config import REDUCE_DTYPES
 from lightning_roundpipe.model.layers import find_layers
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
 from lightning_roundpipe.model.refine import Refined, Size, arenas_of, cut_to_fit
+from lightning_roundpipe.planning.census import CallMemory
 from lightning_roundpipe.planning.costs import Costs
-from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, layer_bytes
+from lightning_roundpipe.planning.estimate import GRADIENT_BYTES, estimate_costs, estimate_memory, layer_bytes
 from lightning_roundpipe.planning.memory import ARENAS, Parameters
+from lightning_roundpipe.planning.network import Network
 from lightning_roundpipe.planning.pipeline import Rules, Staleness
 from lightning_roundpipe.planning.profile import Hardware, Precision
 from lightning_roundpipe.planning.search import SEARCH_SECONDS
 from lightning_roundpipe.planning.simulation import HostTime
+from lightning_roundpipe.planning.tiles import probe_batch, tiled, token_wise
 from lightning_roundpipe.planning.updates import ADAMW_BYTES, UpdateModel
 
 USUAL_LENGTH = 2048
@@ -62,6 +67,10 @@ class Wish:
     model_settings: Settings = ()
     reduce_dtype: str | None = None
     like_paper: bool = False
+    max_positions: int | None = None
+    machines: int = 1
+    network: float | None = None
+    """Bytes a second."""
 
     def changed(self, changes: Mapping[str, Any]) -> Wish:
         """With other values of these options; ``model.NAME`` and ``lora.NAME`` are settings."""
@@ -74,6 +83,10 @@ class Wish:
         return replace(self, **options)
 
 
+TILE = 4096
+"""Tokens of a tile, in what is said of tiles."""
+
+
 class ModelShape:
     """A model without data, on a machine.
 
@@ -84,17 +97,25 @@ class ModelShape:
         like_paper: whether the times are those of the paper's library: the loss takes no longer than the output layer's
             products, the host issues the operations of one expert after another, and without staleness the optimizer
             begins when backward is over.
+        max_positions: tokens of the longest sequence that the model is to have positions for; None: as many as its
+            configuration says.
+        machines: that share masters and the optimizer's state.
     """
 
     def __init__(
         self, model: str, lora: str, precision: Precision, hardware: Hardware, staleness: Staleness = 0,
         memory: int | None = None, model_settings: Settings = (), lora_settings: Settings = (),
-        reduce_dtype: str | None = None, like_paper: bool = False,
+        reduce_dtype: str | None = None, like_paper: bool = False, max_positions: int | None = None,
+        machines: int = 1,
     ) -> None:  # fmt: skip
         config, self.quantization = read_config(model, model_settings)
         if self.quantization is not None and lora == "none":
             raise ValueError(_untrained(model, self.quantization))
-        self.longest = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
+        self.configured = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_LENGTH
+        self.longest = self.configured
+        if max_positions is not None:
+            _offer(config, max_positions, model, self.configured)
+            self.longest = max_positions
         self.hardware = hardware
         self._like_paper = like_paper
         self._module = make_model(config, model, lora, precision, lora_settings)
@@ -113,6 +134,7 @@ class ModelShape:
         self._reduced_bytes = nbytes if nbytes < GRADIENT_BYTES else None
         self.has_experts = any(weight.ndim == 3 for weight in self._module.parameters())
         self._lean = _is_lean(self._module)
+        self._tiled: list[nn.Module] = []
         weights = list(self._module.parameters())
         trained = sum(p.numel() for p in weights if p.requires_grad)
         frozen = sum(p.numel() for p in weights) - trained
@@ -120,7 +142,7 @@ class ModelShape:
         self.parameters = Parameters(
             trained, frozen, weights[0].element_size(), bool(staleness), sum(p.numel() for p in self._packed),
             sum(one.nbytes for one in self._packed.values()), self.quantization.words if self.quantization else "",
-            any(weight.dim() == 3 for weight in self._packed),
+            any(weight.dim() == 3 for weight in self._packed), machines,
         )  # fmt: skip
 
     def _size(self, layer: nn.Module) -> Size:
@@ -133,9 +155,31 @@ class ModelShape:
             self._known[key] = self._costs(microbatch_size, sequence_length)
         return self._known[key]
 
+    def in_tiles(self) -> ModelShape:
+        """The same model, where modules that act on each token alone run in tiles of tokens, a sequence at a time.
+
+        The engine does not run them so yet.
+        """
+        other = copy(self)
+        other._known = {}
+        with self._without_logits():
+            other._tiled = token_wise(self._module, self._layers, probe_batch(), self.hardware)
+        return other
+
+    def _without_logits(self) -> AbstractContextManager[object]:
+        return lean_logits(self._module) if self._lean else nullcontext()
+
+    def memories(self, microbatch_size: int, sequence_length: int) -> list[CallMemory]:
+        """What the activations of each call of `costs` consist of."""
+        tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
+        with self._without_logits(), tiled(self._tiled, TILE):
+            return estimate_memory(
+                self._module, self._layers, {"input_ids": tokens, "labels": tokens}, self.hardware, packed=self._packed
+            )
+
     def _costs(self, microbatch_size: int, sequence_length: int) -> Costs:
         tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long, device="meta")
-        with lean_logits(self._module) if self._lean else nullcontext():
+        with self._without_logits(), tiled(self._tiled, TILE):
             costs = self._estimate(input_ids=tokens, labels=tokens)
         if self._like_paper:
             head = self._estimate(input_ids=tokens).calls[-1]
@@ -155,8 +199,8 @@ class ModelShape:
             self._module, self._layers, batch, self.hardware, packed=self._packed, experts_in_turn=self._like_paper
         )
 
-    def rules(self, staleness: Staleness) -> Rules:
-        """What takes time beside computing."""
+    def rules(self, staleness: Staleness, network: float | None = None) -> Rules:
+        """What takes time beside computing. ``network``: bytes a second between machines; None: there is one."""
         machine = self.hardware
         traffic = ADAMW_BYTES + (0 if self.parameters.compute_bytes == 4 else self.parameters.compute_bytes)
         if self._reduced_bytes is not None:  # read where they have landed, and written as the sum
@@ -164,7 +208,21 @@ class ModelShape:
         blocking = self._like_paper and not staleness
         updates = UpdateModel(machine.optimizer_rate(traffic), blocking=blocking, piece_bytes=PART_BYTES)
         host = HostTime(machine.call_s, machine.turn_s, machine.hop_s, shared=True)
-        return Rules(staleness=staleness, host=host, links=machine.links(), updates=updates)
+        between = None
+        if network is not None:
+            share = self.parameters.compute_bytes / GRADIENT_BYTES
+            between = Network(self.parameters.machines, network * machine.network_efficiency, share)
+        return Rules(staleness=staleness, host=host, links=machine.links(), updates=updates, network=between)
+
+
+def _offer(config: PretrainedConfig, max_positions: int, model: str, configured: int) -> None:
+    """Makes the configuration have more positions."""
+    if max_positions <= configured:
+        raise ValueError(
+            f"max_positions={max_positions} is no more than the {configured} tokens that model={model} has positions "
+            "for: leave it out."
+        )
+    config.get_text_config().max_position_embeddings = max_positions
 
 
 def _untrained(model: str, quantization: Quantization) -> str:

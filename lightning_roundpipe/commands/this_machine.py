@@ -26,7 +26,7 @@ from lightning_roundpipe.planning.profile import Hardware
 _WIDTH, _NOTE = 80, 32
 """Columns of the file, and where what is said of a number begins."""
 
-_MARKS = {"call_s": "A", "turn_s": "A", "memory": "S", "host_memory": "S"}
+_MARKS = {"call_s": "A", "turn_s": "A", "network_efficiency": "A", "memory": "S", "host_memory": "S"}
 """What is not measured here."""
 
 _NOTES = {
@@ -45,6 +45,7 @@ _NOTES = {
     "call_s": "seconds of the interpreter a layer call; benchmarks/bench_engine.py elsewhere",
     "turn_s": "seconds of the interpreter a turn, likewise",
     "optimizer_bandwidth": "bytes/s of fused AdamW with the threads that training leaves it",
+    "network_efficiency": "share of a network's rate that several machines reach",
 }
 
 

@@ -36,6 +36,7 @@ from transformers.utils import logging as hf_logging
 from lightning_roundpipe.messages import plural
 from lightning_roundpipe.model import quantize
 from lightning_roundpipe.model.quantize_weight import UnfitModelError
+from lightning_roundpipe.model.rope import stretch
 from lightning_roundpipe.model.weight_files import check_file, from_the_hub, weight_files
 
 RANDOM = "random"
@@ -105,6 +106,7 @@ def from_folder(
     dtype: str = "float32",
     quantization: str | None = None,
     double_quantization: bool = True,
+    rope: Mapping[str, Any] | None = None,
 ) -> Pretrained:
     """Return the model in a local folder, as ``save_pretrained`` writes it, or in its file ``gguf_file``.
 
@@ -131,9 +133,14 @@ def from_folder(
     if gguf_file is not None:
         if dtype != "float32":
             raise ValueError(f"model.dtype={dtype!r} must be 'float32', which model.gguf_file={gguf_file!r} becomes.")
+        if rope is not None:
+            raise ValueError(
+                f"model.rope={dict(rope)!r} changes a configuration, and model.gguf_file={gguf_file!r} holds its own. "
+                "Load it without model.rope, save_pretrained() it, and take that folder."
+            )
         remedy = "copy or download the file again"
         return _from_gguf(path / gguf_file, setting, remedy, str(path / gguf_file), packing)
-    return _from_files(path, setting, dtype, packing)
+    return _from_files(path, setting, dtype, packing, _stretched(path, setting, rope))
 
 
 def from_config(
@@ -142,6 +149,7 @@ def from_config(
     dtype: str = "float32",
     quantization: str | None = None,
     double_quantization: bool = True,
+    rope: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Pretrained:
     """Return a model of Hugging Face's architecture ``model_type`` with its ``settings``.
@@ -154,6 +162,7 @@ def from_config(
         quantization: format of the weights of linear layers and experts: ``"nf4"``, ``"fp4"`` or ``"int8"``. None: that
             of the files.
         double_quantization: quantise the scales of ``nf4`` and ``fp4`` too.
+        rope: parameters of another rotary embedding, for longer sequences; see `rope.stretch`.
 
     Raises:
         ValueError: the architecture does not exist, does not take these settings, or the weights do not fit.
@@ -177,6 +186,7 @@ def from_config(
     with making():
         config = AutoConfig.for_model(model_type, **settings)
     if weights == RANDOM:
+        stretch(config, rope)
         return Pretrained(
             config, None, f"a random {model_type}", making()(lambda: _random_model(config, dtype, packing))
         )
@@ -186,6 +196,7 @@ def from_config(
         own = _configuration(path, setting)
         _refuse_other_shape(own, config, {"model_type": model_type, **settings}, setting)
         config = own
+    stretch(config, rope)
     return _from_files(path, setting, dtype, packing, config)
 
 
@@ -195,13 +206,14 @@ def from_name(
     dtype: str = "float32",
     quantization: str | None = None,
     double_quantization: bool = True,
+    rope: Mapping[str, Any] | None = None,
 ) -> Pretrained:
     """Return a causal language model of Hugging Face.
 
     Args:
         name: name of a model on the hub, or a folder as ``save_pretrained`` writes it.
         weights: ``"pretrained"``: the model's own; ``"random"``; or others, as in `from_config`.
-        dtype, quantization, double_quantization: as in `from_config`.
+        dtype, quantization, double_quantization, rope: as in `from_config`.
 
     Raises:
         FileNotFoundError: the model or the weights do not exist.
@@ -214,8 +226,9 @@ def from_name(
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{setting} holds no config.json: name a model as save_pretrained() writes it.")
     if weights == PRETRAINED:
-        return _from_files(path, setting, dtype, packing)
+        return _from_files(path, setting, dtype, packing, _stretched(path, setting, rope))
     config = _configuration(path, setting)
+    stretch(config, rope)
     if weights == RANDOM:
         reading = _reading(path, setting, _AGAIN)
         with _reading(path, setting, _AGAIN):
@@ -246,6 +259,15 @@ def _configuration(path: Path, setting: str) -> PretrainedConfig:
     with _reading(path, setting, _AGAIN):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
         return config
+
+
+def _stretched(path: Path, setting: str, rope: Mapping[str, Any] | None) -> PretrainedConfig | None:
+    """The model's own configuration with another rotary embedding; None: as it is."""
+    if rope is None:
+        return None
+    config = _configuration(path, setting)
+    stretch(config, rope)
+    return config
 
 
 def _refuse_other_shape(

@@ -122,6 +122,8 @@ class StageBytes:
         resumed: bytes of gradients of earlier rounds that it starts from.
         activations: of one microbatch in the stage, at its worst.
         crowded: the same with the inputs of its next call, which come while one runs.
+        worst: which of the calls that were added runs then.
+        of_worst: bytes of ``activations`` that are this call's own; the others are what graphs of other calls keep.
     """
 
     def __init__(self, phase: Phase, ahead: bool = False) -> None:
@@ -139,6 +141,8 @@ class StageBytes:
         self.resumed = 0
         self.activations = 0
         self.crowded = 0
+        self.worst = 0
+        self.of_worst = 0
 
     @property
     def total(self) -> int:
@@ -155,16 +159,21 @@ class StageBytes:
                 self.gradients += call.gradient_bytes
                 self.downloads += call.gradient_bytes if call.reduced_bytes is None else call.reduced_bytes
                 self.resumed += call.gradient_bytes if call.reduced_bytes is None else 0
-            beside = call.activation_bytes
-            if self._phase == "forward" and call.forward_bytes is not None:
-                beside = min(call.forward_bytes, beside)
+            beside = own = self._own(call)
             if keeps:
                 self._kept += max(0, call.graph_bytes - self._there(call))
                 beside -= call.graph_bytes
-            self.activations = max(self.activations, self._kept + beside)
+            if self._kept + beside > self.activations:
+                self.activations, self.worst, self.of_worst = self._kept + beside, len(self._calls), own
             self.crowded = max(self.crowded, self._kept + beside + self._following(call))
             self._before = call.input_bytes
         self._calls.append(keeps)
+
+    def _own(self, call: CallCost) -> int:
+        """What the call holds by itself at its worst."""
+        if self._phase == "forward" and call.forward_bytes is not None:
+            return min(call.forward_bytes, call.activation_bytes)
+        return call.activation_bytes
 
     def _there(self, call: CallCost) -> int:
         """Bytes of its inputs that graphs of the stage keep already. What is recomputed from came from the host."""

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import MappingKey, keystr, tree_flatten, tree_map, tree_map_with_path
 
+from lightning_roundpipe.planning.census import CallMemory, Census, Name, call_memory
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.crossing import Crossed, Crossing
 from lightning_roundpipe.planning.meter import Meter, Work
@@ -57,10 +59,38 @@ def estimate_costs(
     Raises:
         ValueError: it cannot run without data, or calls no layer.
     """
-    with _autocast_knows_meta(), Meter(hardware) as meter:
-        walk = _Walk(meter, hardware, packed or {}, experts_in_turn=experts_in_turn)
-        meter.pack(packed or {})
-        meter.ignore([*model.parameters(), *model.buffers()])
+    return _walk(model, layers, batch, hardware, packed or {}, experts_in_turn=experts_in_turn).costs()
+
+
+def estimate_memory(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batch: Mapping[str, Tensor],
+    hardware: Hardware,
+    *,
+    packed: Mapping[nn.Parameter, Packed] | None = None,
+) -> list[CallMemory]:
+    """What the ``activation_bytes`` of `estimate_costs` consist of, call by call. Arguments and errors are the same."""
+    census = Census(model)
+    with census.watching():
+        return _walk(model, layers, batch, hardware, packed or {}, census).memories()
+
+
+def _walk(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batch: Mapping[str, Tensor],
+    hardware: Hardware,
+    packed: Mapping[nn.Parameter, Packed],
+    census: Census | None = None,
+    *,
+    experts_in_turn: bool = False,
+) -> _Walk:
+    """Runs the model once, without data."""
+    with _autocast_knows_meta(), Meter(hardware, census) as meter:
+        walk = _Walk(meter, hardware, packed, census, experts_in_turn=experts_in_turn)
+        meter.pack(packed)
+        meter.ignore([*model.parameters(), *model.buffers(), *batch.values()])
         try:
             for name, layer in layers.items():
                 walk.intercept(name, layer)
@@ -81,7 +111,7 @@ def estimate_costs(
             ) from error
         finally:
             walk.restore()
-    return walk.costs()
+    return walk
 
 
 def layer_bytes(layer: nn.Module, packed: Mapping[nn.Parameter, Packed] | None = None) -> tuple[int, int]:
@@ -124,6 +154,12 @@ class _Measured:
     issue_s: float
     backward_issue_s: float
     is_synchronous: bool
+    taken: tuple[tuple[Name, int], ...]
+    """Each of its inputs once."""
+    turn: int
+    """The moment at which its forward is over (`Memory.moment`),"""
+    worst: int
+    """and the one at which ``peak`` is."""
 
 
 @dataclass
@@ -138,9 +174,16 @@ class _Called:
 
 class _Walk:
     def __init__(
-        self, meter: Meter, hardware: Hardware, packed: Mapping[nn.Parameter, Packed], *, experts_in_turn: bool
+        self,
+        meter: Meter,
+        hardware: Hardware,
+        packed: Mapping[nn.Parameter, Packed],
+        census: Census | None,
+        *,
+        experts_in_turn: bool,
     ) -> None:
         self.meter = meter
+        self.census = census
         self.packed = packed
         self.emulated = hardware.emulated
         self.issue_s = hardware.issue_s
@@ -171,6 +214,17 @@ class _Walk:
         last = len(self.calls) - 1
         return Costs(tuple(self._cost(call, self.loss_backward_s * (i == last)) for i, call in enumerate(self.calls)))
 
+    def memories(self) -> list[CallMemory]:
+        """Of each call."""
+        return [
+            call_memory(
+                call.name, found.taken, found.forward.memory, found.turn, found.forward.seconds, found.worst,
+                call.after.memory,
+            )
+            for call in self.calls
+            for found in (call.measured,)
+        ]  # fmt: skip
+
     def _cost(self, call: _Called, loss_backward_s: float) -> CallCost:
         found, after = call.measured, call.after
         weights, gradients = layer_bytes(call.layer, self.packed)
@@ -197,9 +251,11 @@ class _Walk:
         leaves, form = tree_flatten((args, kwargs))
         key = (_likeness(layer, self.packed), str(form), *(_shape(leaf) for leaf in leaves))
         if key not in self._known:
-            self._known[key] = self._measure(layer, run, args, kwargs)
+            with nullcontext() if self.census is None else self.census.calling(layer):
+                self._known[key] = self._measure(layer, run, args, kwargs)
         found, outputs = self._known[key]
-        given = tree_map(_fresh, outputs)
+        with self.meter.scope():  # the call's own, which have been counted: not what follows the call before
+            given = tree_map(_fresh, outputs)
         crossed = self._crossing.see(_tensors(leaves), _tensors(tree_flatten(given)[0]))
         boundary = 0
         for leaf in leaves:
@@ -211,12 +267,15 @@ class _Walk:
         return given
 
     def _measure(self, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Measured, Any]:
-        inputs: dict[int, int] = {}
+        inputs: dict[int, tuple[Name, int]] = {}
+        names = {**dict(enumerate(signature(run).parameters)), **{key: key for key in kwargs}}
 
-        def cut(leaf: Any) -> Any:
+        def cut(path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            inputs[leaf.untyped_storage()._cdata] = leaf.numel() * leaf.element_size()
+            nbytes, first = leaf.numel() * leaf.element_size(), _key(path[1])
+            name = f"{names.get(first, first)}{keystr(path[2:])}"
+            inputs[leaf.untyped_storage()._cdata] = Name("", name, tuple(leaf.shape), leaf.dtype), nbytes
             return leaf.detach().requires_grad_(leaf.requires_grad)
 
         hooks = [  # as the engine does, which moves each gradient into its arena
@@ -224,30 +283,41 @@ class _Walk:
             for p in _parameters(layer)
             if p.requires_grad
         ]
-        work, backward = Work(), Work()
+        work = Work()
+        backward = Work(memory=work.memory)  # which frees what the forward has kept
         repeated = _Repeated(layer, work) if self.experts_in_turn else None
         with self.meter.scope(work), repeated or nullcontext():
-            args, kwargs = tree_map(cut, (args, kwargs))
+            args, kwargs = tree_map_with_path(cut, (args, kwargs))
             out = run(*args, **kwargs)
         issued = work.operations + work.unpackings + (repeated.operations if repeated else 0)
         leaves = _tensors(tree_flatten(out)[0])
         roots = [leaf for leaf in leaves if leaf.requires_grad]
-        kept, outputs = work.live, tree_map(_described, out)
+        kept, outputs, turn = work.live, tree_map(_described, out), work.memory.moment
+        given = turn
         if roots:
             with self.meter.scope(backward):
-                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+                gradients = [torch.empty_like(root) for root in roots]
+                given = work.memory.moment
+                torch.autograd.backward(roots, gradients)
+                del gradients
         for hook in hooks:
             hook.remove()
         returning = sum(root.nbytes for root in roots)
-        peak, forward_peak = max(work.peak, kept + backward.peak), None
+        peak, forward_peak, worst = work.peak, None, work.memory.worst
         if self.emulated:
-            peak, forward_peak = kept + returning, sum(leaf.nbytes for leaf in leaves)
-        taken = sum(inputs.values())
+            peak, forward_peak, worst = kept + returning, sum(leaf.nbytes for leaf in leaves), given
+        taken = tuple(inputs.values())
         found = _Measured(
-            work, backward, bool(roots), taken, kept, returning, peak, forward_peak, issued * self.issue_s,
-            backward.unpackings * self.issue_s, bool(repeated and repeated.operations),
+            work, backward, bool(roots), sum(nbytes for _, nbytes in taken), kept, returning, peak, forward_peak,
+            issued * self.issue_s, backward.unpackings * self.issue_s, bool(repeated and repeated.operations),
+            taken, turn, worst,
         )  # fmt: skip
         return found, outputs
+
+
+def _key(entry: Any) -> Any:
+    """A name, or a number of an argument."""
+    return entry.key if isinstance(entry, MappingKey) else entry.idx
 
 
 class _Repeated:

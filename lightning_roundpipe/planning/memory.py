@@ -48,6 +48,7 @@ class Parameters:
         packed_bytes: of these, scales included.
         packed_as: their format, in words.
         packed_experts: whether experts' weights are among them.
+        machines: that share masters and the optimizer's state.
     """
 
     trained: int
@@ -58,6 +59,7 @@ class Parameters:
     packed_bytes: int = 0
     packed_as: str = ""
     packed_experts: bool = False
+    machines: int = 1
 
 
 MASTER_BYTES = 4
@@ -170,7 +172,7 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None) -> 
         position = max(range(len(stages)), key=lambda position: int(getattr(needs[position], what)))
         size = getattr(needs[position], what)
         items.append(Item(f"{plural(arenas, 'arena')} for {what}, of stage {position}", arenas * size))
-    position = max(range(len(stages)), key=lambda position: needs[position].activations + waiting[position])
+    position = worst_stage(plan, costs, workers)
     stage, size = stages[position], needs[position].activations
     last = min(costs.calls[-1].activation_bytes, size) if stage.phase == "fused" else 0
     if last:  # of the last call, and the loss that follows it
@@ -184,6 +186,16 @@ def device_items(plan: Plan, costs: Costs, workers: int, budget: int | None) -> 
     if ahead := planned_bytes(plan, costs, workers, budget) - device_bytes(plan, costs, workers):
         items.append(Item("boundary tensors that are brought ahead", ahead))
     return items
+
+
+def worst_stage(plan: Plan, costs: Costs, workers: int) -> int:
+    """Position of the stage whose activations, with what waits beside them, are the most; the last of equals.
+
+    On a GPU a forward is counted with its call's backward, so that backward stages are the ones that really need it.
+    """
+    needs, waiting = _needs(plan, costs), waiting_bytes(plan, costs, workers)
+    sizes = [need.activations + size for need, size in zip(needs, waiting, strict=True)]
+    return max(range(len(sizes)), key=lambda position: (sizes[position], position))
 
 
 @dataclass(frozen=True)
@@ -232,7 +244,7 @@ def boundary_bytes(plan: Plan, costs: Costs) -> int:
 
 
 def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
-    """What the host holds under AdamW.
+    """What the host holds under AdamW; of several machines, each of them.
 
     Gradients are summed call by call: those of a weight that several layers share, or of a layer that is called twice,
     are there as often.
@@ -241,15 +253,18 @@ def host_items(plan: Plan, costs: Costs, parameters: Parameters) -> list[Item]:
     trains = [call for call in costs.calls if call.needs_backward]
     gradients = sum(call.gradient_bytes for call in trains)
     landings = sum(call.reduced_bytes or 0 for call in trains)
-    copied = size != MASTER_BYTES or parameters.apart
+    machines = parameters.machines
+    copied = size != MASTER_BYTES or parameters.apart or machines > 1
+    owned = -(-trained // machines)
+    whose = f", 1/{machines} of them" if machines > 1 else ""
     items = [
-        Item("trained weights, fp32", MASTER_BYTES * trained, locked=not copied),
+        Item(f"trained weights, fp32{whose}", MASTER_BYTES * owned, locked=not copied),
         Item("their working copy in compute precision", size * trained if copied else 0, locked=True),
         Item(f"frozen weights, {parameters.packed_as}", parameters.packed_bytes, locked=True),
         Item("frozen weights in compute precision", size * (frozen - parameters.packed), locked=True),
         Item("gradients, fp32", max(MASTER_BYTES * trained, gradients), locked=not landings),
         Item("gradients as they arrive", landings, locked=True),
-        Item("AdamW's two moments, fp32", 2 * MASTER_BYTES * trained),
+        Item(f"AdamW's two moments, fp32{whose}", 2 * MASTER_BYTES * owned),
         Item(f"boundary tensors of {_microbatches(plan.round_microbatches)}", boundary_bytes(plan, costs), True),
     ]
     return [item for item in items if item.nbytes]

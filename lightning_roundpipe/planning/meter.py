@@ -15,7 +15,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_roundpipe.planning.census import Census, Memory, Name
 from lightning_roundpipe.planning.packing import Packed
 from lightning_roundpipe.planning.profile import Format, Hardware
 
@@ -74,25 +75,26 @@ class Work:
         flops: of matrix products and attention.
         nbytes: memory traffic.
         operations: how many there were, views included.
-        live: bytes of all storages that were made in it and are still alive.
-        peak: the most that ``live`` was.
         unpackings: operations that dequantise packed weights, which ``operations`` leaves out.
+        memory: the storages that were made in it, and in other scopes that share it.
     """
 
     seconds: float = 0.0
     flops: float = 0.0
     nbytes: float = 0.0
     operations: int = 0
-    live: int = 0
-    peak: int = 0
     unpackings: int = 0
+    memory: Memory = field(default_factory=Memory)
 
-    def allocate(self, nbytes: int) -> None:
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
+    @property
+    def live(self) -> int:
+        """Bytes of all storages that are still alive."""
+        return self.memory.live
 
-    def free(self, nbytes: int) -> None:
-        self.live -= nbytes
+    @property
+    def peak(self) -> int:
+        """The most that ``live`` was."""
+        return self.memory.peak
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -102,6 +104,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._hardware = hardware
         self._scopes = [Work()]
+        self.times = 1
+        """How often what is counted runs."""
 
     @property
     def work(self) -> Work:
@@ -115,7 +119,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self._scopes[-1].operations += 1
+        self._scopes[-1].operations += self.times
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         name = func._schema.name
         grouped = "grouped_mm" in name
@@ -145,16 +149,22 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """One operation. ``filling``: how many times as much it computes, with what only fills its tiles."""
         work = self._scopes[-1]
         efficiency = self._hardware.attention_efficiency if attention else None
-        work.seconds += self._hardware.product_s(flops * filling, nbytes, form, efficiency)
-        work.flops += flops
-        work.nbytes += nbytes
+        seconds = self.times * self._hardware.product_s(flops * filling, nbytes, form, efficiency)
+        work.seconds += seconds
+        work.memory.clock_s += seconds
+        work.flops += self.times * flops
+        work.nbytes += self.times * nbytes
 
 
 class Meter(Counter):  # type: ignore[no-untyped-call]
-    """Counts operations on tensors without data, and their memory, into the innermost `scope`."""
+    """Counts operations on tensors without data, and their memory, into the innermost `scope`.
 
-    def __init__(self, hardware: Hardware) -> None:
+    ``census`` names what is counted.
+    """
+
+    def __init__(self, hardware: Hardware, census: Census | None = None) -> None:
         super().__init__(hardware)
+        self._census = census
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._packed: dict[int, tuple[Tensor, Packed]] = {}
         """By the storages of the weights."""
@@ -162,19 +172,20 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         grouped = "grouped_mm" in func._schema.name
-        work, copies = self._scopes[-1], self._unpack(func, args, kwargs)
-        work.allocate(copies)
+        memory = self._scopes[-1].memory
+        copies = [(nbytes, memory.allocate(nbytes, name)) for nbytes, name in self._unpack(func, args, kwargs)]
         out = _grouped(*args, **kwargs) if grouped else func(*args, **kwargs)
-        self._hold([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
-        work.free(copies)
+        self._hold(func._schema.name, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
         self._count(func, args, kwargs, out)
+        for nbytes, held in copies:
+            memory.free(nbytes, held)
         return out
 
-    def _unpack(self, func: Any, args: Any, kwargs: Any) -> int:
-        """Counts the copies of packed weights that an operation reads; returns the bytes that are there at once."""
+    def _unpack(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, Name | None]]:
+        """Counts the copies of packed weights that an operation reads; returns what is there at once."""
         if not self._packed or func.is_view or func._schema.name.startswith(_FREE):
-            return 0
-        held = 0
+            return []
+        copies: list[tuple[int, Name | None]] = []
         for leaf in tree_leaves((args, kwargs)):
             found = self._packed.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
             if found is None:
@@ -182,10 +193,13 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
             weight, packed = found
             self.add(0.0, packed.nbytes + weight.nbytes + packed.scratch_bytes, "fp32")
             work = self._scopes[-1]
-            work.seconds += (packed.kernels - 1) * self._hardware.kernel_s
-            work.unpackings += packed.kernels + packed.views
-            held += weight.nbytes + packed.buffer_bytes
-        return held
+            launching = self.times * (packed.kernels - 1) * self._hardware.kernel_s
+            work.seconds += launching
+            work.memory.clock_s += launching
+            work.unpackings += self.times * (packed.kernels + packed.views)
+            name = None if self._census is None else self._census.name("copy of a packed weight", weight)
+            copies.append((weight.nbytes + packed.buffer_bytes, name))
+        return copies
 
     @contextmanager
     def scope(self, work: Work | None = None) -> Iterator[Work]:
@@ -209,14 +223,14 @@ class Meter(Counter):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             self._known.add(tensor.untyped_storage())
 
-    def _hold(self, tensors: Iterable[Tensor]) -> None:
+    def _hold(self, operation: str, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage not in self._known:
                 self._known.add(storage)
-                work, nbytes = self._scopes[-1], storage.nbytes()
-                work.allocate(nbytes)
-                weakref.finalize(storage, work.free, nbytes)
+                memory, nbytes = self._scopes[-1].memory, storage.nbytes()
+                name = None if self._census is None else self._census.name(operation, tensor)
+                weakref.finalize(storage, memory.free, nbytes, memory.allocate(nbytes, name))
 
 
 def attention(
@@ -258,7 +272,7 @@ def attention_flops(batch: int, heads: int, length: int, size: int) -> float:
 
 
 def _count(flops: float, tensors: Iterable[Tensor]) -> None:
-    meter = _current()
+    meter = current_meter()
     if meter is not None:
         tensors = list(tensors)
         form = _summed_in_fp32(_FORMATS.get(tensors[0].dtype, "fp32"))
@@ -270,7 +284,8 @@ def _summed_in_fp32(form: Format) -> Format:
     return "bf16" if form == "fp16" else form
 
 
-def _current() -> Meter | None:
+def current_meter() -> Meter | None:
+    """The innermost one that is entered."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, Meter)), None)
 

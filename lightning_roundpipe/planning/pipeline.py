@@ -12,7 +12,8 @@ which can be switched on alone:
     weights travel while the slot before runs, into the other one of two arenas, layer by layer; so do     [7]
     gradients. Of a single arena, what comes next waits: weights for the slot's end, gradients' sums for
     those of the slot before to be on the host
-    an update begins when a layer's gradients are on the host, first layers first; see `async_optimizer`           [8]
+    an update begins when a layer's gradients are on the host, first layers first; see `async_optimizer`,          [8]
+    or `network` where other machines have a part in it
     what a turn takes in and gives out travels before all weights and gradients                            [9]
     a step begins, and weights are sent for it, when all losses of the last one are known; a microbatch of  [10]
     it begins when the same one of the last step is over
@@ -34,6 +35,7 @@ from typing import Literal, NamedTuple
 from lightning_roundpipe.planning.costs import CallCost, Costs, Phase
 from lightning_roundpipe.planning.interpreter import Interpreter
 from lightning_roundpipe.planning.links import Lane, Links
+from lightning_roundpipe.planning.network import Exchange, Network
 from lightning_roundpipe.planning.schedule import Plan, Stage
 from lightning_roundpipe.planning.simulation import HostTime, calls_made, lag_s
 from lightning_roundpipe.planning.updates import UpdateModel, Updating
@@ -92,6 +94,7 @@ class Rules:
         links: how fast a worker and the host exchange bytes; None: at once.
         updates: how fast the optimizer is; None: at once.
         sums_per_s: bytes of gradients that the host adds in a second; None: at once.
+        network: to other machines, which run the same plan; None: there are none.
     """
 
     staleness: Staleness = 0
@@ -100,6 +103,7 @@ class Rules:
     links: Links | None = None
     updates: UpdateModel | None = None
     sums_per_s: float | None = None
+    network: Network | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +247,12 @@ class _Pipeline:
         self._arena: dict[int, list[float]] = defaultdict(lambda: [0.0] * plan.weight_arenas)
         self._gradient_arena: dict[int, list[float]] = defaultdict(lambda: [0.0] * plan.gradient_arenas)
         self._updating = Updating(rules.updates, costs, links)
+        self._exchange = None
+        if rules.network is not None:
+            updates = rules.updates
+            rate = updates.bytes_per_s if updates else None
+            together = updates is not None and (updates.clipping or updates.blocking)
+            self._exchange = Exchange(rules.network, costs, rate, together=together)
         self._published: list[dict[str, _Updated]] = []
         self._slot = 0
         self.events: list[SimulatedEvent] = []
@@ -263,8 +273,12 @@ class _Pipeline:
                 closed[stage.position] = self._run_slot(stage, members, closed.get(stage.position, 0.0))
         self.losses.append(self._loss)
         self.ends.append(max(closed.values()))
-        updates = self._updating.step(self._arrived)
-        published = self._updating.published(updates)
+        updates: list[tuple[str, float, float]] = []
+        if self._exchange is not None:  # of all machines' optimizers, which are not drawn
+            published = self._exchange.step(self._arrived)
+        else:
+            updates = self._updating.step(self._arrived)
+            published = self._updating.published(updates)
         self._published.append({layer: (self._arrived[layer], end) for layer, end in published.items()})
         step = len(self.ends) - 1
         self.events.extend(

@@ -48,6 +48,7 @@ class Hardware:
         turn_s: seconds of the interpreter that the engine itself takes for a turn.
         optimizer_bandwidth: bytes of the host's memory that the optimizer's threads read and write a second; None: the
             share ``memory_efficiency`` of ``host_memory_bandwidth``.
+        network_efficiency: share of a network's rate that several machines reach between them.
         emulated: whether devices are emulated. Their memory holds what crosses calls and what graphs keep; what is in
             between an operation and the next is the host's.
     """
@@ -70,6 +71,7 @@ class Hardware:
     call_s: float = 0.0
     turn_s: float = 0.0
     optimizer_bandwidth: float | None = None
+    network_efficiency: float = 0.7
     emulated: bool = False
 
     def product_s(self, flops: float, nbytes: float, form: Format, efficiency: float | None = None) -> float:

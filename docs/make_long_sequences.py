@@ -1,0 +1,142 @@
+"""The figures in docs/long-sequences.md: the longest sequences that `roundpipe-plan` plans, and what they consist of.
+
+    .venv/bin/python docs/make_long_sequences.py          (about three minutes on two cores)
+
+Nothing between the marks on that page is written by hand; a test computes some of the rows again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_roundpipe.commands.explain import Explained, InTiles, explain, in_tiles
+from lightning_roundpipe.commands.machines import choose_machine
+from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of
+from lightning_roundpipe.commands.plan_shape import Wish
+
+PAGE = Path(__file__).with_name("long-sequences.md")
+BEGIN, END = "<!-- figures: docs/make_long_sequences.py -->\n", "<!-- end of figures -->\n"
+POSITIONS = 2**19
+GPUS = (1, 8)
+MOST = 3
+"""Modules that are named."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of the paper's models: its choice in conf/model, its name, its longest sequence there, its adapters."""
+
+    name: str
+    title: str
+    paper: int
+    lora: str = "none"
+
+    def wish(self, gpus: int) -> Wish:
+        return Wish(
+            model=self.name,
+            hardware=f"rtx4090x{gpus}",
+            lora=self.lora,
+            precision="bf16-true",
+            sequence_length=128,
+            microbatch_size=1,
+            microbatches=2 if gpus == 1 else gpus,
+            workers=None,
+            staleness=0,
+            memory=None,
+            search_seconds=0,
+            host_memory=2**42,
+            max_positions=POSITIONS,
+        )
+
+    @property
+    def command(self) -> str:
+        lora = "" if self.lora == "none" else f" lora={self.lora}"
+        return (
+            f"roundpipe-plan model={self.name} hardware=rtx4090x1{lora} precision=bf16-true sequence_length=128 "
+            f"microbatch_size=1 host_memory=4096GiB max_positions={POSITIONS} search_seconds=0 explain=memory"
+        )
+
+
+ROWS = (
+    Row("qwen3_1_7b", "Qwen3-1.7B", 73_000),
+    Row("llama3_1_8b", "Llama-3.1-8B", 49_000),
+    Row("gpt_oss_20b", "GPT-OSS-20B", 39_000),
+    Row("qwen3_32b", "Qwen3-32B", 28_000),
+    Row("qwen3_235b_a22b", "Qwen3-235B-A22B, LoRA", 31_000, "attention"),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is planned for so many GPUs."""
+
+    gpus: int
+    outlook: Outlook
+    explained: Explained
+    tiles: InTiles
+
+
+def find(row: Row, gpus: int) -> Found:
+    wish = row.wish(gpus)
+    machine = choose_machine(wish.hardware, None, None, None, wish.host_memory)
+    outlook = look_at(shape_of(wish, machine.hardware), wish)
+    tiles = in_tiles(outlook)
+    assert tiles is not None, "some sequence fits"
+    return Found(gpus, outlook, explain(outlook)[-1], tiles)
+
+
+def dominating(explained: Explained) -> str:
+    """The modules that made most of what is alive, with their shares of a worker's activations."""
+    shares: Counter[str] = Counter()
+    for line in explained.lines:
+        name = "inputs" if line.part == "input" else line.module.partition(".")[0] or "the layer itself"
+        shares[name] += line.nbytes
+    most = shares.most_common(MOST)
+    return ", ".join(f"{name} {100 * nbytes / explained.activations:.0f} %" for name, nbytes in most)
+
+
+def cells(row: Row, found: Found) -> list[str]:
+    explained, longest, tiles = found.explained, found.outlook.longest, found.tiles
+    assert longest is not None
+    return [
+        row.title,
+        str(found.gpus),
+        f"{longest.tokens:,}",
+        f"{row.paper:,}" if found.gpus == 8 else "",
+        f"{explained.activations / explained.tokens / 1024:,.0f}",
+        dominating(explained),
+        f"{tiles.longest.tokens:,}",
+        f"{100 * tiles.slowdown:.0f} %",
+    ]
+
+
+HEAD = (
+    "model", "GPUs", "longest", "the paper's", "KiB a token", "made by", "in tiles, not built", "computes longer",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    ruler = ["---", *("---:" for _ in HEAD[1:5]), "---", "---:", "---:"]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (HEAD, ruler, *rows))
+
+
+def between(page: str) -> str:
+    return page.split(BEGIN)[1].split(END)[0]
+
+
+def main() -> None:
+    rows = []
+    for row in ROWS:
+        for gpus in GPUS:
+            rows.append(cells(row, find(row, gpus)))
+            print(rows[-1], file=sys.stderr)
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n```\n{ROWS[1].command}\n```\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The figures in docs/several-machines-plans.md: what `roundpipe-plan` says of several machines with a network between.
+
+    .venv/bin/python docs/make_several_machines_plans.py          (about five minutes on two cores)
+
+Nothing between the marks on that page is written by hand. Plans are those of `search_seconds=0`, which are the same on
+every machine, so a test computes some of the rows again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_roundpipe.commands.machines import choose_machine
+from lightning_roundpipe.commands.plan_model import Outlook, look_at, shape_of, total
+from lightning_roundpipe.commands.plan_shape import ModelShape, Wish
+from lightning_roundpipe.planning.network import parse_rate
+from lightning_roundpipe.planning.pipeline import Staleness
+
+PAGE = Path(__file__).with_name("several-machines-plans.md")
+BEGIN, END = "<!-- figures: docs/make_several_machines_plans.py -->\n", "<!-- end of figures -->\n"
+GIB = 2**30
+MACHINES = (1, 2, 4, 8)
+NETWORKS = ("10Gbit", "25Gbit", "100Gbit")
+STALENESS: tuple[Staleness, ...] = (0, 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model: the choice of conf/model, its name, the choice of conf/lora, sequences of a step of each machine."""
+
+    name: str
+    title: str
+    lora: str
+    sequences: int
+    host: int
+    """GiB of each machine."""
+
+    def wish(self, machines: int, network: str | None, staleness: Staleness) -> Wish:
+        return Wish(
+            model=self.name,
+            hardware="rtx4090x4",
+            lora=self.lora,
+            precision="bf16-true",
+            sequence_length=2048,
+            microbatch_size=4,
+            microbatches=self.sequences // 4,
+            workers=None,
+            staleness=staleness,
+            memory=None,
+            search_seconds=0,
+            host_memory=self.host * GIB,
+            machines=machines,
+            network=None if network is None else parse_rate(network, "network"),
+        )
+
+    @property
+    def command(self) -> str:
+        lora = "" if self.lora == "none" else f" lora={self.lora}"
+        return (
+            f"roundpipe-plan model={self.name} hardware=rtx4090x4 host_memory={self.host}GiB{lora} "
+            f"precision=bf16-true microbatch_size=4 microbatches={self.sequences // 4} search_seconds=0 "
+            "machines=2 network=25Gbit"
+        )
+
+
+ROWS = (
+    Row("llama3_1_8b", "Llama-3.1-8B", "none", 64, 256),
+    Row("qwen3_32b", "Qwen3-32B", "none", 64, 768),
+    Row("qwen3_32b", "Qwen3-32B, LoRA", "all_linear", 64, 256),
+)
+
+
+def shape_for(row: Row, machines: int, staleness: Staleness) -> ModelShape:
+    wish = row.wish(machines, None if machines == 1 else NETWORKS[0], staleness)
+    machine = choose_machine(wish.hardware, None, None, None, wish.host_memory).hardware
+    return shape_of(wish, machine)
+
+
+def shared(shape: ModelShape, machines: int, staleness: Staleness) -> ModelShape:
+    """The same model on more machines: the costs of its calls are the same."""
+    other = copy(shape)
+    other.parameters = replace(shape.parameters, machines=machines, apart=bool(staleness))
+    return other
+
+
+def look(row: Row, shape: ModelShape, machines: int, network: str | None, staleness: Staleness) -> Outlook:
+    own = shared(shape, machines, staleness)
+    return look_at(own, row.wish(machines, network, staleness), longest=False)
+
+
+def outlooks(row: Row, shape: ModelShape) -> Iterator[tuple[int, str | None, dict[Staleness, Outlook]]]:
+    """Every number of machines, on every network."""
+    for machines in MACHINES:
+        for network in NETWORKS if machines > 1 else (None,):
+            yield machines, network, {late: look(row, shape, machines, network, late) for late in STALENESS}
+
+
+def cells(machines: int, network: str | None, found: dict[Staleness, Outlook]) -> list[str]:
+    """A row of a table."""
+    row = [str(machines), "–" if network is None else network.removesuffix("bit") + "bit/s"]
+    exact = found[0]
+    exchanged = exact.communication
+    row += ["–", "–"] if exchanged is None else [f"{exchanged.nbytes / 1e9:.2f}", f"{exchanged.busy_s:.1f}"]
+    for outlook in found.values():
+        if outlook.run is None:
+            needs = total(outlook.host_items) / GIB
+            row += [f"needs {needs:,.0f} GiB", "–"]
+        else:
+            cost = outlook.communication
+            row += [
+                f"{outlook.tokens_per_s:,.0f}",
+                "–" if cost is None else f"{100 * cost.cost_s / cost.period_s:.0f} %",
+            ]
+    return [*row, f"{total(exact.host_items) / GIB:,.0f}"]
+
+
+HEAD = (
+    "machines", "network", "GB a step", "s on it", "tokens/s", "not hidden", "one step late: tokens/s", "not hidden",
+    "host GiB",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    ruler = ["---:" for _ in HEAD]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (HEAD, ruler, *rows))
+
+
+def section(row: Row) -> str:
+    """A model's heading, table and command."""
+    shape = shape_for(row, 1, 0)
+    rows = []
+    for machines, network, found in outlooks(row, shape):
+        rows.append(cells(machines, network, found))
+        print(row.title, rows[-1], file=sys.stderr)
+    about = f"{row.sequences} sequences a step and machine, {row.host} GiB of memory in each host."
+    return f"\n### {row.title}\n\n{about}\n\n{table(rows)}\n```\n{row.command}\n```\n"
+
+
+def between(page: str) -> str:
+    return page.split(BEGIN)[1].split(END)[0]
+
+
+def main() -> None:
+    figures = "".join(section(row) for row in ROWS)
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{figures}\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""``model.rope``: sequences beyond a model's positions train as plain Lightning trains them with the same setting."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same, ours, run
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+
+from lightning_roundpipe.model.loading import from_config, from_folder, from_name
+from lightning_roundpipe.model.rope import stretch
+from lightning_roundpipe.tasks.causal_lm import CausalLM
+
+POSITIONS, LENGTH = 32, 96
+TINY: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": POSITIONS, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0}
+KINDS = {
+    "yarn": YARN,
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    return [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(1, 64, (2, 4, LENGTH))]
+
+
+def trained(model: torch.nn.Module, strategy: Any) -> Any:
+    module = CausalLM(copy.deepcopy(model), partial(torch.optim.SGD, lr=0.1))
+    return run(strategy, module, batches(), devices=1 if strategy == "auto" else 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_beyond_the_configurations_positions_train_as_plain_training_does(kind: str) -> None:
+    torch.manual_seed(0)
+    settings = {key: value for key, value in TINY.items() if key not in ("model_type", "max_position_embeddings")}
+    own = {"rope_theta": 10_000.0, **KINDS[kind]}
+    grows = kind != "dynamic"
+    positions = int(own["factor"] * POSITIONS) if grows else POSITIONS
+    if kind in ("yarn", "llama3"):
+        own["original_max_position_embeddings"] = POSITIONS
+    config = AutoConfig.for_model("llama", **settings, max_position_embeddings=positions, rope_parameters=own)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    same = from_config(**TINY, rope=KINDS[kind])
+    assert same.config.max_position_embeddings == positions
+    assert same.config.rope_parameters == config.rope_parameters
+    same.model.load_state_dict(model.state_dict())
+    alone = trained(model, "auto")
+    assert_same(alone, trained(same.model, ours(num_microbatches=4)))
+    unstretched = from_config(**TINY)
+    unstretched.model.load_state_dict(model.state_dict())
+    assert not torch.equal(alone.losses[0], trained(unstretched.model, "auto").losses[0])
+
+
+def test_a_folder_keeps_the_setting(tmp_path: Path) -> None:
+    """Both ways in, and what is saved has it."""
+    from_config(**TINY).model.save_pretrained(tmp_path / "before")
+    for found in (from_folder(tmp_path / "before", rope=YARN), from_name(str(tmp_path / "before"), rope=YARN)):
+        assert found.model.config.max_position_embeddings == 4 * POSITIONS
+        assert found.model.config.rope_parameters["rope_type"] == "yarn"
+    found.model.save_pretrained(tmp_path / "after")
+    again = from_folder(tmp_path / "after")
+    assert again.config.rope_parameters == found.config.rope_parameters
+    named = from_config(**TINY, weights=str(tmp_path / "before"), rope={**YARN, "max_position_embeddings": 100})
+    assert named.model.config.max_position_embeddings == 100
+
+
+def test_what_stays_and_what_is_counted_from() -> None:
+    """A model that is stretched already is stretched from its original positions, with its own base."""
+    config = AutoConfig.for_model("llama", max_position_embeddings=64, rope_parameters={"rope_theta": 5e5})
+    stretch(config, YARN)
+    stretch(config, {"rope_type": "yarn", "factor": 8.0})
+    assert config.max_position_embeddings == 512
+    assert config.rope_parameters["original_max_position_embeddings"] == 64
+    assert config.rope_parameters["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "yarm", "factor": 4.0}, "needs a rope_type, one of default, linear, dynamic, yarn"),
+        ({"factor": 4.0}, "needs a rope_type"),
+        ({"rope_type": "yarn", "factors": 4.0}, "unknown parameter 'factors'. Did you mean 'factor'?"),
+        ({"rope_type": "yarn", "factor": 0}, "factor=0 must be a number of more than 0"),
+        ({"rope_type": "linear", "factor": "4"}, "factor='4' must be a number of more than 0"),
+        ({"rope_type": "yarn"}, "transformers does not take these parameters"),
+        ({**YARN, "max_position_embeddings": 64.5}, "max_position_embeddings=64.5 must be a whole number"),
+    ],
+)
+def test_mistakes(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"model\.rope=") as error:
+        from_config(**TINY, rope=rope)
+    assert message in str(error.value)
+
+
+def test_models_without_one_rotary_embedding_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a gpt2 has no rotary embedding\. Leave model.rope out"):
+        stretch(GPT2Config(), YARN)
+    with pytest.raises(ValueError, match="a rotary embedding for each kind of layer"):
+        stretch(AutoConfig.for_model("gemma3_text"), YARN)
+
+
+def test_a_gguf_file_holds_its_own(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"changes a configuration, and model.gguf_file='model.gguf' holds its own"):
+        from_folder(tmp_path, gguf_file="model.gguf", rope=YARN)

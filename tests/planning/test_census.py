@@ -1,0 +1,136 @@
+"""What a call's bytes consist of: the same bytes as the estimate counts, each under the module that made it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_roundpipe.commands.machines import read_machine
+from lightning_roundpipe.commands.plan_shape import ModelShape
+from lightning_roundpipe.planning.census import CallMemory
+from lightning_roundpipe.planning.costs import CallCost
+from lightning_roundpipe.planning.estimate import estimate_costs, estimate_memory
+
+GPU = read_machine("rtx4090x8")
+ROWS, WIDTH, INNER = 64, 16, 48
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up, self.gate = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor, use_cache: bool = False) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return SimpleNamespace(loss=x.square().mean())
+
+
+def layers_of(model: Chain) -> dict[str, nn.Module]:
+    return {f"blocks.{number}": block for number, block in enumerate(model.blocks)}
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of real storages, as an allocator counts them that is told of each operation's results."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self._known, self.peak = known, 0
+        self._refs: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._known:
+                storage = leaf.untyped_storage()
+                self._refs[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._refs = {key: pair for key, pair in self._refs.items() if not pair[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._refs.values()))
+        return out
+
+
+def test_a_call_takes_what_lives_at_once_where_it_really_runs() -> None:
+    """Backward frees what the forward has kept, node by node: a peak in the middle of it counts only what is left."""
+    with torch.device("meta"):
+        shape = Chain()
+    (first, _) = estimate_costs(shape, layers_of(shape), {"x": torch.empty(ROWS, WIDTH, device="meta")}, GPU).calls
+    block, x = Block(), torch.randn(ROWS, WIDTH)
+    alive = Alive({t.untyped_storage()._cdata for t in (*block.parameters(), x)})
+    for weight in block.parameters():
+        weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with alive:
+        out = block(x)
+        out.backward(torch.empty_like(out))
+    assert first.activation_bytes == x.nbytes + alive.peak
+
+
+def check(memory: CallMemory, cost: CallCost) -> None:
+    assert memory.layer == cost.layer
+    assert sum(row.nbytes for row in memory.at_worst) == cost.activation_bytes
+    assert memory.parts[0] == ("forward", 0.0)
+    assert [at for _, at in memory.parts] == sorted(at for _, at in memory.parts)
+    for row in memory.rows:
+        assert 0 <= row.start_s <= row.end_s <= memory.end_s
+        assert not row.at_worst or row.start_s <= memory.worst_s <= row.end_s
+
+
+@pytest.mark.parametrize("hardware", ["rtx4090x8", "cpu"])
+@pytest.mark.parametrize(
+    ("model", "lora"),
+    [("tiny_llama", "none"), ("tiny_qwen3_1_7b", "all_linear"), ("tiny_gpt_oss_20b", "none"),
+     ("tiny_qwen3_235b_a22b", "attention")],
+)  # fmt: skip
+def test_the_tensors_of_every_call_together_are_what_the_planner_counts(model: str, lora: str, hardware: str) -> None:
+    shape = ModelShape(model, lora, "bf16-true", read_machine(hardware))
+    costs, memories = shape.costs(2, 64), shape.memories(2, 64)
+    assert len(costs) == len(memories)
+    for memory, cost in zip(memories, costs, strict=True):
+        check(memory, cost)
+    if hardware != "cpu":
+        block = next(memory for memory in memories if memory.layer.endswith(".1"))
+        made_by = {row.name.module.rpartition(".")[2] for row in block.rows if row.part == "forward"}
+        assert {"self_attn", "input_layernorm", "q_proj"} <= made_by
+        assert {row.part for row in block.rows} == {"input", "forward", "backward"}
+
+
+def test_packed_weights_have_their_copies_in_it() -> None:
+    shape = ModelShape(
+        "tiny_llama", "all_linear", "bf16-true", GPU, model_settings=(("quantization", "nf4"),)
+    )  # fmt: skip
+    memories = shape.memories(1, 32)
+    for memory, cost in zip(memories, shape.costs(1, 32), strict=True):
+        check(memory, cost)
+    assert any(row.name.operation == "copy of a packed weight" for memory in memories for row in memory.rows)
+
+
+def test_the_backward_of_a_module_is_the_modules() -> None:
+    with torch.device("meta"):
+        model = Chain()
+    batch = {"x": torch.empty(ROWS, WIDTH, device="meta")}
+    _, second = estimate_memory(model, layers_of(model), batch, GPU)
+    made = {(row.part, row.name.module, row.name.shape) for row in second.rows}
+    assert {("forward", "gate", (ROWS, INNER)), ("backward", "down", (ROWS, INNER))} <= made
+    assert {("backward", "gate", (INNER, WIDTH)), ("backward", "", (ROWS, INNER))} <= made  # its weights; silu
+    assert ("forward", "", (ROWS, INNER)) in made  # silu and the product
+    assert ("input", "", (ROWS, WIDTH)) in made
+    losses = [row for row in second.rows if row.part == "loss"]
+    assert {row.name.module for row in losses} == {""} and losses

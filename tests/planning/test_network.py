@@ -1,0 +1,175 @@
+"""Several machines in the planner: what they exchange, when it is there, and what each host holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from lightning_roundpipe.planning.costs import CallCost, Costs
+from lightning_roundpipe.planning.memory import Parameters, host_items
+from lightning_roundpipe.planning.network import Exchange, Network, gradient_bytes, owners, parse_rate
+from lightning_roundpipe.planning.pipeline import Rules, run_steps
+from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.planning.updates import UpdateModel
+
+MB = 10**6
+
+
+def call(layer: str, gradients: int, needs_backward: bool = True) -> CallCost:
+    return CallCost(layer, 1.0, 2.0, gradients // 2, gradients, 0, 0, needs_backward)
+
+
+def costs_of(*gradients: int) -> Costs:
+    return Costs(tuple(call(f"layers.{number}", size) for number, size in enumerate(gradients)))
+
+
+def test_a_step_of_two_layers_by_hand() -> None:
+    """Two machines with 10 MB/s: half of all bytes crosses. Each layer has 20 MB of gradients and 10 MB of weights."""
+    network = Network(2, 10 * MB, weight_share=0.5)
+    exchange = Exchange(network, costs_of(20 * MB, 20 * MB), rate=10 * MB)
+    published = exchange.step({"layers.1": 3.0, "layers.0": 3.5})
+    # layers.1 is reduced 3.0 to 4.0 and updated until 6.0; layers.0 4.0 to 5.0, updated by the other machine until 7.0.
+    assert published == {"layers.1": 6.5, "layers.0": 7.5}
+    assert exchange.busy_s == 3.0 == network.wire_bytes(40 * MB) / network.bytes_per_s
+
+
+def test_what_the_next_forward_needs_first_goes_first() -> None:
+    """Three layers are complete at once; the first one's weights are sent before the last one's gradients."""
+    exchange = Exchange(Network(2, 10 * MB, 0.5), costs_of(20 * MB, 20 * MB, 20 * MB), rate=None)
+    published = exchange.step(dict.fromkeys(("layers.2", "layers.1", "layers.0"), 0.0))
+    assert published == {"layers.0": 1.5, "layers.1": 3.0, "layers.2": 4.5}
+
+
+def test_a_large_layer_is_updated_while_its_next_part_travels() -> None:
+    size = 4 * 2**26
+    exchange = Exchange(Network(2, size / 2, 1.0), costs_of(size), rate=size)
+    (whole,) = exchange.step({"layers.0": 0.0}).values()
+    assert whole == pytest.approx(2.0)  # sent behind the parts that are reduced; one after the other takes 3 s
+
+
+def test_clipping_waits_for_all_gradients() -> None:
+    exchange = Exchange(Network(2, 10 * MB, 0.5), costs_of(20 * MB, 20 * MB), rate=None, together=True)
+    published = exchange.step({"layers.1": 0.0, "layers.0": 10.0})
+    assert published == {"layers.0": 11.5, "layers.1": 12.0}
+
+
+def test_frozen_layers_stay_where_they_are() -> None:
+    costs = Costs((call("frozen", 0, False), call("half", 20 * MB), call("adapter", MB)))
+    assert gradient_bytes(costs) == {"half": 20 * MB, "adapter": MB}
+    exchange = Exchange(Network(4, 10 * MB, 0.5), costs, rate=None)
+    assert set(exchange.step({"half": 1.0, "adapter": 1.0})) == {"half", "adapter"}
+
+
+def test_machines_own_about_as_much() -> None:
+    sizes = {f"layers.{number}": 10 + number % 3 for number in range(40)}
+    found = owners(sizes, 4)
+    loads = [sum(sizes[layer] for layer, owner in found.items() if owner == machine) for machine in range(4)]
+    assert max(loads) - min(loads) <= 12
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_without_time_on_the_network_it_is_as_one_machine(staleness: Any) -> None:
+    costs, plan = costs_of(*[20 * MB] * 8), Plan.per_call(8, 4)
+    rules = Rules(staleness=staleness, network=Network(4, math.inf, 0.5))
+    alone = run_steps(plan, costs, 2, 8, replace(rules, network=None), 6)
+    assert run_steps(plan, costs, 2, 8, rules, 6).ends_s == alone.ends_s
+
+
+def test_a_slower_network_takes_longer_and_staleness_hides_more() -> None:
+    costs, plan = costs_of(*[20 * MB] * 8), Plan.per_call(8, 4)
+    updates = UpdateModel(1e9)
+
+    def period(rate: float, staleness: Any) -> float:
+        rules = Rules(staleness=staleness, updates=updates, network=Network(2, rate, 0.5))
+        return run_steps(plan, costs, 2, 8, rules, 16).period_s(8)
+
+    for staleness in (0, 1):
+        times = [period(rate, staleness) for rate in (math.inf, 40 * MB, 10 * MB, MB)]
+        assert all(fast <= slow for fast, slow in pairwise(times))
+        assert times[-1] >= 0.5 * (160 + 80)  # what is on the network of each step, all of it
+    assert period(2 * MB, 1) < period(2 * MB, 0)
+    assert period(10 * MB, 1) == pytest.approx(period(math.inf, 1), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("25Gbit", 3.125e9), ("100 Gbit/s", 12.5e9), ("10Gb", 1.25e9), ("1.25GB", 1.25e9), ("800Mbit", 1e8)],
+)
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text, "network") == rate
+
+
+@pytest.mark.parametrize("text", ["25", "fast", "0Gbit", "-1Gbit", "25Gbyte"])
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(ValueError, match=r"network='.*' must be a rate of more than 0, as 25Gbit"):
+        parse_rate(text, "network")
+
+
+@pytest.mark.parametrize("compute_bytes", [2, 4])
+def test_masters_and_moments_are_the_owners(compute_bytes: int) -> None:
+    costs, plan = costs_of(4000, 4000), Plan.per_call(2, 4)
+    alone, shared = (
+        {item.name.partition(", 1/")[0]: item.nbytes for item in host_items(plan, costs, parameters)}
+        for parameters in (Parameters(2000, 100, compute_bytes), Parameters(2000, 100, compute_bytes, machines=4))
+    )
+    for name in ("trained weights, fp32", "AdamW's two moments, fp32"):
+        assert 4 * shared[name] == alone[name]
+    assert shared["their working copy in compute precision"] == 2000 * compute_bytes
+    for name in ("gradients, fp32", "frozen weights in compute precision"):
+        assert shared[name] == alone[name]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+TINY = ("model=tiny_llama", "hardware=rtx4090x2", "sequence_length=64", "microbatch_size=2", "search_seconds=0")
+
+
+def test_the_command_says_what_communication_costs(plan_command: Any) -> None:
+    one = json.loads(plan_command(*TINY, "format=json")[1])
+    same = (*TINY[:-1], "format=json", f"plan={one['plan']}", "machines=2")
+    two = json.loads(plan_command(*same, "network=100Gbit")[1])
+    slow = json.loads(plan_command(*same, "network=10Mbit")[1])
+    assert (one["machines"], one["communication"]) == (1, None)
+    sent = 0.5 * one["trained_parameters"] * (4 + 2)
+    for found, rate in ((two, 12.5e9), (slow, 1.25e6)):
+        exchanged = found["communication"]
+        assert exchanged["bytes_per_s"] == pytest.approx(0.7 * rate)
+        assert exchanged["sent_bytes"] == pytest.approx(sent, rel=0.01)  # gradients' places are aligned
+        assert exchanged["busy_ms"] == pytest.approx(1e3 * exchanged["sent_bytes"] / exchanged["bytes_per_s"], rel=1e-3)
+        assert found["tokens_per_s"] == pytest.approx(2 * 4 * 2 * 64 / (found["period_ms"] / 1e3))
+    assert not slow["communication"]["is_hidden"]
+    assert slow["communication"]["cost_ms"] >= 0.5 * slow["communication"]["busy_ms"]
+    assert two["period_ms"] < slow["period_ms"]
+    code, out, _ = plan_command(*TINY, "machines=2", "network=10Mbit")
+    said = " ".join(out.split())
+    assert code == 0
+    assert "2 machines: each sends and receives" in said
+    assert "are not hidden" in said
+    assert "trained weights, fp32, 1/2 of them" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("machines=2",), "say over what, as network=25Gbit"),
+        (("network=25Gbit",), "say how many, as machines=2"),
+        (("machines=0",), "machines=0 must be a whole number of at least 1"),
+        (("machines=2", "network=fast"), "network='fast' must be a rate"),
+        (("machines=2", "network=25Gbit", "partitioner=paper"), "which trains on one machine"),
+    ],
+)
+def test_mistakes(plan_command: Any, given: tuple[str, ...], message: str) -> None:
+    code, out, err = plan_command(*TINY, *given)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_measured_times_are_of_one_machine(plan_command: Any) -> None:
+    code, _, err = plan_command("costs=paper", "case=llama3.1-8b", "machines=2", "network=25Gbit")
+    assert code == 2
+    assert "machines= is about model=NAME" in err
