@@ -183,6 +183,7 @@ class Options:
     stage_seconds: float | None = None
     compile_layers: bool | Mapping[str, Any] | None = False
     reduce_dtype: Any = None
+    machine_timeout: float = 60.0
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
@@ -205,6 +206,11 @@ class Options:
         self._check_budget()
         if not (_is_number(self.watchdog_timeout) and self.watchdog_timeout > 0):
             raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be a number of more than 0 seconds.")
+        if not (_is_number(self.machine_timeout) and self.machine_timeout >= 5):
+            raise ValueError(
+                f"machine_timeout={self.machine_timeout!r} must be a number of at least 5 seconds: machines say every "
+                "half second that they are alive."
+            )
         self._check_seconds()
         object.__setattr__(self, "compile_layers", _compile_settings(self.compile_layers))
         object.__setattr__(self, "reduce_dtype", reduce_dtype_of(self.reduce_dtype))

@@ -35,18 +35,17 @@ from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.monitors import profile_all_threads, rehearsing, tell_of_all_workers
-from lightning_roundpipe.one_process import OneProcess
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.refusals import (
     load_optimizer,
     refuse_accelerator,
     refuse_foreign_parameters,
+    refuse_launch,
     refuse_layer_sync,
     refuse_missing_states,
     refuse_module,
     refuse_plan,
     refuse_scripted,
-    refuse_several_processes,
     refuse_strange_checkpoint,
     unfitting_weights,
     unreadable_checkpoint,
@@ -57,6 +56,7 @@ from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.memory.budget import over_capacity
 from lightning_roundpipe.runtime.report import Report
+from lightning_roundpipe.several_machines import SeveralMachines
 from lightning_roundpipe.stepping import Stepping
 
 _CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def _nothing() -> None:
 
 # The class has many collaborators because they all meet in Lightning's Strategy interface: precision, checkpoints,
 # hooks, devices and steps. It connects them; each decision is in a module of its own.
-class RoundPipeStrategy(OneProcess):
+class RoundPipeStrategy(SeveralMachines):
     """Trains models that do not fit a GPU by sending their stages to the machine's GPUs in turn.
 
     Args:
@@ -102,6 +102,8 @@ class RoundPipeStrategy(OneProcess):
         reduce_dtype: dtype in which gradients are copied from a device to the host, which sums them in fp32:
             ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: the dtype of their
             sums, which is that of the trained weights (fp32).
+        machine_timeout: with ``num_nodes`` of several, seconds within which a machine ends with an error when another
+            one has died or hangs.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -128,6 +130,7 @@ class RoundPipeStrategy(OneProcess):
         stage_seconds: float | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
         reduce_dtype: torch.dtype | str | None = None,
+        machine_timeout: float = 60,
         emulation: Emulation | Mapping[str, Any] | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -152,6 +155,7 @@ class RoundPipeStrategy(OneProcess):
             stage_seconds=stage_seconds,
             compile_layers=compile_layers,
             reduce_dtype=reduce_dtype,
+            machine_timeout=machine_timeout,
             emulation=Emulation.of(emulation),
         )
         if (text := self.options.plan_text) is not None:
@@ -182,17 +186,11 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def setup_environment(self) -> None:
-        refuse_several_processes(self.world_size, self.num_nodes)
+        refuse_launch(self.world_size, self.num_nodes, self.cluster_environment)
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-
-    @property
-    def num_nodes(self) -> int:
-        return getattr(self, "_num_nodes", 1)
-
-    @num_nodes.setter
-    def num_nodes(self, value: int) -> None:
-        self._num_nodes = value
+        self._meet()
+        self._agree_on_packages()
 
     # -- precision ----------------------------------------------------------------------------------------------------
 
@@ -238,7 +236,7 @@ class RoundPipeStrategy(OneProcess):
         """Set up the engine. ``again``: during a run, keeping the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        refuse_several_processes(self.world_size, trainer.num_nodes)
+        refuse_launch(self.world_size, self.num_nodes, self.cluster_environment)
         module = self.lightning_module
         assert module is not None
         refuse_layer_sync(self._layer_sync)
@@ -247,6 +245,7 @@ class RoundPipeStrategy(OneProcess):
         refuse_unscaled(self.options.reduce_dtype, str(self.precision_plugin.precision))
         prepare(module)
         self.model = self._precision.prepare(module, fitting=fitting)
+        self._agree_on_model(module, self._shared_settings())
         with interrupts_deferred(), remedied():
             self._start_engine(module, fitting=fitting)
         assert self._engine is not None
@@ -266,10 +265,37 @@ class RoundPipeStrategy(OneProcess):
                 self._announcements.log_settings()
         self.setup_precision_plugin()
 
+    def _shared_settings(self) -> dict[str, Any]:
+        """Return the settings that decide the numbers, which several machines must have in common."""
+        options = self.options
+        weight = options.loss_weight
+        return {
+            "precision": str(self.precision_plugin.precision),
+            "staleness": options.staleness,
+            "microbatch_scope": options.microbatch_scope,
+            "reduce_dtype": options.reduce_dtype,
+            "loss_weight": weight if weight is None or isinstance(weight, str) else "a function",
+        }
+
+    def _sum_gradients(self) -> None:
+        """Sum the gradients in ``.grad`` over several machines, when a window of accumulated batches ends."""
+        module, engine = self._running()
+        exchange = engine.context.exchange
+        if exchange is None or engine.updates is not None or module.trainer.fit_loop._should_accumulate():
+            return
+        held = {id(p): p.grad for p in engine.model.masters if p.grad is not None}
+        sums = exchange.summed(held)
+        for parameter in engine.model.masters:
+            if (gradient := sums.get(id(parameter))) is not None:
+                parameter.grad = gradient
+
     @override
     def on_train_start(self) -> None:
         if self._stepping is not None:
             module, engine = self._running()
+            names = {id(p): name for name, p in module.named_parameters()}
+            buckets = [[names.get(id(p), "") for p in bucket.masters] for bucket in engine.model.buckets]
+            self._agree_on_training(module.trainer, module, buckets)
             self._stepping.started()
             if module.automatic_optimization:
                 engine.reserve_gradients()
@@ -316,11 +342,13 @@ class RoundPipeStrategy(OneProcess):
         kind = refuse_accelerator(self.root_device.type)
         refuse_scripted(module, kind)
         self._precision.device = kind
+        self._precision.after_backward = self._sum_gradients if self._peers is not None else None
         self._seed = torch.initial_seed()
         devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))
         try:
             formats = self._precision.formats()
-            self._engine = Engine(module, devices, self.options, rank_zero_info, formats, fitting=fitting)
+            inform, peers = rank_zero_info, self._peers
+            self._engine = Engine(module, devices, self.options, inform, formats, fitting=fitting, peers=peers)
         except BaseException:
             for device in devices:
                 device.close()
@@ -335,6 +363,7 @@ class RoundPipeStrategy(OneProcess):
     @override
     def teardown(self) -> None:
         self._stop_engine()
+        super().teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

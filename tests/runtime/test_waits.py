@@ -221,6 +221,11 @@ WAITS = [
 ]
 
 ELSEWHERE = {
+    # Other machines: `tests/test_several_machines.py`, where a sum that is read too early shows.
+    (
+        "runtime.optimizer.gradient_exchange:GradientExchange._land",
+        'self.peers.wait(flying.work, f"the gradients of bucket {bucket.index}")',
+    ),
     (
         "runtime.optimizer.grad_readiness:GradReadiness.take",
         "upload.wait()",

@@ -16,6 +16,9 @@ With staleness 1 a step computes with working copies of the masters. An update i
 its last upload of the bucket. That is long before that step's gradients of the bucket are ready; published only then,
 the update would make the step behind wait for its end.
 
+With several machines, `GradientExchange` sums the gradients between [1] and [2]: the thread takes buckets in the same
+order on each machine, and steps one when its sum has arrived, while the next ones are computed and on their way.
+
 No deadlock: the thread waits only for the backward of a batch, which needs only updates submitted before that batch.
 """
 
@@ -41,6 +44,7 @@ from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.loss_scale import Scales
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer.grad_readiness import Dropped
+from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
@@ -153,6 +157,7 @@ class AsyncOptimizer:
         staleness: 0: a step computes with all updates before it. 1: with all but the last, which is applied meanwhile.
         scales: the loss scales.
         around: returns a context that the thread enters for as long as it lives.
+        exchange: sums gradients over several machines; None if there is only one.
 
     Attributes:
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
@@ -166,7 +171,9 @@ class AsyncOptimizer:
         staleness: int = 0,
         scales: Scales | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        exchange: GradientExchange | None = None,
     ) -> None:
+        self._exchange = exchange
         self.buckets = list(buckets)
         self.staleness = staleness
         self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # an earlier instance's, or 0
@@ -431,6 +438,18 @@ class AsyncOptimizer:
                 coming -= len(buckets)
             yield self._piece(there)
 
+    def _in_order(self, batch: StepGradients | None, came: Callable[[ParamBucket], None]) -> Iterator[ParamBucket]:
+        """Yield all buckets as they become ready, in the order in which machines exchange them; see `_as_they_come`."""
+        assert self._exchange is not None
+        readiness = batch.readiness if batch is not None else None
+        there: set[ParamBucket] = set(self.buckets) if readiness is None else set()
+        for bucket in self._exchange.order:
+            while bucket not in there:
+                assert readiness is not None
+                there.update(readiness.take(wait=True, sent=came))
+            came(bucket)
+            yield bucket
+
     def _piece(self, there: list[tuple[int, ParamBucket]]) -> list[ParamBucket]:
         buckets = [heapq.heappop(there)[1]]
         size = self._sizes[buckets[0]]
@@ -439,6 +458,8 @@ class AsyncOptimizer:
         return buckets
 
     def _add(self, batch: StepGradients) -> None:
+        if self._exchange is not None:
+            batch.weigh()
         for buckets in self._as_they_come(batch, lambda bucket: None):
             for bucket in buckets:
                 self._accumulated[bucket].add(batch.take(bucket))
@@ -454,6 +475,23 @@ class AsyncOptimizer:
             bucket.refresh(trained_only=True)
             bucket.publish(step.number - 1)
 
+    def _gathered(self, step: _OptimizerStep) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
+        """Yield the gradients of buckets as they become ready; see `_gather`."""
+        if self._exchange is None:
+            for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
+                yield {bucket: self._gather(bucket, step) for bucket in buckets}
+            return
+        for bucket in self._in_order(step.batch, lambda bucket: self._uploaded(bucket, step)):
+            yield from self._summed(self._exchange.add(bucket, self._gather(bucket, step)))
+        yield from self._summed(self._exchange.rest())
+
+    def _summed(
+        self, arrived: list[tuple[ParamBucket, dict[int, Tensor]]]
+    ) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
+        for bucket, gradients in arrived:
+            self._left.update(gradients)
+            yield {bucket: gradients}
+
     def _gather(self, bucket: ParamBucket, step: _OptimizerStep) -> dict[int, Tensor]:
         """Return the bucket's gradients, summed over all batches since the last step [2]."""
         gathered = self._accumulated[bucket].with_last(step.batch.take(bucket) if step.batch is not None else {})
@@ -462,26 +500,35 @@ class AsyncOptimizer:
 
     def _run(self, step: _OptimizerStep) -> None:
         self._left, self._left_in = {}, step.batch.sums if step.batch is not None else ()
+        if self._exchange is not None:
+            self._exchange.begin()
+            if step.batch is not None:
+                step.batch.weigh()
+            else:
+                self._exchange.share(None)
         with step.partial_optimizer.prepared(step.hyperparameters):  # while the gradients are still on their way
             self._step(step)
         self._applying = False
 
     def _step(self, step: _OptimizerStep) -> None:
         self._applying = False
-        arriving = self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step))
         clip = step.clip if step.clip is not None and step.clip.kind == "norm" else None
         scaled = self._scales.scale is not None
         if not (clip or scaled):
-            for buckets in arriving:
+            if self._exchange is not None:
+                for mine in self._gathered(step):
+                    self._apply(step, mine)
+                return
+            for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
                 if not (len(buckets) == 1 and self._apply_parts(step, buckets[0])):
                     self._apply(step, {bucket: self._gather(bucket, step) for bucket in buckets})
             return
         gathered: dict[ParamBucket, dict[int, Tensor]] = {}
         measured: dict[int, Tensor] = {}
         finite = True
-        for bucket in (bucket for buckets in arriving for bucket in buckets):
-            gathered[bucket] = self._gather(bucket, step)
-            held = {key: grad for key, grad in gathered[bucket].items() if key in step.hyperparameters.group_of}
+        for bucket, gradients in (pair for mine in self._gathered(step) for pair in mine.items()):
+            gathered[bucket] = gradients
+            held = {key: grad for key, grad in gradients.items() if key in step.hyperparameters.group_of}
             if scaled:
                 finite &= unscale(held.values(), step.scale)
             if clip:

@@ -1,0 +1,244 @@
+"""Whether the other machines of a job are alive, and what became of one that is not.
+
+A collective operation waits for all machines. If one has died, hangs or has failed, the others would wait without end,
+or raise an error of the network that does not say why. So each machine has a thread that writes to the job's store and
+reads what the others have written:
+
+    every `BEAT` seconds: my number, what I wait for ── the others' ── [1]
+    a machine whose number stands still for half of the timeout hangs or has died ── [2]
+    a machine that fails writes its error; the others say that they have read it ── [3]
+    all machines wait, and not for the same thing: none of them will ever go on ── [4]
+    a failure is known, and the main thread does not end: it waits where nothing can reach it; end the process ── [5]
+
+The store is torch.distributed's. Values are JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.messages import PREFIX
+
+BEAT = 0.5
+"""Seconds between two messages of a machine."""
+STALL = 15.0
+"""Seconds after which machines that wait for different things are taken for stuck."""
+SILENCE = 8 * BEAT
+"""Seconds without a message after which a machine whose connection broke is taken for dead."""
+LAST_WORDS = 10.0
+"""Seconds that a machine that fails waits for the others to read its error."""
+EXIT = 70
+"""Exit status of a process that ends itself [5]."""
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class MachineError(RoundPipeError):
+    """Another machine has failed, does not answer, or waits for something else."""
+
+
+class Liveness:
+    """Watches the other machines. `start` starts its thread, which lives until the process ends.
+
+    Args:
+        store: a connection to the job's store that no other thread uses.
+        rank: the number of this machine.
+        names: host names of all machines, by number.
+        timeout: seconds within which this machine ends after another one has failed.
+        leave: ends the process [5].
+
+    Attributes:
+        failure: what has happened to another machine; None if nothing has.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[str],
+        timeout: float,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.failure: str | None = None
+        self._store, self._rank, self._names, self._timeout, self._leave = store, rank, list(names), timeout, leave
+        self._others = [other for other in range(len(names)) if other != rank]
+        self._posts: dict[str, str] = {}
+        self._waits: dict[int, tuple[str, float]] = {}
+        """What a thread waits for, and since when, by the thread's id."""
+        self._lock = threading.Lock()
+        self._running = 0
+        self._failed_at = 0.0
+        self._main = threading.main_thread()
+        self._sampled: tuple[object, float] = (None, 0.0)
+        self._read = threading.Event()
+        self._seen: dict[int, tuple[int, float]] = {}
+        """The last number of each other machine, and when it came."""
+        self._thread = threading.Thread(target=self._watch, name="roundpipe-liveness", daemon=True)
+
+    def name_of(self, rank: int) -> str:
+        return f"machine {rank} ({self._names[rank]})"
+
+    # -- the other threads --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Write the first beat and start the thread."""
+        self._store.set(_beat(self._rank), json.dumps({"n": 0, "wait": None, "for": 0.0}))
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Note that a run has begun: until `end`, this process must not outlive a failure [5]."""
+        self._running += 1
+
+    def end(self) -> None:
+        """Note that the run is over, or that its error has reached the main thread."""
+        self._running = 0
+
+    @contextlib.contextmanager
+    def waiting(self, label: str) -> Iterator[None]:
+        """Context manager in which the calling thread waits for the others, for what ``label`` says."""
+        me = threading.get_ident()
+        self._waits[me] = label, time.monotonic()
+        try:
+            yield
+        finally:
+            del self._waits[me]
+
+    def check(self) -> None:
+        """Raise `MachineError` if another machine has failed."""
+        if self.failure is not None:
+            if threading.current_thread() is self._main:
+                self.end()
+            raise MachineError(self.failure)
+
+    def explain(self, error: BaseException, label: str) -> MachineError:
+        """Return the error to raise when the network has failed with ``error``.
+
+        A connection breaks at once when a machine's process ends. Why it has ended shows a little later.
+        """
+        patience = time.monotonic() + min(LAST_WORDS, self._timeout / 2)
+        silent: list[int] = []
+        while self.failure is None and not silent and time.monotonic() < patience:
+            time.sleep(BEAT / 5)
+            silent = [other for other, (_, since) in self._seen.items() if time.monotonic() - since > SILENCE]
+        who = " or ".join(self.name_of(other) for other in silent or self._others)
+        if silent:
+            self._fail(f"{who} has died: its connection broke when this machine waited for {label}.")
+        self._fail(f"the connection to {who} broke when this machine waited for {label}: {_first(error)}")
+        return MachineError(self.failure)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other machines that this one ends with ``error`` [3]. Returns when they have read it."""
+        self.end()
+        if isinstance(error, MachineError) or self.failure is not None:
+            return
+        self._read.clear()
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        with self._lock:
+            self._posts[f"roundpipe/error/{self._rank}"] = json.dumps(text[:2000])
+        self._read.wait(min(LAST_WORDS, self._timeout / 2))
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        seen = self._seen
+        seen.update({other: (0, time.monotonic()) for other in self._others})
+        number = 0
+        while True:
+            number += 1
+            try:
+                beats = self._exchange(number)
+            except Exception as error:  # the machine with the store has ended
+                keeper = self.name_of(0) if self._rank else "this machine"
+                self._fail(f"{keeper}, which keeps the job's store, does not answer: {_first(error)}")
+                beats = {}
+            now = time.monotonic()
+            for other, beat in beats.items():
+                if beat["n"] != seen[other][0]:
+                    seen[other] = beat["n"], now
+                elif now - seen[other][1] > self._timeout / 2:  # [2]
+                    self._fail(
+                        f"{self.name_of(other)} has not answered for {now - seen[other][1]:.0f} seconds: it has died, "
+                        "hangs, or its network is down (machine_timeout says how long to wait)."
+                    )
+            self._look_for_stuck(beats)
+            if self.failure is not None and self._running and now - self._failed_at > self._timeout / 2:  # [5]
+                sys.stderr.write(f"{PREFIX}{self.failure} The process ends, as it cannot go on.\n")
+                sys.stderr.flush()
+                self._leave(EXIT)
+                return
+            time.sleep(BEAT)
+
+    def _exchange(self, number: int) -> dict[int, dict[str, Any]]:
+        """Write this machine's beat and posts, and read those of the others [1]."""
+        with self._lock:
+            posts, self._posts = self._posts, {}
+        for key, value in posts.items():
+            self._store.set(key, value)
+        label, since = self._wait()
+        beat = {"n": number, "wait": label, "for": time.monotonic() - since if label else 0.0}
+        self._store.set(_beat(self._rank), json.dumps(beat))
+        for other in self._others if self.failure is None else ():
+            key = f"roundpipe/error/{other}"
+            if self._store.check([key]):
+                self._fail(f"{self.name_of(other)} has failed: {json.loads(self._store.get(key))}")
+                self._store.set(f"roundpipe/read/{other}/{self._rank}", "1")
+        mine = [f"roundpipe/read/{self._rank}/{other}" for other in self._others]
+        if not self._read.is_set() and self._store.check(mine):
+            self._read.set()
+        return {other: json.loads(self._store.get(_beat(other))) for other in self._others}
+
+    def _wait(self) -> tuple[str | None, float]:
+        """Return what this machine waits for, and since when: for us, or in a collective operation of user code."""
+        waits = sorted(self._waits.copy().values(), key=lambda wait: wait[1])
+        if waits:
+            return waits[0]
+        frame = sys._current_frames().get(self._main.ident or 0)
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            frame = frame.f_back
+        if frame is None:
+            return None, 0.0
+        now = id(frame), frame.f_code.co_name
+        if self._sampled[0] != now:
+            self._sampled = now, time.monotonic()
+        return f"torch.distributed.{now[1]}()", self._sampled[1]
+
+    def _look_for_stuck(self, beats: dict[int, dict[str, Any]]) -> None:
+        """Find machines that wait for different things [4]."""
+        label, since = self._wait()
+        if self.failure is not None or label is None or time.monotonic() - since < STALL:
+            return
+        if not beats or any(beat["wait"] is None or beat["for"] < STALL for beat in beats.values()):
+            return
+        if different := [(other, beat["wait"]) for other, beat in beats.items() if beat["wait"] != label]:
+            other, theirs = different[0]
+            self._fail(
+                f"the machines have come to different places: {self.name_of(self._rank)} waits for {label}, and "
+                f"{self.name_of(other)} for {theirs}. Each needs the same number of batches, and the same hooks; code "
+                "that only one machine runs must not call the trainer."
+            )
+
+    def _fail(self, text: str) -> None:
+        if self.failure is None:
+            self.failure, self._failed_at = text, time.monotonic()
+
+
+def _beat(rank: int) -> str:
+    return f"roundpipe/beat/{rank}"
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
