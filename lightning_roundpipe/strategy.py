@@ -55,6 +55,7 @@ from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.memory.budget import over_capacity
+from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.report import Report
 from lightning_roundpipe.several_machines import SeveralMachines
 from lightning_roundpipe.stepping import Stepping
@@ -104,6 +105,9 @@ class RoundPipeStrategy(SeveralMachines):
             sums, which is that of the trained weights (fp32).
         machine_timeout: with ``num_nodes`` of several, seconds within which a machine ends with an error when another
             one has died or hangs.
+        shard_optimizer: whether each of several machines updates, and has the optimizer's state of, some layers only.
+        network_dtype: dtype in which gradients travel between machines: ``"bfloat16"`` halves the bytes and rounds.
+            Default: their own.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -131,6 +135,8 @@ class RoundPipeStrategy(SeveralMachines):
         compile_layers: bool | Mapping[str, Any] = False,
         reduce_dtype: torch.dtype | str | None = None,
         machine_timeout: float = 60,
+        shard_optimizer: bool = True,
+        network_dtype: torch.dtype | str | None = None,
         emulation: Emulation | Mapping[str, Any] | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -156,6 +162,8 @@ class RoundPipeStrategy(SeveralMachines):
             compile_layers=compile_layers,
             reduce_dtype=reduce_dtype,
             machine_timeout=machine_timeout,
+            shard_optimizer=shard_optimizer,
+            network_dtype=network_dtype,
             emulation=Emulation.of(emulation),
         )
         if (text := self.options.plan_text) is not None:
@@ -274,6 +282,8 @@ class RoundPipeStrategy(SeveralMachines):
             "staleness": options.staleness,
             "microbatch_scope": options.microbatch_scope,
             "reduce_dtype": options.reduce_dtype,
+            "shard_optimizer": options.shard_optimizer,
+            "network_dtype": options.network_dtype,
             "loss_weight": weight if weight is None or isinstance(weight, str) else "a function",
         }
 
@@ -288,6 +298,12 @@ class RoundPipeStrategy(SeveralMachines):
         for parameter in engine.model.masters:
             if (gradient := sums.get(id(parameter))) is not None:
                 parameter.grad = gradient
+
+    def _sum_accumulated(self, gradients: dict[str, Tensor], exchange: GradientExchange) -> None:
+        """Sum the gradients of an open accumulation window over several machines, for a checkpoint."""
+        named = dict(self._running()[0].named_parameters())
+        sums = exchange.summed({id(named[name]): gradient.clone() for name, gradient in gradients.items()})
+        gradients.update({name: sums[id(p)] for name, p in named.items() if id(p) in sums})
 
     @override
     def on_train_start(self) -> None:
@@ -510,6 +526,8 @@ class RoundPipeStrategy(SeveralMachines):
             raise reason from (None if reason is error else error)
         refuse_strange_checkpoint(checkpoint_path, checkpoint)
         self._accumulated = dict(checkpoint.get(ACCUMULATED, {}))
+        if self.global_rank:  # it holds the sum of all machines, which must count once
+            self._accumulated = {name: torch.zeros_like(gradient) for name, gradient in self._accumulated.items()}
         self._holds_place = holds_place(checkpoint)
         return checkpoint
 
@@ -522,6 +540,8 @@ class RoundPipeStrategy(SeveralMachines):
             )
         if self._engine is not None and self._stepping is not None:
             save(checkpoint, self._running()[0], self._engine.updates, self._engine.formats.scales.last)
+            if (exchange := self._engine.context.exchange) is not None and ACCUMULATED in checkpoint:
+                self._sum_accumulated(checkpoint[ACCUMULATED], exchange)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -542,6 +562,22 @@ class RoundPipeStrategy(SeveralMachines):
         refuse_missing_states(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
             load_optimizer(optimizer, state)
+        if self._stepping is not None:
+            self._stepping.drop_state_of_others()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state as the base class does; on the first of several machines, with that of the others."""
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        peers, engine = self._peers, self._engine
+        if peers is None or engine is None:
+            return state
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        owners = [engine.owner_of(parameter) for parameter in parameters]
+        if None in owners:
+            return state
+        found = peers.gather_states(state["state"], [owner or 0 for owner in owners], "the optimizer's state")
+        return {**state, "state": dict(sorted(found.items()))}
 
     @override
     @contextlib.contextmanager

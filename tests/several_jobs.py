@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import zoo
-from harness import loader, ours, quiet, trainer_of
+from harness import MemoryLogger, loader, ours, quiet, trainer_of
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
 
 RANK = int(os.environ.get("NODE_RANK", 0))
 MACHINES = int(os.environ.get("WORLD_SIZE", 1))
@@ -24,8 +28,10 @@ def main(job: str, folder: str, arguments: str) -> None:
     torch.save(result, Path(folder) / f"result-{RANK}.pt")
 
 
-def global_batches(name: str, count: int, samples: int) -> list[zoo.Batch]:
+def global_batches(name: str, count: int, samples: int) -> list[Any]:
     """Batches whose targets are spread unevenly over their samples."""
+    import zoo
+
     batches = zoo.make_batches(name, count, samples)
     for batch in batches:
         if "labels" in batch and batch["labels"].dim() == 2:
@@ -58,6 +64,14 @@ class Losses(pl.Callback):
         self.losses.append(torch.as_tensor(outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
 
 
+class SavesAtEnd(pl.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 class Looks(pl.Callback):
     """Looks at gradients, so the optimizer steps in ``optimizer_step``."""
 
@@ -81,6 +95,8 @@ def train(
     dropout: float = 0.0,
     even: bool = False,
     options: dict[str, Any] | None = None,
+    resume: str | None = None,
+    save: str | None = None,
     **trainer: Any,
 ) -> dict[str, Any]:
     """Train on one machine's part of each batch; with ``machines=1``, on all of it.
@@ -90,7 +106,11 @@ def train(
         microbatches: of all machines together; None: as many as each makes by default.
         blocking: whether a callback looks at gradients.
         even: whether each sample has the same number of targets.
+        resume: a checkpoint to go on from.
+        save: where to write a checkpoint when training has ended.
     """
+    import zoo
+
     module = with_optimizer(zoo.make_module(model, lora), optimizer)
     for inner in module.modules():
         if dropout and isinstance(inner, torch.nn.Linear):
@@ -103,18 +123,146 @@ def train(
         devices=devices,
         num_nodes=machines if strategy is None else 1,
         use_distributed_sampler=False,
-        callbacks=[losses, *([Looks()] if blocking else [])],
+        callbacks=[losses, *([Looks()] if blocking else []), *([SavesAtEnd(save)] if save else [])],
         **trainer,
     )
     torch.manual_seed(1)
     with quiet():
-        made.fit(module, loader([part(batch, rank, machines) for batch in batches]))
+        made.fit(module, loader([part(batch, rank, machines) for batch in batches]), ckpt_path=resume)
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    return {"losses": losses.losses, "state": state, "steps": made.global_step}
+    held = sum(bool(made.optimizers[0].state.get(p)) for p in module.parameters())
+    return {"losses": losses.losses, "state": state, "steps": made.global_step, "held": held}
 
 
 def cases(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train(**case) for case in cases]
+
+
+class Counting(pl.LightningModule):
+    """A linear model whose batches are numbers, and which logs what Lightning exchanges between machines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3 + RANK)  # other weights on each machine: those of the first one count
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.seen: list[float] = []
+        self.validated: list[float] = []
+        self.mean, self.said = MeanMetric(), dict[str, Any]()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("mine", batch[:, 0].mean(), on_step=True, on_epoch=True)
+        self.log("everyones", batch[:, 0].mean(), on_epoch=True, sync_dist=True)
+        self.mean(batch[:, 0])
+        self.log("metric", self.mean, on_step=False, on_epoch=True)
+        loss: Tensor = self.model(batch).square().mean()
+        return loss
+
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        (self.seen if self.training else self.validated).extend(batch[:, 0].tolist())
+        return batch
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", batch[:, 0].mean() + (10 * self.current_epoch if RANK else 0), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch[:, 0]
+
+    def on_train_start(self) -> None:
+        strategy = self.trainer.strategy
+        self.said = {
+            "gathered": self.all_gather(torch.tensor([RANK, 5])),
+            "sum": strategy.reduce(torch.tensor(float(RANK + 1)), reduce_op="sum"),
+            "mean": strategy.reduce(torch.tensor(float(RANK + 1))),
+            "text": strategy.broadcast({"from": RANK, "list": [1, None]}),
+            "path": strategy.broadcast(Path(f"/of/{RANK}")),
+            "any": strategy.reduce_boolean_decision(RANK == 1, all=False),
+            "all": strategy.reduce_boolean_decision(RANK == 1),
+        }
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def lightning(folder: Path) -> dict[str, Any]:
+    """All that Lightning does around training."""
+    data = torch.arange(24.0).repeat(4, 1).T.contiguous()
+    module, logger = Counting(), MemoryLogger()
+    stopping = EarlyStopping("val", patience=1)
+    saving = ModelCheckpoint(folder / "checkpoints", monitor="val", save_last=True)
+    trainer = trainer_of(
+        ours(num_microbatches=2), devices=2, num_nodes=MACHINES, callbacks=[stopping, saving], max_epochs=9,
+        logger=logger, enable_checkpointing=True, enable_progress_bar=True, enable_model_summary=True,
+    )  # fmt: skip
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    with quiet():
+        trainer.fit(module, DataLoader(data, 4), DataLoader(data[:8], 2))
+        after = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        predicted = trainer.predict(module, DataLoader(data[:10], 2))
+        validated = trainer.validate(module, DataLoader(data[:8], 2), verbose=False)
+    assert predicted is not None
+    return {
+        "world": (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.num_nodes),
+        "start": start, "state": module.state_dict(), "seen": module.seen, "validated": module.validated,
+        "said": module.said, "lines": logger.lines, "metrics": after, "epochs": trainer.current_epoch,
+        "best": saving.best_model_path, "predicted": torch.cat(predicted).tolist(), "then": validated,
+    }  # fmt: skip
+
+
+class Faulty(Counting):
+    """What one machine does in its fourth batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "another model" and RANK == 1:
+            self.more = torch.nn.Linear(2, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if RANK == 1 and self.trainer.global_step == 3:
+            if self.kind == "raises":
+                raise ValueError("the data is spilled")
+            if self.kind in ("killed", "stopped"):
+                os.kill(os.getpid(), signal.SIGKILL if self.kind == "killed" else signal.SIGSTOP)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.kind == "raises in a hook" and RANK == 1:
+            raise ValueError("the validation is spilled")
+        if self.kind == "is slow" and RANK == 1 and not batch_idx:
+            time.sleep(12)
+        super().validation_step(batch, batch_idx)
+
+    def on_train_start(self) -> None:
+        pass
+
+
+class Numbers(IterableDataset[Tensor]):
+    """Rows without a known number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(4.0 * self.count).repeat(4, 1).T.contiguous())
+
+
+def fault(folder: Path, kind: str, timeout: float = 10.0) -> dict[str, Any]:
+    """A run in which one machine fails."""
+    rows = 16 if kind == "fewer batches" and RANK == 1 else 32
+    data = torch.arange(float(rows)).repeat(4, 1).T.contiguous()
+    training = DataLoader(data, 4)
+    if kind == "fewer batches that nobody counts":
+        training = DataLoader(Numbers(8 if RANK == 0 else 5), 4)
+    options = {"staleness": 1} if kind == "another setting" and RANK == 1 else {}
+    module = Faulty(kind)
+    saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
+    trainer = trainer_of(
+        ours(num_microbatches=2, machine_timeout=timeout, **options), devices=2, num_nodes=MACHINES, callbacks=[saving],
+        max_epochs=2, enable_checkpointing=True, use_distributed_sampler=False, check_val_every_n_epoch=1,
+    )  # fmt: skip
+    with quiet():
+        trainer.fit(module, training, DataLoader(data[:8], 4))
+    return {"steps": trainer.global_step}
 
 
 if __name__ == "__main__":

@@ -63,10 +63,16 @@ def start(job: str, machines: int, folder: Path, arguments: dict[str, Any]) -> l
     ]
 
 
-def collect(processes: Sequence[subprocess.Popen[str]], folder: Path, limit: float) -> list[Machine]:
-    """Wait for the processes, and kill what is left after ``limit`` seconds."""
+LEFT = 1000
+"""Exit status of a process that had to be killed."""
+
+
+def collect(
+    processes: Sequence[subprocess.Popen[str]], folder: Path, limit: float, *, others: bool = True
+) -> list[Machine]:
+    """Wait for the processes, by default ``others`` than the first one, too, and kill what is left at last."""
     deadline, ended = time.monotonic() + limit, dict[int, float]()
-    while len(ended) < len(processes) and time.monotonic() < deadline:
+    while len(ended) < len(processes) and time.monotonic() < deadline and (others or 0 not in ended):
         for rank, process in enumerate(processes):
             if rank not in ended and process.poll() is not None:
                 ended[rank] = time.monotonic()
@@ -78,7 +84,7 @@ def collect(processes: Sequence[subprocess.Popen[str]], folder: Path, limit: flo
     first = min(ended.values(), default=0.0)
     return [
         Machine(
-            process.returncode if rank in ended else 1000,
+            process.returncode if rank in ended else LEFT,
             (folder / f"output-{rank}.txt").read_text(),
             ended.get(rank, float("inf")) - first,
         )

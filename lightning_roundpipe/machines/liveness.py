@@ -9,12 +9,14 @@ reads what the others have written:
     a machine that fails writes its error; the others say that they have read it ── [3]
     all machines wait, and not for the same thing: none of them will ever go on ── [4]
     a failure is known, and the main thread does not end: it waits where nothing can reach it; end the process ── [5]
+    the process ends after a failure: gloo would wait for what it has sent to the other machine; leave it ── [6]
 
 The store is torch.distributed's. Values are JSON.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -52,7 +54,7 @@ class MachineError(RoundPipeError):
 
 
 class Liveness:
-    """Watches the other machines. `start` starts its thread, which lives until the process ends.
+    """Watches the other machines in a run of the trainer, from `begin` to `end`, on a thread of its own.
 
     Args:
         store: a connection to the job's store that no other thread uses.
@@ -77,35 +79,53 @@ class Liveness:
         self._store, self._rank, self._names, self._timeout, self._leave = store, rank, list(names), timeout, leave
         self._others = [other for other in range(len(names)) if other != rank]
         self._posts: dict[str, str] = {}
+        self._posted = False
         self._waits: dict[int, tuple[str, float]] = {}
         """What a thread waits for, and since when, by the thread's id."""
         self._lock = threading.Lock()
-        self._running = 0
+        self._run, self._told = 0, False
+        """The number of the run, and whether its main thread knows of a failure."""
+        self._over = threading.Event()
         self._failed_at = 0.0
         self._main = threading.main_thread()
         self._sampled: tuple[object, float] = (None, 0.0)
         self._read = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}
         """The last number of each other machine, and when it came."""
-        self._thread = threading.Thread(target=self._watch, name="roundpipe-liveness", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def name_of(self, rank: int) -> str:
         return f"machine {rank} ({self._names[rank]})"
 
     # -- the other threads --------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Write the first beat and start the thread."""
-        self._store.set(_beat(self._rank), json.dumps({"n": 0, "wait": None, "for": 0.0}))
-        self._thread.start()
+    def enter(self) -> None:
+        """Write a beat of no run. All machines must have done so before the first `begin`."""
+        self._store.set(_beat(self._rank), json.dumps({"run": 0, "n": 0, "wait": None, "for": 0.0}))
+        atexit.register(self._at_exit)
 
     def begin(self) -> None:
-        """Note that a run has begun: until `end`, this process must not outlive a failure [5]."""
-        self._running += 1
+        """Begin a run: start the thread. Until `end`, this process must not outlive a failure [5].
+
+        Raises:
+            RoundPipeError: an earlier run has failed.
+        """
+        if self.failure is not None or self._told:
+            raise RoundPipeError(
+                "an earlier run of this process on several machines has failed, and their connections with it: start "
+                "the script again on each machine."
+            )
+        self._run += 1
+        self._over.clear()
+        self._thread = threading.Thread(target=self._watch, name="roundpipe-liveness", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
-        """Note that the run is over, or that its error has reached the main thread."""
-        self._running = 0
+        """End the run."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(self._timeout / 2)
+            self._thread = None
 
     @contextlib.contextmanager
     def waiting(self, label: str) -> Iterator[None]:
@@ -121,7 +141,7 @@ class Liveness:
         """Raise `MachineError` if another machine has failed."""
         if self.failure is not None:
             if threading.current_thread() is self._main:
-                self.end()
+                self._told = True
             raise MachineError(self.failure)
 
     def explain(self, error: BaseException, label: str) -> MachineError:
@@ -142,14 +162,28 @@ class Liveness:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other machines that this one ends with ``error`` [3]. Returns when they have read it."""
+        self._told = True
+        if not isinstance(error, MachineError) and self.failure is None:
+            self._post(" ".join(f"{type(error).__name__}: {error}".split()))
+        if self._posted:
+            self._read.wait(min(LAST_WORDS, self._timeout / 2))
         self.end()
-        if isinstance(error, MachineError) or self.failure is not None:
-            return
-        self._read.clear()
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+
+    def _post(self, text: str) -> None:
+        """Have the thread tell the others why this machine ends."""
         with self._lock:
-            self._posts[f"roundpipe/error/{self._rank}"] = json.dumps(text[:2000])
-        self._read.wait(min(LAST_WORDS, self._timeout / 2))
+            self._posted = True
+            self._posts[self._key("error", self._rank)] = json.dumps(text[:2000])
+
+    def _at_exit(self) -> None:
+        """End the process without gloo's cleanup, after all that others have registered [6]."""
+        if self.failure is None:
+            return
+        atexit.unregister(self._at_exit)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._leave(1)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -157,7 +191,7 @@ class Liveness:
         seen = self._seen
         seen.update({other: (0, time.monotonic()) for other in self._others})
         number = 0
-        while True:
+        while not self._over.is_set():
             number += 1
             try:
                 beats = self._exchange(number)
@@ -167,7 +201,7 @@ class Liveness:
                 beats = {}
             now = time.monotonic()
             for other, beat in beats.items():
-                if beat["n"] != seen[other][0]:
+                if beat["n"] != seen[other][0] or beat["run"] < self._run:
                     seen[other] = beat["n"], now
                 elif now - seen[other][1] > self._timeout / 2:  # [2]
                     self._fail(
@@ -175,12 +209,12 @@ class Liveness:
                         "hangs, or its network is down (machine_timeout says how long to wait)."
                     )
             self._look_for_stuck(beats)
-            if self.failure is not None and self._running and now - self._failed_at > self._timeout / 2:  # [5]
+            if self.failure is not None and not self._told and now - self._failed_at > self._timeout / 2:  # [5]
                 sys.stderr.write(f"{PREFIX}{self.failure} The process ends, as it cannot go on.\n")
                 sys.stderr.flush()
                 self._leave(EXIT)
                 return
-            time.sleep(BEAT)
+            self._over.wait(BEAT)
 
     def _exchange(self, number: int) -> dict[int, dict[str, Any]]:
         """Write this machine's beat and posts, and read those of the others [1]."""
@@ -189,14 +223,14 @@ class Liveness:
         for key, value in posts.items():
             self._store.set(key, value)
         label, since = self._wait()
-        beat = {"n": number, "wait": label, "for": time.monotonic() - since if label else 0.0}
+        beat = {"run": self._run, "n": number, "wait": label, "for": time.monotonic() - since if label else 0.0}
         self._store.set(_beat(self._rank), json.dumps(beat))
         for other in self._others if self.failure is None else ():
-            key = f"roundpipe/error/{other}"
+            key = self._key("error", other)
             if self._store.check([key]):
                 self._fail(f"{self.name_of(other)} has failed: {json.loads(self._store.get(key))}")
-                self._store.set(f"roundpipe/read/{other}/{self._rank}", "1")
-        mine = [f"roundpipe/read/{self._rank}/{other}" for other in self._others]
+                self._store.set(self._key("read", other, self._rank), "1")
+        mine = [self._key("read", self._rank, other) for other in self._others]
         if not self._read.is_set() and self._store.check(mine):
             self._read.set()
         return {other: json.loads(self._store.get(_beat(other))) for other in self._others}
@@ -225,11 +259,17 @@ class Liveness:
             return
         if different := [(other, beat["wait"]) for other, beat in beats.items() if beat["wait"] != label]:
             other, theirs = different[0]
-            self._fail(
+            text = (
                 f"the machines have come to different places: {self.name_of(self._rank)} waits for {label}, and "
                 f"{self.name_of(other)} for {theirs}. Each needs the same number of batches, and the same hooks; code "
                 "that only one machine runs must not call the trainer."
             )
+            self._fail(text)
+            self._post(text)
+
+    def _key(self, *parts: object) -> str:
+        """Return a key of this run."""
+        return "/".join(map(str, ("roundpipe", self._run, *parts)))
 
     def _fail(self, text: str) -> None:
         if self.failure is None:

@@ -65,6 +65,21 @@ class Peers:
         except RuntimeError as error:
             raise self.liveness.explain(error, group) from error
 
+    def send(self, tensor: Tensor, to: int, group: str, tag: int = 0) -> Any:
+        """Start to send ``tensor`` to one machine and return the work."""
+        return self._begun(dist.isend, tensor, to, group, tag)
+
+    def receive(self, tensor: Tensor, source: int, group: str, tag: int = 0) -> Any:
+        """Start to receive ``tensor`` from one machine and return the work."""
+        return self._begun(dist.irecv, tensor, source, group, tag)
+
+    def _begun(self, operation: Any, tensor: Tensor, other: int, group: str, tag: int) -> Any:
+        self.liveness.check()
+        try:
+            return operation(tensor, other, group=self._groups[group], tag=tag)
+        except RuntimeError as error:
+            raise self.liveness.explain(error, group) from error
+
     def wait(self, work: Any, label: str) -> None:
         """Wait for the end of ``work``. ``label`` says what for.
 
@@ -132,6 +147,37 @@ class Peers:
                         "settings, data and installed packages on each machine."
                     )
 
+    def gather_states(
+        self, states: dict[int, dict[str, Any]], owners: Sequence[int], label: str
+    ) -> dict[int, dict[str, Any]]:
+        """Return on machine 0 what each machine has of an optimizer's state; on others, ``states``.
+
+        Args:
+            states: this machine's part, by number of the parameter.
+            owners: the machine that has the state of each parameter.
+            label: what it is.
+        """
+        found = dict(states)
+        for source in range(1, self.size):
+            mine = {n: states[n] for n, owner in enumerate(owners) if owner == source and n in states}
+            kept = {str(n): {name: _described(value) for name, value in state.items()} for n, state in mine.items()}
+            described = self.broadcast_json(kept, source, label)
+            if self.rank not in (0, source):
+                continue
+            for number, state in described.items():
+                received: dict[str, Any] = {}
+                for name, (shape, dtype, value) in state.items():
+                    if dtype is None:
+                        received[name] = value
+                    elif self.rank == source:
+                        self.wait(self.send(mine[int(number)][name].contiguous(), 0, MAIN), label)
+                    else:
+                        received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                        self.wait(self.receive(received[name], source, MAIN), label)
+                if self.rank == 0:
+                    found[int(number)] = received
+        return found
+
     # -- tensors that all machines have -------------------------------------------------------------------------------
 
     def share(self, tensors: Iterable[tuple[str, Tensor]], label: str) -> list[str]:
@@ -164,6 +210,13 @@ class Peers:
         flat = raw.view(-1).view(torch.uint8)
         for start in range(0, flat.numel(), PORTION):
             self.broadcast(flat[start : start + PORTION], 0, label)
+
+
+def _described(value: Any) -> tuple[list[int] | None, str | None, Any]:
+    """Return shape, dtype and None of a tensor; None, None and the value of anything else."""
+    if isinstance(value, Tensor):
+        return list(value.shape), str(value.dtype).removeprefix("torch."), None
+    return None, None, value
 
 
 def checksum(tensor: Tensor) -> int:
@@ -208,7 +261,7 @@ def meet(rank: int, size: int, timeout: float) -> Peers:
     dist.barrier(group=groups[GRADIENTS])
     names = [store.get(f"roundpipe/name/{other}").decode() for other in everyone]
     liveness = Liveness(store, rank, names, timeout)
-    liveness.start()
+    liveness.enter()
     dist.barrier(group=groups[GRADIENTS])
     _met["peers"] = Peers(rank, names, liveness, groups)
     return _met["peers"]

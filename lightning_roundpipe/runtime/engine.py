@@ -136,7 +136,7 @@ class Engine:
             user_lock=UserLock(),
             thread_locals=thread_locals,
             next_step=itertools.count().__next__,
-            exchange=GradientExchange(peers, model.buckets) if peers is not None else None,
+            exchange=_exchange_of(peers, model, options) if peers is not None else None,
         )
         self._gradients = self.context.gradients
         layers, models = [Interceptor(x) for x in model.layers], models_in(module, [x.module for x in model.layers])
@@ -403,6 +403,8 @@ class Engine:
                 the optimizer. What an open accumulation window has gathered so far moves to ``.grad``.
         """
         if enabled != (self.updates is not None):
+            if (exchange := self.context.exchange) is not None:
+                exchange.step_apart(enabled)
             self._drain()
             before, scales = self.updates, self.formats.scales
             around = self.worker_pool.devices[0].host_thread_settings
@@ -417,6 +419,19 @@ class Engine:
                 for master in self.model.masters:
                     if (gradient := gradients.get(id(master))) is not None:
                         master.grad = gradient.to(master)
+
+    @property
+    def machine(self) -> int:
+        """The number of this machine."""
+        return 0 if self.context.exchange is None else self.context.exchange.peers.rank
+
+    def owner_of(self, master: nn.Parameter) -> int | None:
+        """Return the machine that has the optimizer's state of ``master``; None if each has that of all."""
+        exchange = self.context.exchange
+        if exchange is None or self.updates is None or not exchange.owner:
+            return None
+        bucket = self.model.bucket_of.get(id(master))
+        return exchange.owner[bucket] if bucket is not None else 0
 
     @interrupts_deferred()
     @remedied()
@@ -531,3 +546,8 @@ class Engine:
             if self.updates is not None:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)
+
+
+def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:
+    dtype = None if options.network_dtype is None else getattr(torch, options.network_dtype)
+    return GradientExchange(peers, model.buckets, dtype, shards=options.shard_optimizer)

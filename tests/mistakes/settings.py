@@ -459,6 +459,20 @@ OTHERS = [
     ),
     Mistake(
         SECTION,
+        "`shard_optimizer` is neither true nor false",
+        "shard_optimizer=… must be",
+        "True (on several machines, each has the optimizer's state of some layers) or False",
+        (options(shard_optimizer="yes"), options(shard_optimizer=1)),
+    ),
+    Mistake(
+        SECTION,
+        "`network_dtype` is not a dtype that gradients travel in between machines",
+        "network_dtype=… must be",
+        "'bfloat16' (half the bytes between machines, rounded) or None",
+        (options(network_dtype="float16"), options(network_dtype="int8")),
+    ),
+    Mistake(
+        SECTION,
         "`machine_timeout` is no number, or less than 5",
         "machine_timeout=… must be",
         "a number of at least 5 seconds",

@@ -221,10 +221,13 @@ WAITS = [
 ]
 
 ELSEWHERE = {
-    # Other machines: `tests/test_several_machines.py`, where a sum that is read too early shows.
-    (
-        "runtime.optimizer.gradient_exchange:GradientExchange._land",
-        'self.peers.wait(flying.work, f"the gradients of bucket {bucket.index}")',
+    # Other machines: `tests/test_several_machines.py`, where gradients or weights that are read too early show.
+    *(
+        ("runtime.optimizer.gradient_exchange:GradientExchange." + name, line)
+        for name, line in (
+            ("_land", 'self.peers.wait(work, f"the gradients of bucket {bucket.index}")'),
+            ("weights", 'self.peers.wait(work, f"the weights of bucket {weights.bucket.index}")'),
+        )
     ),
     (
         "runtime.optimizer.grad_readiness:GradReadiness.take",

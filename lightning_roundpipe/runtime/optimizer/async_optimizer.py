@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -489,6 +490,8 @@ class AsyncOptimizer:
         self, arrived: list[tuple[ParamBucket, dict[int, Tensor]]]
     ) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
         for bucket, gradients in arrived:
+            for master in bucket.masters:
+                self._left.pop(id(master), None)
             self._left.update(gradients)
             yield {bucket: gradients}
 
@@ -518,6 +521,7 @@ class AsyncOptimizer:
             if self._exchange is not None:
                 for mine in self._gathered(step):
                     self._apply(step, mine)
+                self._publish_weights(step, wait=True)
                 return
             for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
                 if not (len(buckets) == 1 and self._apply_parts(step, buckets[0])):
@@ -534,13 +538,19 @@ class AsyncOptimizer:
             if clip:
                 measured.update(zip(held, norms(list(held.values())), strict=True))
         whole = step.held({key: gradient for gradients in gathered.values() for key, gradient in gradients.items()})
+        lengths, some = [measured[key] for key in whole] if clip else [], bool(whole)
+        if self._exchange is not None and self._exchange.owner:
+            norms_of = measured if clip else {key: torch.zeros(()) for key in whole}
+            lengths, finite = self._exchange.combined_norms(norms_of, list(step.hyperparameters.group_of), finite)
+            some = bool(lengths)
         if scaled:
-            self._scales.decided(step.number, finite=finite if whole else None)
-        if clip and whole and finite:
-            scale(list(whole.values()), coefficient([measured[key] for key in whole], clip))  # [3]
+            self._scales.decided(step.number, finite=finite if some else None)
+        if clip and some and finite:
+            scale(list(whole.values()), coefficient(lengths, clip))  # [3]
         there = [(bucket.index, bucket) for bucket in self.buckets]
         while there:
             self._apply(step, {bucket: gathered[bucket] if finite else {} for bucket in self._piece(there)})
+        self._publish_weights(step, wait=True)
 
     def _apply(self, step: _OptimizerStep, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
         """Step the parameters of some buckets that have gradients, and publish the buckets [4]."""
@@ -549,10 +559,23 @@ class AsyncOptimizer:
         if step.clip is not None and step.clip.kind == "value":
             clamp(list(step.held(gradients).values()), step.clip)
         step.partial_optimizer.step(step.hyperparameters, gradients)
+        if self._exchange is not None and self._exchange.owner:
+            for bucket in gathered:
+                self._exchange.send_weights(bucket)
+            self._publish_weights(step, wait=False)
+            return
         for bucket in gathered:
-            if not self.staleness:
-                bucket.refresh(trained_only=True)
-            self._finish(step, bucket)
+            self._refresh_and_finish(step, bucket)
+
+    def _publish_weights(self, step: _OptimizerStep, *, wait: bool) -> None:
+        """Publish buckets whose weights have come from the machines that update them."""
+        for bucket in self._exchange.weights(wait=wait) if self._exchange is not None else ():
+            self._refresh_and_finish(step, bucket)
+
+    def _refresh_and_finish(self, step: _OptimizerStep, bucket: ParamBucket) -> None:
+        if not self.staleness:
+            bucket.refresh(trained_only=True)
+        self._finish(step, bucket)
 
     def _apply_parts(self, step: _OptimizerStep, bucket: ParamBucket) -> bool:
         """Step a large bucket part by part, while later parts are downloaded and earlier ones uploaded [5].
