@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from lightning_roundpipe.machines.peers import Peers, is_main_thread, meet
 from lightning_roundpipe.one_process import OneProcess
 from lightning_roundpipe.refusals import refuse_launch, refuse_several_machines
 
-_PACKAGES = ("lightning-roundpipe", "torch", "lightning")
+_PACKAGES = ("lightning-roundpipe", "torch", "lightning", "pytorch-lightning")
 _PATH = "roundpipe_path"
 """Key under which a path travels."""
 
@@ -104,7 +104,7 @@ class SeveralMachines(OneProcess):
 
     def _agree_on_packages(self) -> None:
         if self._peers is not None:
-            versions = {f"the version of {package}": version(package) for package in _PACKAGES}
+            versions = {f"the version of {package}": _version(package) for package in _PACKAGES}
             versions["the version of Python"] = ".".join(map(str, sys.version_info[:2]))
             self._peers.agree(versions, "the versions of packages")
 
@@ -230,6 +230,13 @@ class SeveralMachines(OneProcess):
                 "Leave group (or sync_dist_group) out."
             )
         return peers
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

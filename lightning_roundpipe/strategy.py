@@ -329,6 +329,8 @@ class RoundPipeStrategy(SeveralMachines):
             "roundpipe: the model is made of other modules or parameters than before (pruning, a parametrization or an "
             "assignment has replaced some): the strategy is set up again, and the next batch shows what it needs."
         )
+        if engine.context.exchange is not None:
+            engine.context.exchange.refuse_rebuilding()
         stepping, seed, uploaded = self._stepping, self._seed, engine.weights_uploaded
         gradients = stepping.keep_gradients() if stepping is not None else {}
         self._former.update((id(p), weakref.ref(p)) for bucket in engine.model.buckets for p in bucket.masters)
@@ -477,6 +479,7 @@ class RoundPipeStrategy(SeveralMachines):
             "_announcements": None,
             "_quieten": _nothing,
             "_former": {},
+            "_peers": None,
         }
 
     def __repr__(self) -> str:

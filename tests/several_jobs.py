@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ import lightning.pytorch as pl
 import torch
 from harness import MemoryLogger, loader, ours, quiet, trainer_of
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
@@ -48,6 +54,7 @@ def part(batch: Any, rank: int, machines: int) -> Any:
 def with_optimizer(module: Any, name: str) -> Any:
     makes = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-3),
+        "zero": lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=3e-3, eps=1e-3),
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     }
     module.configure_optimizers = lambda: makes[name]([p for p in module.parameters() if p.requires_grad])
@@ -64,12 +71,21 @@ class Losses(pl.Callback):
         self.losses.append(torch.as_tensor(outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
 
 
-class SavesAtEnd(pl.Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
+class Saves(pl.Callback):
+    """Saves a checkpoint after a batch, or at the end."""
+
+    roundpipe_looks_away = ("on_train_batch_end",)  # saving waits for updates by itself
+
+    def __init__(self, path: str, after: int | None) -> None:
+        self.path, self.after = path, after
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.after:
+            trainer.save_checkpoint(self.path)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
+        if self.after is None:
+            trainer.save_checkpoint(self.path)
 
 
 class Looks(pl.Callback):
@@ -97,6 +113,11 @@ def train(
     options: dict[str, Any] | None = None,
     resume: str | None = None,
     save: str | None = None,
+    save_after: int | None = None,
+    repeated: bool = False,
+    nothing_on: int | None = None,
+    scaled: bool = False,
+    more: Sequence[pl.Callback] = (),
     **trainer: Any,
 ) -> dict[str, Any]:
     """Train on one machine's part of each batch; with ``machines=1``, on all of it.
@@ -107,7 +128,11 @@ def train(
         blocking: whether a callback looks at gradients.
         even: whether each sample has the same number of targets.
         resume: a checkpoint to go on from.
-        save: where to write a checkpoint when training has ended.
+        save: where to write a checkpoint when training has ended, or after the batch ``save_after``.
+        repeated: whether all batches are the same one.
+        nothing_on: a machine whose samples have no targets.
+        more: other callbacks.
+        scaled: whether to compute in fp16 with a loss scale, which ``precision=`` refuses on the CPU.
     """
     import zoo
 
@@ -116,14 +141,20 @@ def train(
         if dropout and isinstance(inner, torch.nn.Linear):
             inner.register_forward_hook(lambda _, args, out: torch.nn.functional.dropout(out, dropout))
     batches = zoo.make_batches(model, steps, samples) if even else global_batches(model, steps, samples)
+    if repeated:
+        batches = batches[:1] * steps
+    for batch in batches if nothing_on is not None else ():
+        part(batch, nothing_on, 2)["labels"][:] = -100
+    if scaled:
+        trainer["plugins"] = [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10))]
     parts = {} if microbatches is None else {"num_microbatches": microbatches // machines}
     losses = Losses()
     made = trainer_of(
         ours(**(parts | (options or {}))) if strategy is None else strategy,
         devices=devices,
-        num_nodes=machines if strategy is None else 1,
+        num_nodes=trainer.pop("num_nodes", machines if strategy is None else 1),
         use_distributed_sampler=False,
-        callbacks=[losses, *([Looks()] if blocking else []), *([SavesAtEnd(save)] if save else [])],
+        callbacks=[losses, *more, *([Looks()] if blocking else []), *([Saves(save, save_after)] if save else [])],
         **trainer,
     )
     torch.manual_seed(1)
@@ -136,6 +167,30 @@ def train(
 
 def cases(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train(**case) for case in cases]
+
+
+def plainly(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases under plain DDP, with torch's own optimizer that is shared out if ``optimizer`` is "zero"."""
+    return [
+        train(**case, strategy=DDPStrategy(process_group_backend="gloo"), devices=1, num_nodes=MACHINES)
+        for case in cases
+    ]
+
+
+def soak(folder: Path, steps: int) -> dict[str, Any]:
+    """Many steps: threads and memory before and after most of them."""
+    import psutil
+
+    seen: list[tuple[int, int]] = []
+
+    class Looks(pl.Callback):
+        roundpipe_looks_away = True
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((threading.active_count(), psutil.Process().memory_info().rss))
+
+    result = train(steps=steps, more=[Looks()])
+    return result | {"seen": seen}
 
 
 class Counting(pl.LightningModule):

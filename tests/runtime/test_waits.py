@@ -226,7 +226,7 @@ ELSEWHERE = {
         ("runtime.optimizer.gradient_exchange:GradientExchange." + name, line)
         for name, line in (
             ("_land", 'self.peers.wait(work, f"the gradients of bucket {bucket.index}")'),
-            ("weights", 'self.peers.wait(work, f"the weights of bucket {weights.bucket.index}")'),
+            ("_arrive", 'self.peers.wait(weights.work, f"the weights of bucket {weights.bucket.index}")'),
         )
     ),
     (

@@ -76,10 +76,12 @@ class _Flying:
 
 @dataclass
 class _Weights:
-    """Weights on their way from the owner of a bucket."""
+    """A message of weights on its way from the owner of a bucket."""
 
+    message: _Message
     bucket: ParamBucket
-    sent: list[tuple[_Message, Tensor, Any]]
+    buffer: Tensor
+    work: Any
 
 
 class GradientExchange:
@@ -110,6 +112,8 @@ class GradientExchange:
         self._present: dict[ParamBucket, set[int]] = {}
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._weights: deque[_Weights] = deque()
+        self._updated: list[ParamBucket] = []
+        """Buckets whose new weights are there."""
         self._tag = 0
         self._apart = False
         """Whether this machine's optimizer steps on its own thread."""
@@ -132,6 +136,14 @@ class GradientExchange:
             )
         self._apart = apart
 
+    def refuse_rebuilding(self) -> None:
+        """Raise if the buckets must not change, as each machine has the optimizer's state of its own ones only."""
+        if self._shares_out:
+            raise RoundPipeError(
+                "the model is made of other modules or parameters than before, and each machine has the optimizer's "
+                "state of its own layers only: set shard_optimizer=False, or change the model before training."
+            )
+
     def share(self, contribution: Contribution | None) -> float:
         """Return the factor of this machine's gradients in those of all machines' batches."""
         way = [float(self._apart and bool(self.owner))]
@@ -152,6 +164,7 @@ class GradientExchange:
         self._there.clear()
         self._present.clear()
         self._weights.clear()
+        self._updated.clear()
 
     def add(self, bucket: ParamBucket, gradients: Mapping[int, Tensor]) -> list[tuple[ParamBucket, dict[int, Tensor]]]:
         """Send this machine's gradients of ``bucket`` [1], whose turn it must be. They may be overwritten.
@@ -266,35 +279,43 @@ class GradientExchange:
     @torch.no_grad()
     def send_weights(self, bucket: ParamBucket) -> None:
         """Send the weights of ``bucket``, which its owner has updated, to the other machines [5]."""
-        sent = []
-        for message in _messages(bucket):
+        messages = list(_messages(bucket))
+        if not messages:
+            self._updated.append(bucket)
+        for message in messages:
+            while len(self._weights) >= FLYING:
+                self._arrive()
             buffer = self._buffer(message.dtype, _size(message.pieces))
             if self.owns(bucket):
                 at = 0
                 for master, start, end in message.pieces:
                     buffer[at : at + end - start] = master.data.reshape(-1)[start:end]
                     at += end - start
-            self.sent += buffer.nbytes if self.owns(bucket) else 0
-            sent.append((message, buffer, self.peers.start(dist.broadcast, buffer, WEIGHTS, src=self.owner[bucket])))
-        self._weights.append(_Weights(bucket, sent))
+                self.sent += buffer.nbytes
+            work = self.peers.start(dist.broadcast, buffer, WEIGHTS, src=self.owner[bucket])
+            self._weights.append(_Weights(message, bucket, buffer, work))
 
-    @torch.no_grad()
     def weights(self, *, wait: bool) -> list[ParamBucket]:
-        """Return buckets whose new weights are there [6], in the order in which they were sent.
+        """Return buckets whose new weights are there [6], each once.
 
         Args:
             wait: whether to wait for all.
         """
-        there = []
-        while self._weights and (wait or all(work.is_completed() for _, _, work in self._weights[0].sent)):
-            weights = self._weights.popleft()
-            for message, buffer, work in weights.sent:
-                self.peers.wait(work, f"the weights of bucket {weights.bucket.index}")
-                if not self.owns(weights.bucket):
-                    _put(message, buffer)
-                self._free.setdefault(buffer.dtype, []).append(_whole(buffer))
-            there.append(weights.bucket)
+        while self._weights and (wait or self._weights[0].work.is_completed()):
+            self._arrive()
+        there, self._updated = self._updated, []
         return there
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """Wait for the oldest message of weights, and unpack it."""
+        weights = self._weights.popleft()
+        self.peers.wait(weights.work, f"the weights of bucket {weights.bucket.index}")
+        if not self.owns(weights.bucket):
+            _put(weights.message, weights.buffer)
+        self._free.setdefault(weights.buffer.dtype, []).append(_whole(weights.buffer))
+        if weights.message.last:
+            self._updated.append(weights.bucket)
 
     def combined_norms(
         self, norms: Mapping[int, Tensor], keys: Sequence[int], finite: bool
