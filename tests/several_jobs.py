@@ -140,7 +140,9 @@ def train(
     for inner in module.modules():
         if dropout and isinstance(inner, torch.nn.Linear):
             inner.register_forward_hook(lambda _, args, out: torch.nn.functional.dropout(out, dropout))
-    batches = zoo.make_batches(model, steps, samples) if even else global_batches(model, steps, samples)
+    batches = global_batches(model, steps, samples)
+    for batch in batches if even else ():
+        batch["labels"] = batch["input_ids"].clone()
     if repeated:
         batches = batches[:1] * steps
     for batch in batches if nothing_on is not None else ():

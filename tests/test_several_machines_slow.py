@@ -49,7 +49,7 @@ def test_precisions(tmp_path: Path) -> None:
         ({"scaled": True, "gradient_clip_val": 0.1}, True),
         ({"scaled": True, "options": {"shard_optimizer": False}}, True),
     ]
-    check(tmp_path, cases, rtol=1e-3)
+    check(tmp_path, cases, rtol=5e-3)
 
 
 def test_three_machines_with_different_numbers_of_samples(tmp_path: Path) -> None:

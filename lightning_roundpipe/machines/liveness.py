@@ -215,6 +215,7 @@ class Liveness:
                 self._leave(EXIT)
                 return
             self._over.wait(BEAT)
+        self._sampled = None, 0.0
 
     def _exchange(self, number: int) -> dict[int, dict[str, Any]]:
         """Write this machine's beat and posts, and read those of the others [1]."""
@@ -243,12 +244,9 @@ class Liveness:
         frame = sys._current_frames().get(self._main.ident or 0)
         while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
             frame = frame.f_back
-        if frame is None:
-            return None, 0.0
-        now = id(frame), frame.f_code.co_name
-        if self._sampled[0] != now:
-            self._sampled = now, time.monotonic()
-        return f"torch.distributed.{now[1]}()", self._sampled[1]
+        if self._sampled[0] is not frame:  # kept, as Python makes another object of a call that nobody keeps
+            self._sampled = frame, time.monotonic()
+        return (f"torch.distributed.{frame.f_code.co_name}()", self._sampled[1]) if frame is not None else (None, 0.0)
 
     def _look_for_stuck(self, beats: dict[int, dict[str, Any]]) -> None:
         """Find machines that wait for different things [4]."""

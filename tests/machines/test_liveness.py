@@ -65,7 +65,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Board,
 
 
 def test_machines_that_answer_are_left_alone(pair: Any) -> None:
-    board, (first, second), left = pair(timeout=0.4)
+    board, (first, second), left = pair(timeout=30.0)
     until(lambda: all(json.loads(board.values[f"roundpipe/beat/{rank}"])["n"] > 20 for rank in (0, 1)))
     first.check()
     second.check()
@@ -152,6 +152,18 @@ def test_machines_that_wait_for_different_things_are_stuck(pair: Any) -> None:
         thread.join()
     assert "have come to different places" in str(first.failure)
     assert "the gradients of bucket 3" in str(first.failure) and "the end of the run" in str(first.failure)
+
+
+def test_a_call_of_torch_distributed_is_a_wait(pair: Any) -> None:
+    """Of user code, in the main thread: the same call has the same beginning each time that the thread looks."""
+    code = "def broadcast(until):\n    while not until():\n        sum(range(1000))\n"
+    called: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d"}
+    exec(code, called)
+    _, (first, second), _ = pair(timeout=30.0)
+    with second.waiting("the gradients of bucket 3"):
+        until_ = time.monotonic() + 20
+        called["broadcast"](lambda: (first.failure and second.failure) or time.monotonic() > until_)
+    assert "torch.distributed.broadcast()" in str(first.failure)
 
 
 def test_machines_that_wait_for_the_same_are_only_slow(pair: Any) -> None:
