@@ -135,6 +135,9 @@ def _compile_settings(value: Any) -> dict[str, Any] | None:
 
 LossWeight = Callable[[Any], Any]
 
+NETWORK_DTYPES = ("bfloat16", "float32")
+"""The dtypes in which gradients can travel between machines."""
+
 REDUCE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes in which gradients can be copied, and the bytes of a number in each."""
 
@@ -183,6 +186,9 @@ class Options:
     stage_seconds: float | None = None
     compile_layers: bool | Mapping[str, Any] | None = False
     reduce_dtype: Any = None
+    machine_timeout: float = 60.0
+    shard_optimizer: bool = True
+    network_dtype: Any = None
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
@@ -205,6 +211,23 @@ class Options:
         self._check_budget()
         if not (_is_number(self.watchdog_timeout) and self.watchdog_timeout > 0):
             raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be a number of more than 0 seconds.")
+        if not (_is_number(self.machine_timeout) and self.machine_timeout >= 5):
+            raise ValueError(
+                f"machine_timeout={self.machine_timeout!r} must be a number of at least 5 seconds: machines say every "
+                "half second that they are alive."
+            )
+        if not isinstance(self.shard_optimizer, bool):
+            raise ValueError(
+                f"shard_optimizer={self.shard_optimizer!r} must be True (on several machines, each has the optimizer's "
+                "state of some layers) or False (each has all)."
+            )
+        network = str(self.network_dtype).removeprefix("torch.")
+        if self.network_dtype is not None and network not in NETWORK_DTYPES:
+            raise ValueError(
+                f"network_dtype={self.network_dtype!r} must be 'bfloat16' (half the bytes between machines, rounded) "
+                "or None, for the format of the gradients."
+            )
+        object.__setattr__(self, "network_dtype", None if self.network_dtype is None else network)
         self._check_seconds()
         object.__setattr__(self, "compile_layers", _compile_settings(self.compile_layers))
         object.__setattr__(self, "reduce_dtype", reduce_dtype_of(self.reduce_dtype))

@@ -79,6 +79,8 @@ class RoundPipePrecision(Precision):
         """Whether the last optimizer step had no loss, so that there was no step to scale."""
         self.clipping: Callable[[Clip], None] | None = None
         """Receives the clipping to apply where gradients are not in ``.grad``. The strategy sets it."""
+        self.after_backward: Callable[[], None] | None = None
+        """Called after each backward, before hooks see gradients. The strategy sets it for several machines."""
         self.device = "cpu"
         """The type of the devices that layers run on. The strategy sets it."""
 
@@ -102,7 +104,8 @@ class RoundPipePrecision(Precision):
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop what belongs to a run: waiting scales and the clipping callback. The scaler keeps the loss scale."""
-        return {name: value for name, value in vars(self).items() if name != "_scales"} | {"clipping": None}
+        kept = {name: value for name, value in vars(self).items() if name != "_scales"}
+        return kept | {"clipping": None, "after_backward": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -190,6 +193,8 @@ class RoundPipePrecision(Precision):
         """Run backward as the base class does. In 16-true, the engine scales the loss given to ``manual_backward``."""
         if self.scaler is None or self._half is None or model.automatic_optimization:
             super().backward(tensor, model, optimizer, *args, **kwargs)
+            if self.after_backward is not None:
+                self.after_backward()
             return
         self._scales.manual = float(self.scaler.get_scale())
         try:

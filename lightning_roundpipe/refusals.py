@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -32,15 +33,52 @@ _NEEDED = ("state_dict", "pytorch-lightning_version")
 """Keys of every checkpoint that Lightning writes."""
 
 
-def refuse_several_processes(world_size: int, num_nodes: int) -> None:
-    """Raise unless there is one process on one machine. Launchers that Lightning does not know set ``WORLD_SIZE``."""
-    launched = os.environ.get("WORLD_SIZE", "1")
-    asked = max(world_size, num_nodes, int(launched) if launched.isdecimal() else 1)
-    if asked > 1:
+def refuse_launch(world_size: int, num_nodes: int, environment: object) -> None:
+    """Raise unless there is one process on each of ``num_nodes`` machines.
+
+    Args:
+        world_size: the number of processes that the launcher has started, as far as Lightning knows it.
+        num_nodes: the number of machines.
+        environment: Lightning's cluster environment.
+    """
+    asked = max(world_size, _number("WORLD_SIZE", 1))  # launchers that Lightning does not know set it
+    if num_nodes == 1:
+        if asked > 1:
+            raise MisconfigurationException(
+                f"the roundpipe strategy runs in one process on a machine, and {asked} were asked for: start the "
+                "script with plain `python` (no torchrun, one SLURM task, no WORLD_SIZE in the environment). All GPUs "
+                f"of the machine are used by that one process. For {asked} machines, set num_nodes={asked}."
+            )
+        return
+    here = max(_number("LOCAL_WORLD_SIZE", 1), _number("SLURM_NTASKS_PER_NODE", 1))
+    if here > 1 or asked not in (1, num_nodes):
         raise MisconfigurationException(
-            f"the roundpipe strategy runs in one process on one machine, and {asked} were asked for: set num_nodes=1 "
-            "and start the script with plain `python` (no torchrun, one SLURM task, no WORLD_SIZE in the "
-            "environment). All GPUs of the machine are used by that one process."
+            f"num_nodes={num_nodes}, and the launcher has started {plural(asked, 'process')}, {here} on this machine: "
+            "the roundpipe strategy runs in one process on each machine, which uses all its GPUs. Start it with "
+            f"`torchrun --nnodes={num_nodes} --nproc-per-node=1`, or in SLURM with `--nodes={num_nodes} "
+            "--ntasks-per-node=1`."
+        )
+    known = _number("NODE_RANK", _number("GROUP_RANK", -1))
+    if isinstance(environment, LightningEnvironment) and not 0 <= known < num_nodes:
+        raise MisconfigurationException(
+            f"num_nodes={num_nodes}, and nothing says which machine this is: start the script with `torchrun "
+            f"--nnodes={num_nodes} --nproc-per-node=1` or in SLURM, or set NODE_RANK (0 to {num_nodes - 1}), "
+            "MASTER_ADDR and MASTER_PORT on each machine."
+        )
+
+
+def _number(variable: str, default: int) -> int:
+    """Return the number in an environment variable."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else default
+
+
+def refuse_several_machines(module: LightningModule) -> None:
+    """Raise for what runs on one machine only."""
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "automatic_optimization=False with several machines: the module's own steps would each see the gradients "
+            "of one machine. Set num_nodes=1, or automatic_optimization=True."
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_roundpipe.accumulation_checkpoint import ACCUMULATED, restore, save
@@ -134,6 +134,7 @@ class Stepping:
         if reason is None:
             if not self.apart:
                 self._engine.enable_async_optimizer(True)
+                self.drop_state_of_others()
         elif staleness := self._engine.options.staleness:
             raise MisconfigurationException(
                 f"staleness={staleness} applies updates while the next step runs, which is not possible: {reason}. "
@@ -142,6 +143,14 @@ class Stepping:
         else:
             self._engine.enable_async_optimizer(False)
             self._inform(f"roundpipe: training waits for each optimizer step: {reason}.")
+
+    def drop_state_of_others(self) -> None:
+        """Drop the optimizer's state of parameters that other machines update."""
+        for optimizer in self._optimizers:
+            for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter)]:
+                owner = self._engine.owner_of(parameter)
+                if owner is not None and owner != self._engine.machine:
+                    del optimizer.state[parameter]
 
     def _now(self) -> list[object]:
         return listening(self._trainer, self._module, self._optimizers, self._parameters)

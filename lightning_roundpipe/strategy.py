@@ -36,19 +36,18 @@ from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.meta import make_room
 from lightning_roundpipe.model.quantized import load_states, prepare
 from lightning_roundpipe.monitors import profile_all_threads, rehearsing, tell_of_all_workers
-from lightning_roundpipe.one_process import OneProcess
 from lightning_roundpipe.page import write_page
 from lightning_roundpipe.precision import RoundPipePrecision
 from lightning_roundpipe.refusals import (
     load_optimizer,
     refuse_accelerator,
     refuse_foreign_parameters,
+    refuse_launch,
     refuse_layer_sync,
     refuse_missing_states,
     refuse_module,
     refuse_plan,
     refuse_scripted,
-    refuse_several_processes,
     refuse_strange_checkpoint,
     unfitting_weights,
     unreadable_checkpoint,
@@ -58,7 +57,9 @@ from lightning_roundpipe.runtime.engine import Engine
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.memory.budget import over_capacity
+from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.report import Report
+from lightning_roundpipe.several_machines import SeveralMachines
 from lightning_roundpipe.step_monitor import RoundPipeMonitor
 from lightning_roundpipe.stepping import Stepping
 
@@ -78,7 +79,7 @@ def _report_of(engine: Engine | None, announcements: Announcements | None) -> Re
 
 # The class has many collaborators because they all meet in Lightning's Strategy interface: precision, checkpoints,
 # hooks, devices and steps. It connects them; each decision is in a module of its own.
-class RoundPipeStrategy(OneProcess):
+class RoundPipeStrategy(SeveralMachines):
     """Trains models that do not fit a GPU by sending their stages to the machine's GPUs in turn.
 
     Args:
@@ -112,6 +113,11 @@ class RoundPipeStrategy(OneProcess):
         reduce_dtype: dtype in which gradients are copied from a device to the host, which sums them in fp32:
             ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: the dtype of their
             sums, which is that of the trained weights (fp32).
+        machine_timeout: with ``num_nodes`` of several, seconds within which a machine ends with an error when another
+            one has died or hangs.
+        shard_optimizer: whether each of several machines updates, and has the optimizer's state of, some layers only.
+        network_dtype: dtype in which gradients travel between machines: ``"bfloat16"`` halves the bytes and rounds.
+            Default: their own.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -138,6 +144,9 @@ class RoundPipeStrategy(OneProcess):
         stage_seconds: float | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
         reduce_dtype: torch.dtype | str | None = None,
+        machine_timeout: float = 60,
+        shard_optimizer: bool = True,
+        network_dtype: torch.dtype | str | None = None,
         emulation: Emulation | Mapping[str, Any] | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -162,6 +171,9 @@ class RoundPipeStrategy(OneProcess):
             stage_seconds=stage_seconds,
             compile_layers=compile_layers,
             reduce_dtype=reduce_dtype,
+            machine_timeout=machine_timeout,
+            shard_optimizer=shard_optimizer,
+            network_dtype=network_dtype,
             emulation=Emulation.of(emulation),
         )
         if (text := self.options.plan_text) is not None:
@@ -192,17 +204,11 @@ class RoundPipeStrategy(OneProcess):
 
     @override
     def setup_environment(self) -> None:
-        refuse_several_processes(self.world_size, self.num_nodes)
+        refuse_launch(self.world_size, self.num_nodes, self.cluster_environment)
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-
-    @property
-    def num_nodes(self) -> int:
-        return getattr(self, "_num_nodes", 1)
-
-    @num_nodes.setter
-    def num_nodes(self, value: int) -> None:
-        self._num_nodes = value
+        self._meet()
+        self._agree_on_packages()
 
     # -- precision ----------------------------------------------------------------------------------------------------
 
@@ -248,7 +254,7 @@ class RoundPipeStrategy(OneProcess):
         """Set up the engine. ``again``: during a run, keeping the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        refuse_several_processes(self.world_size, trainer.num_nodes)
+        refuse_launch(self.world_size, self.num_nodes, self.cluster_environment)
         module = self.lightning_module
         assert module is not None
         refuse_layer_sync(self._layer_sync)
@@ -257,6 +263,7 @@ class RoundPipeStrategy(OneProcess):
         refuse_unscaled(self.options.reduce_dtype, str(self.precision_plugin.precision))
         prepare(module)
         self.model = self._precision.prepare(module, fitting=fitting)
+        self._agree_on_model(module, self._shared_settings())
         with interrupts_deferred(), remedied():
             self._start_engine(module, fitting=fitting)
         assert self._engine is not None
@@ -276,10 +283,45 @@ class RoundPipeStrategy(OneProcess):
                 self._announcements.log_settings()
         self.setup_precision_plugin()
 
+    def _shared_settings(self) -> dict[str, Any]:
+        """Return the settings that decide the numbers, which several machines must have in common."""
+        options = self.options
+        weight = options.loss_weight
+        return {
+            "precision": str(self.precision_plugin.precision),
+            "staleness": options.staleness,
+            "microbatch_scope": options.microbatch_scope,
+            "reduce_dtype": options.reduce_dtype,
+            "shard_optimizer": options.shard_optimizer,
+            "network_dtype": options.network_dtype,
+            "loss_weight": weight if weight is None or isinstance(weight, str) else "a function",
+        }
+
+    def _sum_gradients(self) -> None:
+        """Sum the gradients in ``.grad`` over several machines, when a window of accumulated batches ends."""
+        module, engine = self._running()
+        exchange = engine.context.exchange
+        if exchange is None or engine.updates is not None or module.trainer.fit_loop._should_accumulate():
+            return
+        held = {id(p): p.grad for p in engine.model.masters if p.grad is not None}
+        sums = exchange.summed(held)
+        for parameter in engine.model.masters:
+            if (gradient := sums.get(id(parameter))) is not None:
+                parameter.grad = gradient
+
+    def _sum_accumulated(self, gradients: dict[str, Tensor], exchange: GradientExchange) -> None:
+        """Sum the gradients of an open accumulation window over several machines, for a checkpoint."""
+        named = dict(self._running()[0].named_parameters())
+        sums = exchange.summed({id(named[name]): gradient.clone() for name, gradient in gradients.items()})
+        gradients.update({name: sums[id(p)] for name, p in named.items() if id(p) in sums})
+
     @override
     def on_train_start(self) -> None:
         if self._stepping is not None:
             module, engine = self._running()
+            names = {id(p): name for name, p in module.named_parameters()}
+            buckets = [[names.get(id(p), "") for p in bucket.masters] for bucket in engine.model.buckets]
+            self._agree_on_training(module.trainer, module, buckets)
             self._stepping.started()
             if module.automatic_optimization:
                 engine.reserve_gradients()
@@ -297,6 +339,8 @@ class RoundPipeStrategy(OneProcess):
             "roundpipe: the model is made of other modules or parameters than before (pruning, a parametrization or an "
             "assignment has replaced some): the strategy is set up again, and the next batch shows what it needs."
         )
+        if engine.context.exchange is not None:
+            engine.context.exchange.refuse_rebuilding()
         stepping, seed, uploaded = self._stepping, self._seed, engine.weights_uploaded
         gradients = stepping.keep_gradients() if stepping is not None else {}
         self._former.update((id(p), weakref.ref(p)) for bucket in engine.model.buckets for p in bucket.masters)
@@ -326,11 +370,13 @@ class RoundPipeStrategy(OneProcess):
         kind = refuse_accelerator(self.root_device.type)
         refuse_scripted(module, kind)
         self._precision.device = kind
+        self._precision.after_backward = self._sum_gradients if self._peers is not None else None
         self._seed = torch.initial_seed()
         devices = make_devices(kind, self.parallel_devices, self.options.emulation, str(self.options.pin_memory))
         try:
             formats = self._precision.formats()
-            self._engine = Engine(module, devices, self.options, rank_zero_info, formats, fitting=fitting)
+            inform, peers = rank_zero_info, self._peers
+            self._engine = Engine(module, devices, self.options, inform, formats, fitting=fitting, peers=peers)
         except BaseException:
             for device in devices:
                 device.close()
@@ -345,6 +391,7 @@ class RoundPipeStrategy(OneProcess):
     @override
     def teardown(self) -> None:
         self._stop_engine()
+        super().teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -470,6 +517,7 @@ class RoundPipeStrategy(OneProcess):
             "_announcements": None,
             "_quieten": _nothing,
             "_former": {},
+            "_peers": None,
         }
 
     def __repr__(self) -> str:
@@ -519,6 +567,8 @@ class RoundPipeStrategy(OneProcess):
             raise reason from (None if reason is error else error)
         refuse_strange_checkpoint(checkpoint_path, checkpoint)
         self._accumulated = dict(checkpoint.get(ACCUMULATED, {}))
+        if self.global_rank:  # it holds the sum of all machines, which must count once
+            self._accumulated = {name: torch.zeros_like(gradient) for name, gradient in self._accumulated.items()}
         self._holds_place = holds_place(checkpoint)
         return checkpoint
 
@@ -531,6 +581,8 @@ class RoundPipeStrategy(OneProcess):
             )
         if self._engine is not None and self._stepping is not None:
             save(checkpoint, self._running()[0], self._engine.updates, self._engine.formats.scales.last)
+            if (exchange := self._engine.context.exchange) is not None and ACCUMULATED in checkpoint:
+                self._sum_accumulated(checkpoint[ACCUMULATED], exchange)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -551,6 +603,22 @@ class RoundPipeStrategy(OneProcess):
         refuse_missing_states(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
             load_optimizer(optimizer, state)
+        if self._stepping is not None:
+            self._stepping.drop_state_of_others()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state as the base class does; on the first of several machines, with that of the others."""
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        peers, engine = self._peers, self._engine
+        if peers is None or engine is None:
+            return state
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        owners = [engine.owner_of(parameter) for parameter in parameters]
+        if None in owners:
+            return state
+        found = peers.gather_states(state["state"], [owner or 0 for owner in owners], "the optimizer's state")
+        return {**state, "state": dict(sorted(found.items()))}
 
     @override
     @contextlib.contextmanager

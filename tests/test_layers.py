@@ -20,12 +20,13 @@ PACKAGE = ROOT / "lightning_roundpipe"
 
 LAYERS: list[set[str]] = [
     {"config", "messages", "extras"},
-    {"devices", "planning", "model", "optim"},
+    {"devices", "planning", "model", "optim", "machines"},
     {"runtime"},
     {
         "precision",
         "checkpoint_io",
         "one_process",
+        "several_machines",
         "refusals",
         "hook_audit",
         "monitors",
@@ -52,7 +53,7 @@ LAYERS: list[set[str]] = [
     },
     {"train", "commands"},
 ]
-STRANGERS = {"devices", "planning", "model", "optim"}
+STRANGERS = {"devices", "planning", "model", "optim", "machines"}
 """Packages of one layer that know nothing of each other."""
 
 FACADE = {"__init__", "registration"}

@@ -66,7 +66,7 @@ def test_several_slurm_tasks_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         "JOB_NAME": "fit",
     }.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    with pytest.raises(Exception, match="runs in one process on one machine, and 2 were asked for"):
+    with pytest.raises(Exception, match="runs in one process on a machine, and 2 were asked for"):
         trainer_of(ours(), plugins=[SLURMEnvironment(auto_requeue=False)]).fit(zoo.make_module("mlp"), [])
 
 

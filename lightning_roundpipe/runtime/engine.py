@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_roundpipe.config import Options
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.machines.peers import Peers
 from lightning_roundpipe.model.reachable import listed
 from lightning_roundpipe.model.structure import Structure
 from lightning_roundpipe.runtime.batch.cutting import Cut, Cutter
@@ -36,6 +37,7 @@ from lightning_roundpipe.runtime.modes.evaluation_parts import Parting
 from lightning_roundpipe.runtime.modes.manual import ManualStep
 from lightning_roundpipe.runtime.modes.model_step import ModelStep
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.profile.autocast_weights import is_surprised, is_watched
 from lightning_roundpipe.runtime.profile.first_batch import Planner, counter_of
@@ -73,11 +75,12 @@ class Engine:
         inform: function that shows a message to the user; each message is shown once.
         formats: number formats of layers and user code.
         fitting: whether the module will be trained. A module without layers is an error only then.
+        peers: the other machines that train the same model; None if there are none.
     """
 
     def __init__(
         self, module: nn.Module, devices: list[Device], options: Options, inform: Callable[[str], None],
-        formats: Formats | None = None, *, fitting: bool = True,
+        formats: Formats | None = None, *, fitting: bool = True, peers: Peers | None = None,
     ) -> None:  # fmt: skip
         forwards = forwards_of(options)
         formats = formats or Formats()
@@ -110,7 +113,7 @@ class Engine:
         self._trainable = model.trainable()
         self.structure = Structure(module, [x.module for x in model.layers])
         self.hints = Hints(module, inform)
-        self.cutter = Cutter(options, module, len(devices), self.hints)
+        self.cutter = Cutter(options, module, len(devices), self.hints, alone=peers is None)
         self._retries = Retries(devices, self.hints)
         self._report: Callable[[], Report] | None = None
         self.hints.of_cuts(found)
@@ -133,6 +136,7 @@ class Engine:
             user_lock=UserLock(),
             thread_locals=thread_locals,
             next_step=itertools.count().__next__,
+            exchange=_exchange_of(peers, model, options) if peers is not None else None,
         )
         self._gradients = self.context.gradients
         layers, models = [Interceptor(x) for x in model.layers], models_in(module, [x.module for x in model.layers])
@@ -399,11 +403,15 @@ class Engine:
                 the optimizer. What an open accumulation window has gathered so far moves to ``.grad``.
         """
         if enabled != (self.updates is not None):
+            if (exchange := self.context.exchange) is not None:
+                exchange.step_apart(enabled)
             self._drain()
             before, scales = self.updates, self.formats.scales
             around = self.worker_pool.devices[0].host_thread_settings
             self.updates = (
-                AsyncOptimizer(self.model.buckets, self.options.staleness, scales, around) if enabled else None
+                AsyncOptimizer(self.model.buckets, self.options.staleness, scales, around, self.context.exchange)
+                if enabled
+                else None
             )
             if before is not None:
                 before.retire()
@@ -411,6 +419,19 @@ class Engine:
                 for master in self.model.masters:
                     if (gradient := gradients.get(id(master))) is not None:
                         master.grad = gradient.to(master)
+
+    @property
+    def machine(self) -> int:
+        """The number of this machine."""
+        return 0 if self.context.exchange is None else self.context.exchange.peers.rank
+
+    def owner_of(self, master: nn.Parameter) -> int | None:
+        """Return the machine that has the optimizer's state of ``master``; None if each has that of all."""
+        exchange = self.context.exchange
+        if exchange is None or self.updates is None or not exchange.owner:
+            return None
+        bucket = self.model.bucket_of.get(id(master))
+        return exchange.owner[bucket] if bucket is not None else 0
 
     @interrupts_deferred()
     @remedied()
@@ -525,3 +546,8 @@ class Engine:
             if self.updates is not None:
                 rest.callback(self.updates.close)
             rest.callback(self._drain)
+
+
+def _exchange_of(peers: Peers, model: HostModel, options: Options) -> GradientExchange:
+    dtype = None if options.network_dtype is None else getattr(torch, options.network_dtype)
+    return GradientExchange(peers, model.buckets, dtype, shards=options.shard_optimizer)

@@ -459,6 +459,27 @@ OTHERS = [
     ),
     Mistake(
         SECTION,
+        "`shard_optimizer` is neither true nor false",
+        "shard_optimizer=… must be",
+        "True (on several machines, each has the optimizer's state of some layers) or False",
+        (options(shard_optimizer="yes"), options(shard_optimizer=1)),
+    ),
+    Mistake(
+        SECTION,
+        "`network_dtype` is not a dtype that gradients travel in between machines",
+        "network_dtype=… must be",
+        "'bfloat16' (half the bytes between machines, rounded) or None",
+        (options(network_dtype="float16"), options(network_dtype="int8")),
+    ),
+    Mistake(
+        SECTION,
+        "`machine_timeout` is no number, or less than 5",
+        "machine_timeout=… must be",
+        "a number of at least 5 seconds",
+        tuple(options(machine_timeout=given) for given in ("60", 1, True)),
+    ),
+    Mistake(
+        SECTION,
         "`emulation` is no mapping",
         "emulation=… must be",
         "a mapping such as {'memory': '2GiB'}",
@@ -502,13 +523,20 @@ OTHERS = [
 ]
 
 
-def _launched(**variables: str) -> Any:
+def _launched(num_nodes: int = 1, /, **variables: str) -> Any:
     def way(user: User) -> None:
         for name, value in variables.items():
             user.monkeypatch.setenv(name, value)
-        user.fit()
+        user.fit(trainer={"num_nodes": num_nodes})
 
     return way
+
+
+def _manually_on_several_machines(user: User) -> None:
+    user.monkeypatch.setenv("NODE_RANK", "0")
+    module = zoo.make_module("mlp")
+    module.automatic_optimization = False
+    user.fit(module, trainer={"num_nodes": 2})
 
 
 def _lbfgs_in_fp16(user: User) -> None:
@@ -549,14 +577,37 @@ TRAINER = [
     ),
     Mistake(
         SECTION,
-        "several machines or processes",
-        "the roundpipe strategy runs in one process on one machine, and … were asked for",
-        "set num_nodes=1 and start the script with plain `python`",
+        "several processes, and `num_nodes` is 1",
+        "the roundpipe strategy runs in one process on a machine, and … were asked for",
+        "start the script with plain `python`",
         (
-            trainer(num_nodes=2),
             _launched(WORLD_SIZE="2"),
             _launched(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999"),
         ),
+    ),
+    Mistake(
+        SECTION,
+        "more or fewer processes than machines",
+        "num_nodes=…, and the launcher has started …, … on this machine",
+        "Start it with `torchrun --nnodes=2 --nproc-per-node=1`",
+        (
+            _launched(2, WORLD_SIZE="4", NODE_RANK="0"),
+            _launched(2, WORLD_SIZE="2", NODE_RANK="0", LOCAL_WORLD_SIZE="2"),
+        ),
+    ),
+    Mistake(
+        SECTION,
+        "several machines, and no launcher",
+        "num_nodes=…, and nothing says which machine this is",
+        "or set NODE_RANK (0 to 1), MASTER_ADDR and MASTER_PORT on each machine",
+        (trainer(num_nodes=2), _launched(2, NODE_RANK="2")),
+    ),
+    Mistake(
+        SECTION,
+        "manual optimization on several machines",
+        "automatic_optimization=False with several machines",
+        "Set num_nodes=1, or automatic_optimization=True",
+        (_manually_on_several_machines,),
     ),
     Mistake(
         SECTION,

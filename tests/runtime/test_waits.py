@@ -221,6 +221,14 @@ WAITS = [
 ]
 
 ELSEWHERE = {
+    # Other machines: `tests/test_several_machines.py`, where gradients or weights that are read too early show.
+    *(
+        ("runtime.optimizer.gradient_exchange:GradientExchange." + name, line)
+        for name, line in (
+            ("_land", 'self.peers.wait(work, f"the gradients of bucket {bucket.index}")'),
+            ("_arrive", 'self.peers.wait(weights.work, f"the weights of bucket {weights.bucket.index}")'),
+        )
+    ),
     (
         "runtime.optimizer.grad_readiness:GradReadiness.take",
         "upload.wait()",

@@ -45,9 +45,11 @@ class Cutter:
         module: the user's LightningModule, which may define ``loss_weight``.
         workers: the number of workers.
         hints: told why a batch stays whole.
+        alone: whether no other machine has a part of the batch, so that a single part needs no weight.
     """
 
-    def __init__(self, options: Options, module: nn.Module, workers: int, hints: Hints) -> None:
+    def __init__(self, options: Options, module: nn.Module, workers: int, hints: Hints, *, alone: bool = True) -> None:
+        self._alone = alone
         self._options, self._module, self._workers, self._hints = options, module, workers, hints
         self._columns = microbatches.Columns()
         batch_statistics = any(isinstance(m, _BatchNorm) for m in module.modules())
@@ -98,7 +100,7 @@ class Cutter:
         if self._options.loss_weight == "sum":
             return "sum"
         function = self._options.loss_weight or getattr(self._module, "loss_weight", None)
-        if not callable(function) or len(parts) == 1:
+        if not callable(function) or (len(parts) == 1 and self._alone):
             return None
         with interrupts_allowed():
             return microbatches.given_weights(function, parts)

@@ -198,6 +198,8 @@ class BatchValue:
         if self._apart is None or error is not None:
             return
         with self._swapped():
+            for part in self._parts:
+                part._to_sync = False  # of this machine's batch, as in plain training; epochs are over all machines
             value = self._metric.compute()
         self._metric._forward_cache = value
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
+from lightning_roundpipe.runtime.batch.contributions import GIVEN, SAMPLES, SUM, TARGETS, UNKNOWN, Contribution
 from lightning_roundpipe.runtime.batch.losses import Counted
 
 Weights = Sequence[float] | Literal["sum"] | None
@@ -52,7 +53,7 @@ class Weighing:
 
     def of(self, run: Weighed) -> float:
         """Return the weight of a microbatch, once it has its loss."""
-        if len(self._sizes) == 1:
+        if len(self._sizes) == 1 and (self.given is None or self.given == "sum"):
             return 1.0  # also without targets
         if self.given is not None and self.given != "sum":
             return self.given[run.index]
@@ -71,6 +72,19 @@ class Weighing:
             known = run.weight / self._sizes[run.index] * samples if samples else run.weight
             self._guess = known or float(samples)
         return run.weight / self._guess
+
+    def contribution(self, runs: Sequence[Weighed], samples: int) -> Contribution:
+        """Return how much the batch, of ``samples`` samples, counts beside the batches of other machines."""
+        modes = [run.mode for run in runs]
+        if self.given == "sum" or (self.given is None and all(mode.sums.whole for mode in modes)):
+            return Contribution(SUM, 1.0, samples)
+        if self.given is not None:
+            return Contribution(GIVEN, sum(run.weight for run in runs), samples)
+        if any(mode.sums.whole or (mode.sums.name and not mode.counts.of) for mode in modes):
+            return Contribution(UNKNOWN, 0.0, samples)
+        counts = tuple(sum(column) for column in zip(*(mode.counts.of for mode in modes), strict=True))
+        mixed = any(mode.counts.mixed for mode in modes)
+        return Contribution(TARGETS if counts else SAMPLES, counts[0] if counts else samples, samples, counts, mixed)
 
     def factor(self, runs: Iterable[Weighed]) -> float:
         """Return the factor that corrects the guess, once all weights are known."""

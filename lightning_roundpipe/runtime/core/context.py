@@ -13,6 +13,7 @@ from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory
 from lightning_roundpipe.runtime.memory.host_model import HostModel
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
+from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.reporting.hints import Hints
 from lightning_roundpipe.runtime.threads.sync import CancelScope, UserLock
@@ -35,6 +36,7 @@ class EngineContext:
         user_lock: lock that a thread holds while it runs user code.
         thread_locals: thread-local objects of user code, whose values the step's threads take over.
         next_step: function that returns the number of the next step.
+        exchange: sums gradients over several machines; None if there is only one.
     """
 
     options: Options
@@ -47,6 +49,7 @@ class EngineContext:
     user_lock: UserLock
     thread_locals: tuple[local, ...]
     next_step: Callable[[], int]
+    exchange: GradientExchange | None = None
 
     def thread_state(self) -> TorchThreadState:
         """Capture the calling thread's torch modes, for the step's other threads to enter."""
@@ -70,6 +73,7 @@ class StepSpec:
             run in order and see what the one before has set.
         recorder: records calls and copies.
         cancel_scope: carries the step's first error to all its threads.
+        first: number of its first microbatch among those of all machines; random states derive from it.
     """
 
     number: int
@@ -83,3 +87,4 @@ class StepSpec:
     module_state: ModuleStateIsolation | None
     recorder: Recorder
     cancel_scope: CancelScope
+    first: int = 0

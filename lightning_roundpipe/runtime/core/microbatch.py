@@ -347,7 +347,7 @@ class MicrobatchTask:
         """
         use = self._uses[layer.index]
         self._uses[layer.index] += 1
-        return *self._step.spec.seed, self.index, layer.index, use
+        return *self._step.spec.seed, self._step.spec.first + self.index, layer.index, use
 
     def _next(self, layer: HostLayer) -> tuple[int, TracedCall]:
         if self.learning:

@@ -76,7 +76,7 @@ class UserCodeSections:
         if self.kept is not None:
             self.kept.enter(segment_key, learning=self._learning)
         device = self._activate(device)
-        seed = (*step.seed, self._index, -1 - self._count)
+        seed = (*step.seed, step.first + self._index, -1 - self._count)
         # If microbatches skip layers, a backward section may have the same number as another one's forward section.
         kind = self._kind + ("user code" if segment_key is not None else "backward")
         key = kind if off_trace else (kind, self._count)

@@ -109,6 +109,7 @@ class Step:
             module_state=engine.learned.module_state if isolated else None,
             recorder=recorder or Recorder(),
             cancel_scope=cancel_scope,
+            first=engine.exchange.peers.rank * self._count_of(sizes) if engine.exchange is not None else 0,
         )
         self.slots: list[Slot] = []
         self._sums: dict[tuple[int, int], HostGradSums] = {}
@@ -130,6 +131,11 @@ class Step:
         """The gradients behind the merged loss; None until that exists."""
         self.has_loss = False
         """Whether every microbatch returned a loss; ``training_step`` may also skip a batch."""
+
+    @staticmethod
+    def _count_of(sizes: Sequence[int]) -> int:
+        """Return how many numbers the microbatches of one machine take."""
+        return len(sizes)
 
     @property
     def cancel_scope(self) -> CancelScope:
@@ -482,4 +488,7 @@ class Step:
         self.readiness.passed(learned.read_by_user_code)  # earlier batches have shown what backward reads
         readiness = self.readiness if self.spec.updates is not None else None
         scale = self.engine.model.formats.scales.outside(self.spec.version)
-        return StepGradients(sums, proxies, factor / scale, readiness)
+        if (exchange := self.engine.exchange) is None:
+            return StepGradients(sums, proxies, factor / scale, readiness)
+        contribution = self.weighing.contribution(self.runs, sum(self.sizes))
+        return StepGradients(sums, proxies, factor / scale, readiness, contribution, exchange.share)

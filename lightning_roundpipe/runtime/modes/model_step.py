@@ -33,6 +33,9 @@ from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
 from lightning_roundpipe.runtime.reporting.events import Recorder
 from lightning_roundpipe.runtime.threads.task_thread import Task
 
+MANY = 2**20
+"""More microbatches than a step has."""
+
 
 class ModelStep(Step):
     """The step of one batch whose model calls are cut.
@@ -67,6 +70,10 @@ class ModelStep(Step):
         """Calls so far whose backward has no slots yet: their stages, slots and number of microbatches."""
         self._arriving: Slots | None = None
         """The slots of all calls, made one by one, if there is no plan."""
+
+    @staticmethod
+    def _count_of(sizes: Sequence[int]) -> int:
+        return MANY  # a call shows only when it comes into how many it is cut
 
     @property
     def everybody(self) -> Sequence[MicrobatchTask]:

@@ -16,6 +16,9 @@ With staleness 1 a step computes with working copies of the masters. An update i
 its last upload of the bucket. That is long before that step's gradients of the bucket are ready; published only then,
 the update would make the step behind wait for its end.
 
+With several machines, `GradientExchange` sums the gradients between [1] and [2]: the thread takes buckets in the same
+order on each machine, and steps one when its sum has arrived, while the next ones are computed and on their way.
+
 No deadlock: the thread waits only for the backward of a batch, which needs only updates submitted before that batch.
 """
 
@@ -27,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -42,6 +46,7 @@ from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.loss_scale import Scales
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer.grad_readiness import Dropped
+from lightning_roundpipe.runtime.optimizer.gradient_exchange import GradientExchange
 from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 from lightning_roundpipe.runtime.threads.sync import CancelScope
 from lightning_roundpipe.runtime.threads.task_thread import TaskThread
@@ -156,6 +161,7 @@ class AsyncOptimizer:
         staleness: 0: a step computes with all updates before it. 1: with all but the last, which is applied meanwhile.
         scales: the loss scales.
         around: returns a context that the thread enters for as long as it lives.
+        exchange: sums gradients over several machines; None if there is only one.
 
     Attributes:
         submitted: the number of optimizer steps submitted, which is the version of the newest weights.
@@ -171,7 +177,9 @@ class AsyncOptimizer:
         staleness: int = 0,
         scales: Scales | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        exchange: GradientExchange | None = None,
     ) -> None:
+        self._exchange = exchange
         self.buckets = list(buckets)
         self.staleness = staleness
         self._first = self.submitted = max(bucket.version for bucket in self.buckets)  # an earlier instance's, or 0
@@ -437,6 +445,18 @@ class AsyncOptimizer:
                 coming -= len(buckets)
             yield self._piece(there)
 
+    def _in_order(self, batch: StepGradients | None, came: Callable[[ParamBucket], None]) -> Iterator[ParamBucket]:
+        """Yield all buckets as they become ready, in the order in which machines exchange them; see `_as_they_come`."""
+        assert self._exchange is not None
+        readiness = batch.readiness if batch is not None else None
+        there: set[ParamBucket] = set(self.buckets) if readiness is None else set()
+        for bucket in self._exchange.order:
+            while bucket not in there:
+                assert readiness is not None
+                there.update(readiness.take(wait=True, sent=came))
+            came(bucket)
+            yield bucket
+
     def _piece(self, there: list[tuple[int, ParamBucket]]) -> list[ParamBucket]:
         buckets = [heapq.heappop(there)[1]]
         size = self._sizes[buckets[0]]
@@ -445,6 +465,8 @@ class AsyncOptimizer:
         return buckets
 
     def _add(self, batch: StepGradients) -> None:
+        if self._exchange is not None:
+            batch.weigh()
         for buckets in self._as_they_come(batch, lambda bucket: None):
             for bucket in buckets:
                 self._accumulated[bucket].add(batch.take(bucket))
@@ -460,6 +482,25 @@ class AsyncOptimizer:
             bucket.refresh(trained_only=True)
             bucket.publish(step.number - 1)
 
+    def _gathered(self, step: _OptimizerStep) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
+        """Yield the gradients of buckets as they become ready; see `_gather`."""
+        if self._exchange is None:
+            for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
+                yield {bucket: self._gather(bucket, step) for bucket in buckets}
+            return
+        for bucket in self._in_order(step.batch, lambda bucket: self._uploaded(bucket, step)):
+            yield from self._summed(self._exchange.add(bucket, self._gather(bucket, step)))
+        yield from self._summed(self._exchange.rest())
+
+    def _summed(
+        self, arrived: list[tuple[ParamBucket, dict[int, Tensor]]]
+    ) -> Iterator[dict[ParamBucket, dict[int, Tensor]]]:
+        for bucket, gradients in arrived:
+            for master in bucket.masters:
+                self._left.pop(id(master), None)
+            self._left.update(gradients)
+            yield {bucket: gradients}
+
     def _gather(self, bucket: ParamBucket, step: _OptimizerStep) -> dict[int, Tensor]:
         """Return the bucket's gradients, summed over all batches since the last step [2]."""
         gathered = self._accumulated[bucket].with_last(step.batch.take(bucket) if step.batch is not None else {})
@@ -468,6 +509,12 @@ class AsyncOptimizer:
 
     def _run(self, step: _OptimizerStep) -> None:
         self._left, self._left_in = {}, step.batch.sums if step.batch is not None else ()
+        if self._exchange is not None:
+            self._exchange.begin()
+            if step.batch is not None:
+                step.batch.weigh()
+            else:
+                self._exchange.share(None)
         with step.partial_optimizer.prepared(step.hyperparameters):  # while the gradients are still on their way
             self._step(step)
         self._applying = False
@@ -476,32 +523,42 @@ class AsyncOptimizer:
 
     def _step(self, step: _OptimizerStep) -> None:
         self._applying = False
-        arriving = self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step))
         clip = step.clip if step.clip is not None and step.clip.kind == "norm" else None
         scaled = self._scales.scale is not None
         if not (clip or scaled):
-            for buckets in arriving:
+            if self._exchange is not None:
+                for mine in self._gathered(step):
+                    self._apply(step, mine)
+                self._publish_weights(step, wait=True)
+                return
+            for buckets in self._as_they_come(step.batch, lambda bucket: self._uploaded(bucket, step)):
                 if not (len(buckets) == 1 and self._apply_parts(step, buckets[0])):
                     self._apply(step, {bucket: self._gather(bucket, step) for bucket in buckets})
             return
         gathered: dict[ParamBucket, dict[int, Tensor]] = {}
         measured: dict[int, Tensor] = {}
         finite = True
-        for bucket in (bucket for buckets in arriving for bucket in buckets):
-            gathered[bucket] = self._gather(bucket, step)
-            held = {key: grad for key, grad in gathered[bucket].items() if key in step.hyperparameters.group_of}
+        for bucket, gradients in (pair for mine in self._gathered(step) for pair in mine.items()):
+            gathered[bucket] = gradients
+            held = {key: grad for key, grad in gradients.items() if key in step.hyperparameters.group_of}
             if scaled:
                 finite &= unscale(held.values(), step.scale)
             if clip:
                 measured.update(zip(held, norms(list(held.values())), strict=True))
         whole = step.held({key: gradient for gradients in gathered.values() for key, gradient in gradients.items()})
+        lengths, some = [measured[key] for key in whole] if clip else [], bool(whole)
+        if self._exchange is not None and self._exchange.owner:
+            norms_of = measured if clip else {key: torch.zeros(()) for key in whole}
+            lengths, finite = self._exchange.combined_norms(norms_of, list(step.hyperparameters.group_of), finite)
+            some = bool(lengths)
         if scaled:
-            self._scales.decided(step.number, finite=finite if whole else None)
-        if clip and whole and finite:
-            scale(list(whole.values()), coefficient([measured[key] for key in whole], clip))  # [3]
+            self._scales.decided(step.number, finite=finite if some else None)
+        if clip and some and finite:
+            scale(list(whole.values()), coefficient(lengths, clip))  # [3]
         there = [(bucket.index, bucket) for bucket in self.buckets]
         while there:
             self._apply(step, {bucket: gathered[bucket] if finite else {} for bucket in self._piece(there)})
+        self._publish_weights(step, wait=True)
 
     def _apply(self, step: _OptimizerStep, gathered: dict[ParamBucket, dict[int, Tensor]]) -> None:
         """Step the parameters of some buckets that have gradients, and publish the buckets [4]."""
@@ -510,10 +567,23 @@ class AsyncOptimizer:
         if step.clip is not None and step.clip.kind == "value":
             clamp(list(step.held(gradients).values()), step.clip)
         step.partial_optimizer.step(step.hyperparameters, gradients)
+        if self._exchange is not None and self._exchange.owner:
+            for bucket in gathered:
+                self._exchange.send_weights(bucket)
+            self._publish_weights(step, wait=False)
+            return
         for bucket in gathered:
-            if not self.staleness:
-                bucket.refresh(trained_only=True)
-            self._finish(step, bucket)
+            self._refresh_and_finish(step, bucket)
+
+    def _publish_weights(self, step: _OptimizerStep, *, wait: bool) -> None:
+        """Publish buckets whose weights have come from the machines that update them."""
+        for bucket in self._exchange.weights(wait=wait) if self._exchange is not None else ():
+            self._refresh_and_finish(step, bucket)
+
+    def _refresh_and_finish(self, step: _OptimizerStep, bucket: ParamBucket) -> None:
+        if not self.staleness:
+            bucket.refresh(trained_only=True)
+        self._finish(step, bucket)
 
     def _apply_parts(self, step: _OptimizerStep, bucket: ParamBucket) -> bool:
         """Step a large bucket part by part, while later parts are downloaded and earlier ones uploaded [5].

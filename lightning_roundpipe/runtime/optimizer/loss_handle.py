@@ -14,13 +14,14 @@ them by. Then there are two ways:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.batch.contributions import Contribution
 from lightning_roundpipe.runtime.memory.grad_buffers import HostGradSums
 from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
 from lightning_roundpipe.runtime.optimizer.grad_readiness import GradReadiness
@@ -36,6 +37,8 @@ class StepGradients:
         factor: corrects the provisional total of the loss weights that the microbatches computed with.
         readiness: reports when the gradients of a bucket are complete, if they are taken bucket by bucket and ``.grad``
             stays untouched. None: all are complete, or will be once their downloads are waited for.
+        contribution: how much the batch counts beside those of other machines; None if there are none.
+        share: returns the factor of a contribution, from an exchange with the other machines.
 
     Attributes:
         scale: the factor to multiply the gradients by; None until the loss has been differentiated.
@@ -47,7 +50,10 @@ class StepGradients:
         proxies: Sequence[Proxies],
         factor: float,
         readiness: GradReadiness | None = None,
+        contribution: Contribution | None = None,
+        share: Callable[[Contribution], float] | None = None,
     ) -> None:
+        self._contribution, self._share = contribution, share
         self._sums = list(sums)
         self._of: dict[ParamBucket, list[HostGradSums]] = defaultdict(list)
         for total in sums:
@@ -81,7 +87,7 @@ class StepGradients:
         Returns:
             The gradients of the masters that have one; an empty list if they are taken bucket by bucket.
         """
-        if self.readiness is None and not self._masters:
+        if self.readiness is None and not self._masters and self._share is None:
             return []
         if self.scale is not None:
             raise RoundPipeError(
@@ -90,11 +96,18 @@ class StepGradients:
         self.scale = scale * self._factor
         if self.readiness is not None:
             return []
+        self.weigh()
         for total in self._sums:
             total.handed_out = True
         taken = self._taken(self._sums, self._user_code())
         self.release()
         return [taken.pop(id(master)) for master in self._masters]
+
+    def weigh(self) -> None:
+        """Multiply `scale` by the share of this batch in those of all machines. Call it once, on each machine."""
+        if self._share is not None and self._contribution is not None:
+            assert self.scale is not None
+            self.scale *= self._share(self._contribution)
 
     def take(self, bucket: ParamBucket) -> dict[int, Tensor]:
         """Return the gradients of a ready bucket by id of the master, scaled in place. Call it once per bucket."""
@@ -151,11 +164,14 @@ class StepGradients:
         totals: dict[int, Tensor] = {}
         for total in sums:
             taken = total.take(self.scale)
+            if not self.scale:  # the batch counts for nothing, and its gradients may be NaN
+                for gradient in taken.values():
+                    gradient.zero_()
             for key in totals.keys() & taken.keys():
                 taken[key] = totals[key].add_(taken[key])
             totals |= taken
         for master, grad in user_code:
-            grad = grad * self.scale
+            grad = grad * self.scale if self.scale else torch.zeros_like(grad)
             totals[id(master)] = totals[id(master)].add_(grad) if id(master) in totals else grad
         return totals
 

@@ -1,0 +1,282 @@
+"""Whether the other machines of a job are alive, and what became of one that is not.
+
+A collective operation waits for all machines. If one has died, hangs or has failed, the others would wait without end,
+or raise an error of the network that does not say why. So each machine has a thread that writes to the job's store and
+reads what the others have written:
+
+    every `BEAT` seconds: my number, what I wait for ── the others' ── [1]
+    a machine whose number stands still for half of the timeout hangs or has died ── [2]
+    a machine that fails writes its error; the others say that they have read it ── [3]
+    all machines wait, and not for the same thing: none of them will ever go on ── [4]
+    a failure is known, and the main thread does not end: it waits where nothing can reach it; end the process ── [5]
+    the process ends after a failure: gloo would wait for what it has sent to the other machine; leave it ── [6]
+
+The store is torch.distributed's. Values are JSON.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.messages import PREFIX
+
+BEAT = 0.5
+"""Seconds between two messages of a machine."""
+STALL = 15.0
+"""Seconds after which machines that wait for different things are taken for stuck."""
+SILENCE = 8 * BEAT
+"""Seconds without a message after which a machine whose connection broke is taken for dead."""
+LAST_WORDS = 10.0
+"""Seconds that a machine that fails waits for the others to read its error."""
+EXIT = 70
+"""Exit status of a process that ends itself [5]."""
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class MachineError(RoundPipeError):
+    """Another machine has failed, does not answer, or waits for something else."""
+
+
+class Liveness:
+    """Watches the other machines in a run of the trainer, from `begin` to `end`, on a thread of its own.
+
+    Args:
+        store: a connection to the job's store that no other thread uses.
+        rank: the number of this machine.
+        names: host names of all machines, by number.
+        timeout: seconds within which this machine ends after another one has failed.
+        leave: ends the process [5].
+
+    Attributes:
+        failure: what has happened to another machine; None if nothing has.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[str],
+        timeout: float,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.failure: str | None = None
+        self._store, self._rank, self._names, self._timeout, self._leave = store, rank, list(names), timeout, leave
+        self._others = [other for other in range(len(names)) if other != rank]
+        self._posts: dict[str, str] = {}
+        self._posted = False
+        self._waits: dict[int, tuple[str, float]] = {}
+        """What a thread waits for, and since when, by the thread's id."""
+        self._lock = threading.Lock()
+        self._run, self._told = 0, False
+        """The number of the run, and whether its main thread knows of a failure."""
+        self._over = threading.Event()
+        self._failed_at = 0.0
+        self._main = threading.main_thread()
+        self._sampled: tuple[object, float] = (None, 0.0)
+        self._read = threading.Event()
+        self._seen: dict[int, tuple[int, float]] = {}
+        """The last number of each other machine, and when it came."""
+        self._thread: threading.Thread | None = None
+
+    def name_of(self, rank: int) -> str:
+        return f"machine {rank} ({self._names[rank]})"
+
+    # -- the other threads --------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Write a beat of no run. All machines must have done so before the first `begin`."""
+        self._store.set(_beat(self._rank), json.dumps({"run": 0, "n": 0, "wait": None, "for": 0.0}))
+        atexit.register(self._at_exit)
+
+    def begin(self) -> None:
+        """Begin a run: start the thread. Until `end`, this process must not outlive a failure [5].
+
+        Raises:
+            RoundPipeError: an earlier run has failed.
+        """
+        if self.failure is not None or self._told:
+            raise RoundPipeError(
+                "an earlier run of this process on several machines has failed, and their connections with it: start "
+                "the script again on each machine."
+            )
+        self._run += 1
+        self._over.clear()
+        self._thread = threading.Thread(target=self._watch, name="roundpipe-liveness", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the run."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(self._timeout / 2)
+            self._thread = None
+
+    @contextlib.contextmanager
+    def waiting(self, label: str) -> Iterator[None]:
+        """Context manager in which the calling thread waits for the others, for what ``label`` says."""
+        me = threading.get_ident()
+        self._waits[me] = label, time.monotonic()
+        try:
+            yield
+        finally:
+            del self._waits[me]
+
+    def check(self) -> None:
+        """Raise `MachineError` if another machine has failed."""
+        if self.failure is not None:
+            if threading.current_thread() is self._main:
+                self._told = True
+            raise MachineError(self.failure)
+
+    def explain(self, error: BaseException, label: str) -> MachineError:
+        """Return the error to raise when the network has failed with ``error``.
+
+        A connection breaks at once when a machine's process ends. Why it has ended shows a little later.
+        """
+        patience = time.monotonic() + min(LAST_WORDS, self._timeout / 2)
+        silent: list[int] = []
+        while self.failure is None and not silent and time.monotonic() < patience:
+            time.sleep(BEAT / 5)
+            silent = [other for other, (_, since) in self._seen.items() if time.monotonic() - since > SILENCE]
+        who = " or ".join(self.name_of(other) for other in silent or self._others)
+        if silent:
+            self._fail(f"{who} has died: its connection broke when this machine waited for {label}.")
+        self._fail(f"the connection to {who} broke when this machine waited for {label}: {_first(error)}")
+        return MachineError(self.failure)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other machines that this one ends with ``error`` [3]. Returns when they have read it."""
+        self._told = True
+        if not isinstance(error, MachineError) and self.failure is None:
+            self._post(" ".join(f"{type(error).__name__}: {error}".split()))
+        if self._posted:
+            self._read.wait(min(LAST_WORDS, self._timeout / 2))
+        self.end()
+
+    def _post(self, text: str) -> None:
+        """Have the thread tell the others why this machine ends."""
+        with self._lock:
+            self._posted = True
+            self._posts[self._key("error", self._rank)] = json.dumps(text[:2000])
+
+    def _at_exit(self) -> None:
+        """End the process without gloo's cleanup, after all that others have registered [6]."""
+        if self.failure is None:
+            return
+        atexit.unregister(self._at_exit)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._leave(1)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        seen = self._seen
+        seen.update({other: (0, time.monotonic()) for other in self._others})
+        number = 0
+        while not self._over.is_set():
+            number += 1
+            try:
+                beats = self._exchange(number)
+            except Exception as error:  # the machine with the store has ended
+                keeper = self.name_of(0) if self._rank else "this machine"
+                self._fail(f"{keeper}, which keeps the job's store, does not answer: {_first(error)}")
+                beats = {}
+            now = time.monotonic()
+            for other, beat in beats.items():
+                if beat["n"] != seen[other][0] or beat["run"] < self._run:
+                    seen[other] = beat["n"], now
+                elif now - seen[other][1] > self._timeout / 2:  # [2]
+                    self._fail(
+                        f"{self.name_of(other)} has not answered for {now - seen[other][1]:.0f} seconds: it has died, "
+                        "hangs, or its network is down (machine_timeout says how long to wait)."
+                    )
+            self._look_for_stuck(beats)
+            if self.failure is not None and not self._told and now - self._failed_at > self._timeout / 2:  # [5]
+                sys.stderr.write(f"{PREFIX}{self.failure} The process ends, as it cannot go on.\n")
+                sys.stderr.flush()
+                self._leave(EXIT)
+                return
+            self._over.wait(BEAT)
+        self._sampled = None, 0.0
+
+    def _exchange(self, number: int) -> dict[int, dict[str, Any]]:
+        """Write this machine's beat and posts, and read those of the others [1]."""
+        with self._lock:
+            posts, self._posts = self._posts, {}
+        for key, value in posts.items():
+            self._store.set(key, value)
+        label, since = self._wait()
+        beat = {"run": self._run, "n": number, "wait": label, "for": time.monotonic() - since if label else 0.0}
+        self._store.set(_beat(self._rank), json.dumps(beat))
+        for other in self._others if self.failure is None else ():
+            key = self._key("error", other)
+            if self._store.check([key]):
+                self._fail(f"{self.name_of(other)} has failed: {json.loads(self._store.get(key))}")
+                self._store.set(self._key("read", other, self._rank), "1")
+        mine = [self._key("read", self._rank, other) for other in self._others]
+        if not self._read.is_set() and self._store.check(mine):
+            self._read.set()
+        return {other: json.loads(self._store.get(_beat(other))) for other in self._others}
+
+    def _wait(self) -> tuple[str | None, float]:
+        """Return what this machine waits for, and since when: for us, or in a collective operation of user code."""
+        waits = sorted(self._waits.copy().values(), key=lambda wait: wait[1])
+        if waits:
+            return waits[0]
+        frame = sys._current_frames().get(self._main.ident or 0)
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+            frame = frame.f_back
+        if self._sampled[0] is not frame:  # kept, as Python makes another object of a call that nobody keeps
+            self._sampled = frame, time.monotonic()
+        return (f"torch.distributed.{frame.f_code.co_name}()", self._sampled[1]) if frame is not None else (None, 0.0)
+
+    def _look_for_stuck(self, beats: dict[int, dict[str, Any]]) -> None:
+        """Find machines that wait for different things [4]."""
+        label, since = self._wait()
+        if self.failure is not None or label is None or time.monotonic() - since < STALL:
+            return
+        if not beats or any(beat["wait"] is None or beat["for"] < STALL for beat in beats.values()):
+            return
+        if different := [(other, beat["wait"]) for other, beat in beats.items() if beat["wait"] != label]:
+            other, theirs = different[0]
+            text = (
+                f"the machines have come to different places: {self.name_of(self._rank)} waits for {label}, and "
+                f"{self.name_of(other)} for {theirs}. Each needs the same number of batches, and the same hooks; code "
+                "that only one machine runs must not call the trainer."
+            )
+            self._fail(text)
+            self._post(text)
+
+    def _key(self, *parts: object) -> str:
+        """Return a key of this run."""
+        return "/".join(map(str, ("roundpipe", self._run, *parts)))
+
+    def _fail(self, text: str) -> None:
+        if self.failure is None:
+            self.failure, self._failed_at = text, time.monotonic()
+
+
+def _beat(rank: int) -> str:
+    return f"roundpipe/beat/{rank}"
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

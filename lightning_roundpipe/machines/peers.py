@@ -1,0 +1,292 @@
+"""Collective operations between the machines of one job, on tensors in host memory.
+
+They are those of ``torch.distributed`` with gloo. What is added: every wait looks at `Liveness`, so that it ends when
+another machine has; and objects travel as JSON, so that nothing that comes from the network is executed.
+
+A process group must not be used by two threads at once. So there are three:
+
+    the main thread: Lightning's exchanges, and those of user code ── the default group ── [1]
+    the optimizer's thread, or the main thread while that does not exist: gradients ── `GRADIENTS` ── [2]
+    the same thread: updated weights, which travel beside later gradients ── `WEIGHTS` ── [3]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import zlib
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.machines.liveness import Liveness
+
+MAIN, GRADIENTS, WEIGHTS = "main", "gradients", "weights"
+"""The process groups."""
+LOOK = 0.5
+"""Seconds between two looks at the other machines while waiting."""
+MEETING = timedelta(minutes=30)
+"""How long machines wait for each other at the start, and operations of the default group last; torch's own limit."""
+OPERATION = timedelta(hours=24)
+"""How long an operation may take while all machines are alive."""
+PORTION = 2**22
+"""Numbers of a tensor that travel in one message, where a tensor is sent as it is."""
+
+
+class Peers:
+    """This machine and the others of the job. `meet` creates it.
+
+    Args:
+        rank: the number of this machine.
+        names: host names of all machines, by number.
+        liveness: watches the others.
+        groups: the process groups, by name.
+    """
+
+    def __init__(self, rank: int, names: Sequence[str], liveness: Liveness, groups: dict[str, Any]) -> None:
+        self.rank, self.size, self.names = rank, len(names), list(names)
+        self.liveness = liveness
+        self._groups = groups
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def start(self, operation: Any, tensor: Tensor, group: str, **kwargs: Any) -> Any:
+        """Start a collective operation of ``torch.distributed`` and return its work."""
+        self.liveness.check()
+        try:
+            return operation(tensor, group=self._groups[group], async_op=True, **kwargs)
+        except RuntimeError as error:
+            raise self.liveness.explain(error, group) from error
+
+    def send(self, tensor: Tensor, to: int, group: str, tag: int = 0) -> Any:
+        """Start to send ``tensor`` to one machine and return the work."""
+        return self._begun(dist.isend, tensor, to, group, tag)
+
+    def receive(self, tensor: Tensor, source: int, group: str, tag: int = 0) -> Any:
+        """Start to receive ``tensor`` from one machine and return the work."""
+        return self._begun(dist.irecv, tensor, source, group, tag)
+
+    def _begun(self, operation: Any, tensor: Tensor, other: int, group: str, tag: int) -> Any:
+        self.liveness.check()
+        try:
+            return operation(tensor, other, group=self._groups[group], tag=tag)
+        except RuntimeError as error:
+            raise self.liveness.explain(error, group) from error
+
+    def wait(self, work: Any, label: str) -> None:
+        """Wait for the end of ``work``. ``label`` says what for.
+
+        Raises:
+            MachineError: another machine has failed.
+        """
+        with self.liveness.waiting(label):
+            while True:
+                try:
+                    work.wait(timedelta(seconds=LOOK))
+                    return
+                except RuntimeError as error:
+                    if not _is_over_time(error):
+                        raise self.liveness.explain(error, label) from error
+                self.liveness.check()
+
+    def sum(self, tensor: Tensor, label: str, group: str = MAIN, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Sum ``tensor`` over the machines, in place, or combine it by another ``op``."""
+        self.wait(self.start(dist.all_reduce, tensor, group, op=op), label)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, src: int, label: str, group: str = MAIN) -> Tensor:
+        """Overwrite ``tensor`` by that of machine ``src``."""
+        self.wait(self.start(dist.broadcast, tensor, group, src=src), label)
+        return tensor
+
+    def gather(self, tensor: Tensor, label: str, group: str = MAIN) -> list[Tensor]:
+        """Return the ``tensor`` of each machine, by number. All have the same shape and dtype."""
+        found = tensor.new_zeros((self.size, *tensor.shape))
+        found[self.rank] = tensor
+        return list(self.sum(found, label, group))
+
+    def barrier(self, label: str) -> None:
+        """Wait until all machines have come here."""
+        self.sum(torch.zeros(1), label)
+
+    # -- objects ------------------------------------------------------------------------------------------------------
+
+    def broadcast_json(self, value: Any, src: int, label: str) -> Any:
+        """Return the ``value`` of machine ``src``, which JSON can hold."""
+        data = _encoded(value) if self.rank == src else b""
+        size = self.broadcast(torch.tensor([len(data)]), src, label)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == src and data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return json.loads(bytes(self.broadcast(buffer, src, label).tolist()))
+
+    def gather_json(self, value: Any, label: str) -> list[Any]:
+        """Return the ``value`` of each machine, by number."""
+        return [self.broadcast_json(value, src, label) for src in range(self.size)]
+
+    def agree(self, values: dict[str, Any], label: str) -> None:
+        """Check that all machines have the same ``values``, of which each has a name.
+
+        Raises:
+            RoundPipeError: a value differs. The message names it and the machines.
+        """
+        first, *others = self.gather_json(values, label)
+        for rank, theirs in enumerate(others, 1):
+            for name in {**first, **theirs}:
+                if first.get(name) != theirs.get(name):
+                    raise RoundPipeError(
+                        f"the machines differ in {name}: {self.liveness.name_of(0)} has {first.get(name)!r}, and "
+                        f"{self.liveness.name_of(rank)} has {theirs.get(name)!r}. Start the same script with the same "
+                        "settings, data and installed packages on each machine."
+                    )
+
+    def gather_states(
+        self, states: dict[int, dict[str, Any]], owners: Sequence[int], label: str
+    ) -> dict[int, dict[str, Any]]:
+        """Return on machine 0 what each machine has of an optimizer's state; on others, ``states``.
+
+        Args:
+            states: this machine's part, by number of the parameter.
+            owners: the machine that has the state of each parameter.
+            label: what it is.
+        """
+        found = dict(states)
+        for source in range(1, self.size):
+            mine = {n: states[n] for n, owner in enumerate(owners) if owner == source and n in states}
+            kept = {str(n): {name: _described(value) for name, value in state.items()} for n, state in mine.items()}
+            described = self.broadcast_json(kept, source, label)
+            if self.rank not in (0, source):
+                continue
+            for number, state in described.items():
+                received: dict[str, Any] = {}
+                for name, (shape, dtype, value) in state.items():
+                    if dtype is None:
+                        received[name] = value
+                    elif self.rank == source:
+                        self.wait(self.send(mine[int(number)][name].contiguous(), 0, MAIN), label)
+                    else:
+                        received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                        self.wait(self.receive(received[name], source, MAIN), label)
+                if self.rank == 0:
+                    found[int(number)] = received
+        return found
+
+    # -- tensors that all machines have -------------------------------------------------------------------------------
+
+    def share(self, tensors: Iterable[tuple[str, Tensor]], label: str) -> list[str]:
+        """Give all machines the values of machine 0. Only tensors that differ travel.
+
+        Args:
+            tensors: names and tensors on the host, the same ones on each machine.
+            label: what they are.
+
+        Returns:
+            The names of the tensors that differed somewhere.
+        """
+        listed = list(tensors)
+        mine = torch.tensor([checksum(tensor) for _, tensor in listed], dtype=torch.int64)
+        differs = torch.stack([theirs != mine for theirs in self.gather(mine, label)]).any(0).long()
+        self.sum(differs, label)
+        changed = [pair for pair, differ in zip(listed, differs.tolist(), strict=True) if differ]
+        for _, tensor in changed:
+            self._overwrite(tensor, label)
+        return [name for name, _ in changed]
+
+    @torch.no_grad()
+    def _overwrite(self, tensor: Tensor, label: str) -> None:
+        raw = tensor.detach()
+        if not raw.is_contiguous():
+            copied = raw.contiguous()
+            self._overwrite(copied, label)
+            raw.copy_(copied)
+            return
+        flat = raw.view(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), PORTION):
+            self.broadcast(flat[start : start + PORTION], 0, label)
+
+
+def _described(value: Any) -> tuple[list[int] | None, str | None, Any]:
+    """Return shape, dtype and None of a tensor; None, None and the value of anything else."""
+    if isinstance(value, Tensor):
+        return list(value.shape), str(value.dtype).removeprefix("torch."), None
+    return None, None, value
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a checksum of the bytes of a tensor on the host."""
+    flat = tensor.detach().contiguous().view(-1)
+    raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return zlib.crc32(raw)
+
+
+def meet(rank: int, size: int, timeout: float) -> Peers:
+    """Connect to the other machines, or return to the connections that an earlier run has left.
+
+    Args:
+        rank: the number of this machine.
+        size: the number of machines.
+        timeout: see `Liveness`.
+
+    Raises:
+        RoundPipeError: the machines do not find each other.
+    """
+    known = _met.get("peers")
+    if known is not None:
+        return known
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=MEETING)
+        except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise RoundPipeError(
+                f"machine {rank} of {size} has not met the others at {place} (MASTER_ADDR, MASTER_PORT) within "
+                f"{MEETING.total_seconds() / 60:.0f} minutes: {str(error).splitlines()[0]} Start one process on each "
+                "machine, with the same address and port, and let the network's firewall pass them."
+            ) from error
+    everyone = list(range(size))
+    groups = {MAIN: dist.group.WORLD}
+    for name in (GRADIENTS, WEIGHTS):
+        groups[name] = dist.new_group(everyone, timeout=OPERATION, backend="gloo")
+    first: Any = dist.distributed_c10d._get_default_store()
+    store = first.clone()
+    store.set_timeout(timedelta(seconds=max(1.0, timeout / 4)))
+    store.set(f"roundpipe/name/{rank}", socket.gethostname())
+    dist.barrier(group=groups[GRADIENTS])
+    names = [store.get(f"roundpipe/name/{other}").decode() for other in everyone]
+    liveness = Liveness(store, rank, names, timeout)
+    liveness.enter()
+    dist.barrier(group=groups[GRADIENTS])
+    _met["peers"] = Peers(rank, names, liveness, groups)
+    return _met["peers"]
+
+
+_met: dict[str, Peers] = {}
+"""The connections of this process, under ``"peers"``: torch.distributed has one job in a process."""
+
+
+def _is_over_time(error: RuntimeError) -> bool:
+    """Return whether only the wait has ended, and not the work."""
+    return "Operation timed out" in str(error)
+
+
+def _encoded(value: Any) -> bytes:
+    try:
+        return json.dumps(value).encode()
+    except (TypeError, ValueError) as error:
+        raise RoundPipeError(
+            f"strategy.broadcast() of a {type(value).__name__} between machines: {error}. Only what JSON can hold "
+            "travels (numbers, text, lists and dicts of them); send tensors with self.all_gather() or "
+            "strategy.reduce()."
+        ) from error
+
+
+def is_main_thread() -> bool:
+    """Return whether the calling thread may use the default group [1]."""
+    return threading.current_thread() is threading.main_thread()

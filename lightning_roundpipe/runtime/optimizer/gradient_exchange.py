@@ -1,0 +1,419 @@
+"""Sums gradients over machines, bucket by bucket, behind the backward that computes them.
+
+    a bucket's gradients are complete on this machine ── packed into messages ── [1]
+    each message is summed over all machines, while the next bucket is computed ── [2]
+    messages arrive in the order in which they were sent; the last one of a bucket completes it ── [3]
+    updated, on all machines alike
+
+If the optimizer's state is shared out, each bucket has an owner, which has its state and updates it:
+
+    a message goes to the owner only, which adds up what it gets in the order of the machines ── [4]
+    the owner updates the bucket, and sends its weights to the others, beside later gradients ── [5]
+    they have arrived ── the others publish the bucket ── [6]
+
+All machines send the same messages in the same order: from the deepest bucket to the first, as backward completes them,
+whatever a machine's plan is. A parameter without a gradient on one machine is zero there. The first message of a bucket
+also counts the machines where each parameter has one, so that one without any stays without.
+
+`AsyncOptimizer` calls this on its thread. Where gradients go to ``.grad``, the main thread does, and there is no other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.machines.peers import GRADIENTS, WEIGHTS, Peers
+from lightning_roundpipe.runtime.batch.contributions import LENGTH, Contribution, share
+from lightning_roundpipe.runtime.memory.param_buckets import ParamBucket
+
+MESSAGE = 2**25
+"""Bytes of a message at most. At 10 Gbit/s it takes 30 milliseconds, and its latency does not count."""
+FLYING = 4
+"""Messages on their way at most."""
+_TAGS = 2**16
+
+
+@dataclass
+class _Message:
+    """A part of a bucket's gradients.
+
+    Attributes:
+        pieces: for each piece, the master and the range of its elements.
+        first: whether the counts of gradients come first.
+        last: whether it completes the bucket.
+    """
+
+    dtype: torch.dtype
+    pieces: list[tuple[nn.Parameter, int, int]] = field(default_factory=list)
+    first: bool = False
+    last: bool = False
+
+
+@dataclass
+class _Flying:
+    """A message on its way, and the gradients of this machine, which it will replace.
+
+    Attributes:
+        works: what to wait for.
+        parts: what comes from each machine, by number; only at an owner.
+    """
+
+    message: _Message
+    bucket: ParamBucket
+    buffer: Tensor
+    gradients: dict[int, Tensor]
+    works: list[Any]
+    parts: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Weights:
+    """A message of weights on its way from the owner of a bucket."""
+
+    message: _Message
+    bucket: ParamBucket
+    buffer: Tensor
+    work: Any
+
+
+class GradientExchange:
+    """Sums gradients over machines.
+
+    Args:
+        peers: the machines.
+        buckets: all buckets of the model, in forward order, composed alike on each machine.
+        dtype: dtype in which gradients travel if it is narrower than their own; None: in their own.
+        shards: whether each bucket is updated on one machine only.
+
+    Attributes:
+        owner: the machine that updates a bucket; empty if all do.
+        sent: bytes of gradients that were given to the network so far.
+    """
+
+    def __init__(
+        self, peers: Peers, buckets: Sequence[ParamBucket], dtype: torch.dtype | None = None, *, shards: bool = False
+    ) -> None:
+        self.peers = peers
+        self.owner = _owners(buckets, peers.size) if shards else {}
+        self.order = sorted(buckets, key=lambda bucket: (bucket.index == 0, -bucket.index))
+        """Buckets in the order in which they are sent. That of parameters of no layer is complete last."""
+        self.sent = 0
+        self._dtype = dtype
+        self._flying: deque[_Flying] = deque()
+        self._there: list[tuple[ParamBucket, dict[int, Tensor]]] = []
+        self._present: dict[ParamBucket, set[int]] = {}
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+        self._weights: deque[_Weights] = deque()
+        self._updated: list[ParamBucket] = []
+        """Buckets whose new weights are there."""
+        self._tag = 0
+        self._apart = False
+        """Whether this machine's optimizer steps on its own thread."""
+
+    def owns(self, bucket: ParamBucket) -> bool:
+        """Return whether this machine updates ``bucket``."""
+        return not self.owner or self.owner[bucket] == self.peers.rank
+
+    def step_apart(self, apart: bool) -> None:
+        """Say who steps: the optimizer's thread, bucket by bucket, or the caller, who steps all parameters.
+
+        Raises:
+            RoundPipeError: the caller cannot, as this machine has not the state of all parameters any more.
+        """
+        if self._apart and not apart and self.owner:
+            raise RoundPipeError(
+                "a hook, callback or optimizer that needs all gradients or optimizer state on each machine came during "
+                "training, and each machine has the optimizer's state of its own layers only: set "
+                "shard_optimizer=False, or add it before training."
+            )
+        self._apart = apart
+
+    def refuse_rebuilding(self) -> None:
+        """Raise if the buckets must not change, as each machine has the optimizer's state of its own ones only."""
+        if self._shares_out:
+            raise RoundPipeError(
+                "the model is made of other modules or parameters than before, and each machine has the optimizer's "
+                "state of its own layers only: set shard_optimizer=False, or change the model before training."
+            )
+
+    def share(self, contribution: Contribution | None) -> float:
+        """Return the factor of this machine's gradients in those of all machines' batches."""
+        way = [float(self._apart and bool(self.owner))]
+        mine = torch.tensor([*(contribution or Contribution()).encoded(), *way], dtype=torch.float64)
+        everyones = [row.tolist() for row in self.peers.gather(mine, "the weights of the batches", GRADIENTS)]
+        if len({row[LENGTH] for row in everyones}) > 1:
+            names = [self.peers.liveness.name_of(rank) for rank, row in enumerate(everyones) if not row[LENGTH]]
+            raise RoundPipeError(
+                f"on {', '.join(names)} a hook, callback or optimizer needs gradients or weights after each batch, and "
+                "on other machines it does not: use the same callbacks on each machine, or set shard_optimizer=False."
+            )
+        names = [self.peers.liveness.name_of(rank) for rank in range(self.peers.size)]
+        return share(self.peers.rank, [Contribution.decoded(row[:LENGTH]) for row in everyones], names)
+
+    def begin(self) -> None:
+        """Drop what a failed step has left."""
+        self._flying.clear()
+        self._there.clear()
+        self._present.clear()
+        self._weights.clear()
+        self._updated.clear()
+
+    def add(self, bucket: ParamBucket, gradients: Mapping[int, Tensor]) -> list[tuple[ParamBucket, dict[int, Tensor]]]:
+        """Send this machine's gradients of ``bucket`` [1], whose turn it must be. They may be overwritten.
+
+        Returns:
+            Buckets that are complete now, with their sums.
+        """
+        mine = dict(gradients)
+        if not _trained(bucket):
+            self._there.append((bucket, mine))
+        for message in _messages(bucket):
+            while len(self._flying) >= FLYING:
+                self._land()
+            self._send(bucket, message, mine)
+        while self._flying and all(work.is_completed() for work in self._flying[0].works):
+            self._land()
+        return self._taken()
+
+    def rest(self) -> list[tuple[ParamBucket, dict[int, Tensor]]]:
+        """Wait for all messages, and return the remaining buckets with their sums."""
+        while self._flying:
+            self._land()
+        return self._taken()
+
+    def summed(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the sums of all ``gradients``, by id of the master."""
+        found: dict[int, Tensor] = {}
+        self.begin()
+        apart, self._apart = self._apart, False
+        for bucket in self.order:
+            mine = {id(master): gradients[id(master)] for master in bucket.masters if id(master) in gradients}
+            for _, sums in self.add(bucket, mine):
+                found.update(sums)
+        for _, sums in self.rest():
+            found.update(sums)
+        self._apart = apart
+        return found
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _send(self, bucket: ParamBucket, message: _Message, gradients: dict[int, Tensor]) -> None:
+        dtype = self._travelling(message.dtype)
+        masters = _trained(bucket) if message.first else []
+        size = len(masters) + sum(end - start for _, start, end in message.pieces)
+        buffer = self._buffer(dtype, size)
+        for index, master in enumerate(masters):
+            buffer[index] = 1.0 if id(master) in gradients else 0.0
+        at = len(masters)
+        for master, start, end in message.pieces:
+            part, at = buffer[at : at + end - start], at + end - start
+            if id(master) in gradients:
+                part.copy_(_flat(gradients, id(master))[start:end])
+            else:
+                part.zero_()
+        self._tag = (self._tag + 1) % _TAGS  # the same on each machine, as all count all messages
+        self.sent += buffer.nbytes
+        flying = _Flying(message, bucket, buffer, gradients, [])
+        self._flying.append(flying)
+        if not self._shares_out:
+            flying.works = [self.peers.start(dist.all_reduce, buffer, GRADIENTS)]  # [2]
+        elif not self.owns(bucket):
+            flying.works = [self.peers.send(buffer, self.owner[bucket], GRADIENTS, self._tag)]  # [4]
+        else:
+            for other in range(self.peers.size):
+                mine = other == self.peers.rank
+                flying.parts.append(buffer if mine else self._buffer(dtype, size))
+                if not mine:
+                    flying.works.append(self.peers.receive(flying.parts[-1], other, GRADIENTS, self._tag))
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Wait for the oldest message, and unpack it [3]."""
+        flying = self._flying.popleft()
+        message, bucket, buffer = flying.message, flying.bucket, flying.buffer
+        for work in flying.works:
+            self.peers.wait(work, f"the gradients of bucket {bucket.index}")
+        if flying.parts:
+            buffer = flying.parts[0]
+            for part in flying.parts[1:]:
+                buffer.add_(part)  # [4]
+        if self.owns(bucket) or not self._shares_out:
+            self._unpack(flying, buffer)
+        else:
+            flying.gradients.clear()
+        for memory in flying.parts or [buffer]:
+            self._free.setdefault(memory.dtype, []).append(_whole(memory))
+        if message.last:
+            self._present.pop(bucket, None)
+            self._there.append((bucket, flying.gradients))
+
+    def _unpack(self, flying: _Flying, buffer: Tensor) -> None:
+        message, bucket = flying.message, flying.bucket
+        masters = _trained(bucket) if message.first else []
+        if message.first:
+            counts = buffer[: len(masters)].tolist()
+            self._present[bucket] = {id(master) for master, count in zip(masters, counts, strict=True) if count}
+        present, at = self._present[bucket], len(masters)
+        for master, start, end in message.pieces:
+            part, at = buffer[at : at + end - start], at + end - start
+            if id(master) in present:
+                if id(master) not in flying.gradients:
+                    flying.gradients[id(master)] = torch.empty_like(master, memory_format=torch.contiguous_format)
+                _flat(flying.gradients, id(master))[start:end].copy_(part)
+
+    @property
+    def _shares_out(self) -> bool:
+        return self._apart and bool(self.owner)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def send_weights(self, bucket: ParamBucket) -> None:
+        """Send the weights of ``bucket``, which its owner has updated, to the other machines [5]."""
+        messages = list(_messages(bucket))
+        if not messages:
+            self._updated.append(bucket)
+        for message in messages:
+            while len(self._weights) >= FLYING:
+                self._arrive()
+            buffer = self._buffer(message.dtype, _size(message.pieces))
+            if self.owns(bucket):
+                at = 0
+                for master, start, end in message.pieces:
+                    buffer[at : at + end - start] = master.data.reshape(-1)[start:end]
+                    at += end - start
+                self.sent += buffer.nbytes
+            work = self.peers.start(dist.broadcast, buffer, WEIGHTS, src=self.owner[bucket])
+            self._weights.append(_Weights(message, bucket, buffer, work))
+
+    def weights(self, *, wait: bool) -> list[ParamBucket]:
+        """Return buckets whose new weights are there [6], each once.
+
+        Args:
+            wait: whether to wait for all.
+        """
+        while self._weights and (wait or self._weights[0].work.is_completed()):
+            self._arrive()
+        there, self._updated = self._updated, []
+        return there
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        """Wait for the oldest message of weights, and unpack it."""
+        weights = self._weights.popleft()
+        self.peers.wait(weights.work, f"the weights of bucket {weights.bucket.index}")
+        if not self.owns(weights.bucket):
+            _put(weights.message, weights.buffer)
+        self._free.setdefault(weights.buffer.dtype, []).append(_whole(weights.buffer))
+        if weights.message.last:
+            self._updated.append(weights.bucket)
+
+    def combined_norms(
+        self, norms: Mapping[int, Tensor], keys: Sequence[int], finite: bool
+    ) -> tuple[list[Tensor], bool]:
+        """Return the norms of all gradients, in the order of ``keys``, and whether all machines have finite ones.
+
+        Args:
+            norms: norms of the gradients that this machine owns, by id of the master.
+            keys: ids of all masters that the optimizer has.
+            finite: whether the gradients that this machine owns are finite.
+        """
+        mine = torch.zeros((2, len(keys) + 1), dtype=torch.float64)
+        for index, key in enumerate(keys):
+            if key in norms:
+                mine[0, index], mine[1, index] = norms[key].double(), 1.0
+        mine[1, -1] = 0.0 if finite else 1.0
+        total = self.peers.sum(mine, "the norms of gradients", GRADIENTS)
+        dtypes = {norm.dtype for norm in norms.values()} or {torch.float32}
+        found = [total[0, i].to(next(iter(dtypes))) for i in range(len(keys)) if total[1, i]]
+        return found, not total[1, -1]
+
+    def _taken(self) -> list[tuple[ParamBucket, dict[int, Tensor]]]:
+        there, self._there = self._there, []
+        return there
+
+    def _travelling(self, dtype: torch.dtype) -> torch.dtype:
+        narrow = self._dtype
+        return narrow if narrow is not None and narrow.itemsize < dtype.itemsize else dtype
+
+    def _buffer(self, dtype: torch.dtype, size: int) -> Tensor:
+        """Return memory for a message of ``size`` numbers, the memory of an earlier one if it is large enough."""
+        free = self._free.setdefault(dtype, [])
+        for index, memory in enumerate(free):
+            if memory.numel() >= size:
+                return free.pop(index)[:size]
+        if free:
+            free.pop()
+        return torch.empty(size, dtype=dtype)
+
+
+def _trained(bucket: ParamBucket) -> list[nn.Parameter]:
+    return [master for master in bucket.masters if master.requires_grad]
+
+
+def _messages(bucket: ParamBucket) -> Iterator[_Message]:
+    """Cut the trained masters of ``bucket`` into messages; none if nothing is trained."""
+    made: list[_Message] = []
+    for master in _trained(bucket):
+        start, length = 0, MESSAGE // master.itemsize
+        while start < master.numel():
+            message = next((m for m in made[-1:] if m.dtype is master.dtype and _size(m.pieces) < length), None)
+            if message is None:
+                made.append(message := _Message(master.dtype))
+            end = min(master.numel(), start + length - _size(message.pieces))
+            message.pieces.append((master, start, end))
+            start = end
+    if made:
+        made[0].first = made[-1].last = True
+    yield from made
+
+
+def _owners(buckets: Sequence[ParamBucket], machines: int) -> dict[ParamBucket, int]:
+    """Give each bucket to a machine, so that each has about as many parameters to update."""
+    load = [0] * machines
+    owners = {}
+    for bucket in sorted(buckets, key=lambda bucket: (-_weight(bucket), bucket.index)):
+        owners[bucket] = load.index(min(load))
+        load[owners[bucket]] += _weight(bucket)
+    return owners
+
+
+def _weight(bucket: ParamBucket) -> int:
+    return sum(master.numel() for master in _trained(bucket))
+
+
+def _put(message: _Message, buffer: Tensor) -> None:
+    """Write weights that have arrived into the masters, whose versions stay: user code has not changed them."""
+    at = 0
+    for master, start, end in message.pieces:
+        data, part, at = master.data, buffer[at : at + end - start], at + end - start
+        if data.is_contiguous():
+            data.view(-1)[start:end] = part
+        else:
+            flat = data.reshape(-1)
+            flat[start:end] = part
+            data.copy_(flat.view(data.shape))
+
+
+def _size(pieces: Iterable[tuple[nn.Parameter, int, int]]) -> int:
+    return sum(end - start for _, start, end in pieces)
+
+
+def _flat(gradients: dict[int, Tensor], key: int) -> Tensor:
+    if not gradients[key].is_contiguous():
+        gradients[key] = gradients[key].contiguous()
+    return gradients[key].view(-1)
+
+
+def _whole(buffer: Tensor) -> Tensor:
+    """Return all the memory that ``buffer`` is the beginning of."""
+    return buffer if buffer._base is None else buffer._base

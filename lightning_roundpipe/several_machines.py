@@ -1,0 +1,245 @@
+"""The parts of a strategy that concern several machines, of which each runs one process with all its devices.
+
+Lightning expects a process per device. Here the world is made of machines: ``world_size``, ranks, samplers, logs and
+checkpoints count these. With one machine, everything is as `OneProcess` has it, and torch.distributed is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.optim import LBFGS
+from typing_extensions import override
+
+from lightning_roundpipe.config import Options, RoundPipeError
+from lightning_roundpipe.machines.peers import Peers, is_main_thread, meet
+from lightning_roundpipe.one_process import OneProcess
+from lightning_roundpipe.refusals import refuse_launch, refuse_several_machines
+
+_PACKAGES = ("lightning-roundpipe", "torch", "lightning", "pytorch-lightning")
+_PATH = "roundpipe_path"
+"""Key under which a path travels."""
+
+
+class SeveralMachines(OneProcess):
+    """A strategy with one process on each machine. Collective operations are between the machines."""
+
+    options: Options
+    _peers: Peers | None = None
+    _num_nodes: int = 1
+
+    # -- who is who ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, value: int) -> None:
+        self._num_nodes = value
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self.num_nodes if self.num_nodes > 1 else super().world_size
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """The number of this machine. It is 0 for a single one, and until the launcher's variables are checked."""
+        environment = self.cluster_environment
+        if self.num_nodes == 1 or environment is None:
+            return 0
+        rank = environment.node_rank() if isinstance(environment, LightningEnvironment) else environment.global_rank()
+        return int(rank)
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return self.global_rank
+
+    @property
+    @override
+    def is_distributed(self) -> bool:
+        """Whether samples belong to several machines."""
+        return self.num_nodes > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning the number of this machine, so that only the first one prints and logs."""
+        refuse_launch(super().world_size, self.num_nodes, self.cluster_environment)
+        if self.num_nodes > 1:
+            rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # -- meeting ------------------------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Connect to the other machines, if there are any."""
+        if self.num_nodes == 1:
+            return
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            refuse_several_machines(module)
+        assert self.cluster_environment is not None
+        os.environ["MASTER_ADDR"] = str(self.cluster_environment.main_address)
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        self._peers = meet(self.global_rank, self.num_nodes, self.options.machine_timeout)
+        self._peers.liveness.begin()
+
+    def _agree_on_packages(self) -> None:
+        if self._peers is not None:
+            versions = {f"the version of {package}": _version(package) for package in _PACKAGES}
+            versions["the version of Python"] = ".".join(map(str, sys.version_info[:2]))
+            self._peers.agree(versions, "the versions of packages")
+
+    def _agree_on_model(self, module: LightningModule, settings: dict[str, Any]) -> None:
+        """Compare settings and model with the other machines, and take over the weights of the first one."""
+        if self._peers is None:
+            return
+        tensors = list(_tensors(module))
+        model = {
+            f"{kind} {name!r}": f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+            + (", trained" if tensor.requires_grad else "")
+            for kind, name, tensor in tensors
+        }
+        self._peers.agree({**settings, "the number of parameters and buffers": len(model), **model}, "the model")
+        self._peers.share([(name, tensor) for _, name, tensor in tensors], "the weights of the first machine")
+
+    def _agree_on_training(self, trainer: Trainer, module: LightningModule, buckets: list[list[str]]) -> None:
+        """Compare what the trainer is about to do with the other machines."""
+        if self._peers is None:
+            return
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, LBFGS):
+                raise RoundPipeError(
+                    "LBFGS searches by the loss of a machine's own batch, and machines would come to different "
+                    "weights: set num_nodes=1, or use another optimizer."
+                )
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        self._peers.agree(
+            {
+                "the number of training batches": str(trainer.num_training_batches),
+                "the number of validation batches": str(validation.max_batches),
+                "max_epochs": trainer.max_epochs,
+                "max_steps": trainer.max_steps,
+                "accumulate_grad_batches": trainer.accumulate_grad_batches,
+                "gradient_clip_val": trainer.gradient_clip_val,
+                "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
+                "the optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
+                "the epoch and step at which training begins": [trainer.current_epoch, trainer.global_step],
+                "the layers (set layers=, or the same memory_budget and devices of one size)": buckets,
+            },
+            "the data and settings of training",
+        )
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._peers is not None:
+            peers, self._peers = self._peers, None
+            peers.liveness.fail(exception)
+
+    @override
+    def teardown(self) -> None:
+        """Leave the run together with the other machines, unless it has failed: none misses another one."""
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.barrier("the end of the run")
+            peers.liveness.end()
+
+    # -- collective operations ----------------------------------------------------------------------------------------
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if (peers := self._ready("all_gather", group)) is None:
+            return super().all_gather(tensor, group, sync_grads)
+        if sync_grads:
+            raise RoundPipeError(
+                "all_gather(sync_grads=True) differentiates between machines, which the roundpipe strategy does not: "
+                "leave sync_grads out, or compute the loss on a machine's own samples."
+            )
+        local = tensor.detach().cpu()
+        numbers = local.to(torch.uint8) if local.dtype is torch.bool else local
+        gathered = torch.stack(peers.gather(numbers, "all_gather()"))
+        return gathered.to(tensor.device, tensor.dtype)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or (peers := self._ready("reduce", group)) is None:
+            return tensor
+        name = str(getattr(reduce_op, "name", reduce_op)).rpartition(".")[2].lower()
+        mean = name in ("mean", "avg")
+        operation = getattr(torch.distributed.ReduceOp, "SUM" if mean else name.upper(), None)
+        if operation is None:
+            raise RoundPipeError(f"strategy.reduce(reduce_op={reduce_op!r}): use 'mean', 'sum', 'min' or 'max'.")
+        total = peers.sum(tensor.detach().cpu().clone().contiguous(), f"the {name} of a value", op=operation)
+        if mean:
+            total = (total / peers.size).to(total.dtype)
+        return total.to(tensor.device)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if (peers := self._ready("reduce_boolean_decision", None)) is None:
+            return decision
+        yes = int(peers.sum(torch.tensor([int(decision)]), "a decision"))
+        return yes == peers.size if all else bool(yes)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if (peers := self._ready("barrier", None)) is not None:
+            peers.barrier(f"barrier({args[0] if args else kwargs.get('name', '')})")
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if (peers := self._ready("broadcast", None)) is None:
+            return obj
+        sent = {_PATH: str(obj)} if isinstance(obj, Path) else obj
+        received = peers.broadcast_json(sent, src, "broadcast()")
+        if isinstance(received, dict) and received.keys() == {_PATH}:
+            return Path(received[_PATH])
+        return obj if peers.rank == src else received
+
+    def _ready(self, name: str, group: Any) -> Peers | None:
+        """Return the machines for a collective operation; None if there is one machine, or the run has failed."""
+        peers = self._peers
+        if peers is None:
+            return None
+        if not is_main_thread():
+            raise RoundPipeError(
+                f"{name}() was called within a step, where microbatches of several machines would meet in any order: "
+                "call it in a hook such as on_train_batch_end, or log with self.log(..., sync_dist=True)."
+            )
+        if group is not None and group is not torch.distributed.group.WORLD:
+            raise RoundPipeError(
+                f"{name}(group=...) with a process group of its own: the roundpipe strategy reduces over all machines. "
+                "Leave group (or sync_dist_group) out."
+            )
+        return peers
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield kind, name and tensor of all parameters and buffers."""
+    yield from (("parameter", name, parameter) for name, parameter in module.named_parameters())
+    yield from (("buffer", name, buffer) for name, buffer in module.named_buffers())

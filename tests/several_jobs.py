@@ -1,0 +1,326 @@
+"""What the processes of ``several_machines`` run: each job is a function of its arguments and a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from harness import MemoryLogger, loader, ours, quiet, trainer_of
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+RANK = int(os.environ.get("NODE_RANK", 0))
+MACHINES = int(os.environ.get("WORLD_SIZE", 1))
+
+
+def main(job: str, folder: str, arguments: str) -> None:
+    torch.set_num_threads(1)
+    result = globals()[job](Path(folder), **json.loads(arguments))
+    torch.save(result, Path(folder) / f"result-{RANK}.pt")
+
+
+def global_batches(name: str, count: int, samples: int) -> list[Any]:
+    """Batches whose targets are spread unevenly over their samples."""
+    import zoo
+
+    batches = zoo.make_batches(name, count, samples)
+    for batch in batches:
+        if "labels" in batch and batch["labels"].dim() == 2:
+            batch["labels"][0, 1:] = -100
+            batch["labels"][-1, ::2] = -100
+    return batches
+
+
+def part(batch: Any, rank: int, machines: int) -> Any:
+    """The samples of one machine."""
+    return {key: torch.tensor_split(value, machines)[rank] for key, value in batch.items()}
+
+
+def with_optimizer(module: Any, name: str) -> Any:
+    makes = {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, eps=1e-3),
+        "zero": lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=3e-3, eps=1e-3),
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    }
+    module.configure_optimizers = lambda: makes[name]([p for p in module.parameters() if p.requires_grad])
+    return module
+
+
+class Losses(pl.Callback):
+    roundpipe_looks_away = True
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(torch.as_tensor(outputs["loss"] if isinstance(outputs, dict) else outputs).detach().clone())
+
+
+class Saves(pl.Callback):
+    """Saves a checkpoint after a batch, or at the end."""
+
+    roundpipe_looks_away = ("on_train_batch_end",)  # saving waits for updates by itself
+
+    def __init__(self, path: str, after: int | None) -> None:
+        self.path, self.after = path, after
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.after:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.after is None:
+            trainer.save_checkpoint(self.path)
+
+
+class Looks(pl.Callback):
+    """Looks at gradients, so the optimizer steps in ``optimizer_step``."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pass
+
+
+def train(
+    *,
+    rank: int = RANK,
+    machines: int = MACHINES,
+    strategy: Any = None,
+    model: str = "llama",
+    lora: bool = False,
+    optimizer: str = "adamw",
+    steps: int = 3,
+    samples: int = 8,
+    microbatches: int | None = 4,
+    devices: int = 2,
+    blocking: bool = False,
+    dropout: float = 0.0,
+    even: bool = False,
+    options: dict[str, Any] | None = None,
+    resume: str | None = None,
+    save: str | None = None,
+    save_after: int | None = None,
+    repeated: bool = False,
+    nothing_on: int | None = None,
+    scaled: bool = False,
+    more: Sequence[pl.Callback] = (),
+    **trainer: Any,
+) -> dict[str, Any]:
+    """Train on one machine's part of each batch; with ``machines=1``, on all of it.
+
+    Args:
+        strategy: another strategy than ours.
+        microbatches: of all machines together; None: as many as each makes by default.
+        blocking: whether a callback looks at gradients.
+        even: whether each sample has the same number of targets.
+        resume: a checkpoint to go on from.
+        save: where to write a checkpoint when training has ended, or after the batch ``save_after``.
+        repeated: whether all batches are the same one.
+        nothing_on: a machine whose samples have no targets.
+        more: other callbacks.
+        scaled: whether to compute in fp16 with a loss scale, which ``precision=`` refuses on the CPU.
+    """
+    import zoo
+
+    module = with_optimizer(zoo.make_module(model, lora), optimizer)
+    for inner in module.modules():
+        if dropout and isinstance(inner, torch.nn.Linear):
+            inner.register_forward_hook(lambda _, args, out: torch.nn.functional.dropout(out, dropout))
+    batches = global_batches(model, steps, samples)
+    for batch in batches if even else ():
+        batch["labels"] = batch["input_ids"].clone()
+    if repeated:
+        batches = batches[:1] * steps
+    for batch in batches if nothing_on is not None else ():
+        part(batch, nothing_on, 2)["labels"][:] = -100
+    if scaled:
+        trainer["plugins"] = [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10))]
+    parts = {} if microbatches is None else {"num_microbatches": microbatches // machines}
+    losses = Losses()
+    made = trainer_of(
+        ours(**(parts | (options or {}))) if strategy is None else strategy,
+        devices=devices,
+        num_nodes=trainer.pop("num_nodes", machines if strategy is None else 1),
+        use_distributed_sampler=False,
+        callbacks=[losses, *more, *([Looks()] if blocking else []), *([Saves(save, save_after)] if save else [])],
+        **trainer,
+    )
+    torch.manual_seed(1)
+    with quiet():
+        made.fit(module, loader([part(batch, rank, machines) for batch in batches]), ckpt_path=resume)
+    state = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    held = sum(bool(made.optimizers[0].state.get(p)) for p in module.parameters())
+    return {"losses": losses.losses, "state": state, "steps": made.global_step, "held": held}
+
+
+def cases(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [train(**case) for case in cases]
+
+
+def plainly(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases under plain DDP, with torch's own optimizer that is shared out if ``optimizer`` is "zero"."""
+    return [
+        train(**case, strategy=DDPStrategy(process_group_backend="gloo"), devices=1, num_nodes=MACHINES)
+        for case in cases
+    ]
+
+
+def soak(folder: Path, steps: int) -> dict[str, Any]:
+    """Many steps: threads and memory before and after most of them."""
+    import psutil
+
+    seen: list[tuple[int, int]] = []
+
+    class Looks(pl.Callback):
+        roundpipe_looks_away = True
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((threading.active_count(), psutil.Process().memory_info().rss))
+
+    result = train(steps=steps, more=[Looks()])
+    return result | {"seen": seen}
+
+
+class Counting(pl.LightningModule):
+    """A linear model whose batches are numbers, and which logs what Lightning exchanges between machines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3 + RANK)  # other weights on each machine: those of the first one count
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.seen: list[float] = []
+        self.validated: list[float] = []
+        self.mean, self.said = MeanMetric(), dict[str, Any]()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("mine", batch[:, 0].mean(), on_step=True, on_epoch=True)
+        self.log("everyones", batch[:, 0].mean(), on_epoch=True, sync_dist=True)
+        self.mean(batch[:, 0])
+        self.log("metric", self.mean, on_step=False, on_epoch=True)
+        loss: Tensor = self.model(batch).square().mean()
+        return loss
+
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        (self.seen if self.training else self.validated).extend(batch[:, 0].tolist())
+        return batch
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", batch[:, 0].mean() + (10 * self.current_epoch if RANK else 0), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch[:, 0]
+
+    def on_train_start(self) -> None:
+        strategy = self.trainer.strategy
+        self.said = {
+            "gathered": self.all_gather(torch.tensor([RANK, 5])),
+            "sum": strategy.reduce(torch.tensor(float(RANK + 1)), reduce_op="sum"),
+            "mean": strategy.reduce(torch.tensor(float(RANK + 1))),
+            "text": strategy.broadcast({"from": RANK, "list": [1, None]}),
+            "path": strategy.broadcast(Path(f"/of/{RANK}")),
+            "any": strategy.reduce_boolean_decision(RANK == 1, all=False),
+            "all": strategy.reduce_boolean_decision(RANK == 1),
+        }
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def lightning(folder: Path) -> dict[str, Any]:
+    """All that Lightning does around training."""
+    data = torch.arange(24.0).repeat(4, 1).T.contiguous()
+    module, logger = Counting(), MemoryLogger()
+    stopping = EarlyStopping("val", patience=1)
+    saving = ModelCheckpoint(folder / "checkpoints", monitor="val", save_last=True)
+    trainer = trainer_of(
+        ours(num_microbatches=2), devices=2, num_nodes=MACHINES, callbacks=[stopping, saving], max_epochs=9,
+        logger=logger, enable_checkpointing=True, enable_progress_bar=True, enable_model_summary=True,
+    )  # fmt: skip
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    with quiet():
+        trainer.fit(module, DataLoader(data, 4), DataLoader(data[:8], 2))
+        after = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        predicted = trainer.predict(module, DataLoader(data[:10], 2))
+        validated = trainer.validate(module, DataLoader(data[:8], 2), verbose=False)
+    assert predicted is not None
+    return {
+        "world": (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.num_nodes),
+        "start": start, "state": module.state_dict(), "seen": module.seen, "validated": module.validated,
+        "said": module.said, "lines": logger.lines, "metrics": after, "epochs": trainer.current_epoch,
+        "best": saving.best_model_path, "predicted": torch.cat(predicted).tolist(), "then": validated,
+    }  # fmt: skip
+
+
+class Faulty(Counting):
+    """What one machine does in its fourth batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "another model" and RANK == 1:
+            self.more = torch.nn.Linear(2, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if RANK == 1 and self.trainer.global_step == 3:
+            if self.kind == "raises":
+                raise ValueError("the data is spilled")
+            if self.kind in ("killed", "stopped"):
+                os.kill(os.getpid(), signal.SIGKILL if self.kind == "killed" else signal.SIGSTOP)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.kind == "raises in a hook" and RANK == 1:
+            raise ValueError("the validation is spilled")
+        if self.kind == "is slow" and RANK == 1 and not batch_idx:
+            time.sleep(12)
+        super().validation_step(batch, batch_idx)
+
+    def on_train_start(self) -> None:
+        pass
+
+
+class Numbers(IterableDataset[Tensor]):
+    """Rows without a known number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(4.0 * self.count).repeat(4, 1).T.contiguous())
+
+
+def fault(folder: Path, kind: str, timeout: float = 10.0) -> dict[str, Any]:
+    """A run in which one machine fails."""
+    rows = 16 if kind == "fewer batches" and RANK == 1 else 32
+    data = torch.arange(float(rows)).repeat(4, 1).T.contiguous()
+    training = DataLoader(data, 4)
+    if kind == "fewer batches that nobody counts":
+        training = DataLoader(Numbers(8 if RANK == 0 else 5), 4)
+    options = {"staleness": 1} if kind == "another setting" and RANK == 1 else {}
+    module = Faulty(kind)
+    saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1)
+    trainer = trainer_of(
+        ours(num_microbatches=2, machine_timeout=timeout, **options), devices=2, num_nodes=MACHINES, callbacks=[saving],
+        max_epochs=2, enable_checkpointing=True, use_distributed_sampler=False, check_val_every_n_epoch=1,
+    )  # fmt: skip
+    with quiet():
+        trainer.fit(module, training, DataLoader(data[:8], 4))
+    return {"steps": trainer.global_step}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

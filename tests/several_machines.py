@@ -1,0 +1,106 @@
+"""Runs of several machines: a process each, on this machine, which meet at a free port.
+
+``launch`` starts them, each with a job of ``several_jobs``, and returns what they said. Nothing outlives it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+
+
+@dataclass
+class Machine:
+    """What one process left: its exit status, its output, and seconds until it ended after the first one had."""
+
+    status: int
+    output: str
+    after: float
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def environment(rank: int, machines: int, port: int) -> dict[str, str]:
+    """The variables that a user sets on each machine."""
+    return os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": str(rank),
+        "WORLD_SIZE": str(machines),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def start(job: str, machines: int, folder: Path, arguments: dict[str, Any]) -> list[subprocess.Popen[str]]:
+    """Start the processes. Their output goes to files in ``folder``."""
+    port, code = free_port(), "import sys, several_jobs; several_jobs.main(*sys.argv[1:])"
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code, job, str(folder), json.dumps(arguments)],
+            env=environment(rank, machines, port),
+            stdout=open(folder / f"output-{rank}.txt", "w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(machines)
+    ]
+
+
+LEFT = 1000
+"""Exit status of a process that had to be killed."""
+
+
+def collect(
+    processes: Sequence[subprocess.Popen[str]], folder: Path, limit: float, *, others: bool = True
+) -> list[Machine]:
+    """Wait for the processes, by default ``others`` than the first one, too, and kill what is left at last."""
+    deadline, ended = time.monotonic() + limit, dict[int, float]()
+    while len(ended) < len(processes) and time.monotonic() < deadline and (others or 0 not in ended):
+        for rank, process in enumerate(processes):
+            if rank not in ended and process.poll() is not None:
+                ended[rank] = time.monotonic()
+        time.sleep(0.05)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    first = min(ended.values(), default=0.0)
+    return [
+        Machine(
+            process.returncode if rank in ended else LEFT,
+            (folder / f"output-{rank}.txt").read_text(),
+            ended.get(rank, float("inf")) - first,
+        )
+        for rank, process in enumerate(processes)
+    ]
+
+
+def launch(job: str, folder: Path, *, machines: int = 2, limit: float = 240, **arguments: Any) -> list[Machine]:
+    """Run ``job`` on each machine and return what they left."""
+    return collect(start(job, machines, folder, arguments), folder, limit)
+
+
+def results(job: str, folder: Path, *, machines: int = 2, limit: float = 240, **arguments: Any) -> list[Any]:
+    """Run ``job`` on each machine and return what each saved. All must end well."""
+    import torch
+
+    found = launch(job, folder, machines=machines, limit=limit, **arguments)
+    assert [one.status for one in found] == [0] * machines, "\n\n".join(one.output for one in found)
+    return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(machines)]

@@ -1,0 +1,180 @@
+"""Several machines, a process each, give what one machine gives on their batches together."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import several_jobs
+import several_machines
+import torch
+import zoo
+from harness import assert_tensors_same
+from patience import PATIENCE_S
+
+pytestmark = pytest.mark.timeout(10 * PATIENCE_S)
+
+CASES: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "one microbatch each": {"microbatches": 2, "optimizer": "sgd"},
+    "looked at, and accumulated": {"blocking": True, "accumulate_grad_batches": 2, "steps": 5},
+    "clipped and accumulated": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "steps": 5},
+    "stale": {"options": {"staleness": 1}},
+    "stale, clipped, state everywhere": {
+        "options": {"staleness": 1, "shard_optimizer": False},
+        "gradient_clip_val": 0.1,
+    },
+    "state everywhere": {"options": {"shard_optimizer": False}},
+    "values clipped": {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+    "dropout": {"dropout": 0.2},
+}
+NEEDS_OURS = ("stale", "stale, clipped, state everywhere", "dropout")
+"""Plain training has nothing like it; one machine with our strategy has."""
+
+
+def assert_one(case: dict[str, Any], found: list[dict[str, Any]], *, ours: bool, rtol: float = 2e-5) -> None:
+    """All machines have the same weights, to the bit, and those of one machine with all samples."""
+    first, *others = found
+    for other in others:
+        assert all(torch.equal(first["state"][name], other["state"][name]) for name in first["state"])
+    given = {"strategy": None if ours else "auto", "devices": 2 if ours else 1}
+    one = several_jobs.train(**{**case, **given}, rank=0, machines=1)
+    assert first["steps"] == one["steps"] > 0
+    assert_tensors_same(one["state"], first["state"], rtol=rtol)
+    start = zoo.make_module(case.get("model", "llama"), case.get("lora", False)).state_dict()
+    assert any(not torch.equal(start[name], one["state"][name]) for name in start), "nothing was trained"
+
+
+def compare(folder: Path, names: list[str]) -> None:
+    found = several_machines.results("cases", folder, cases=[CASES[name] for name in names])
+    for name, ones in zip(names, zip(*found, strict=True), strict=True):
+        print(name)
+        assert_one(CASES[name], list(ones), ours=name in NEEDS_OURS)
+
+
+def test_two_machines_are_one_with_all_samples(tmp_path: Path) -> None:
+    """Targets are spread unevenly, so the machines' losses have to be weighed by them."""
+    compare(tmp_path, ["adamw", "clipped and accumulated"])
+
+
+@pytest.mark.slow
+def test_in_other_ways(tmp_path: Path) -> None:
+    compare(tmp_path, [name for name in CASES if name not in ("adamw", "clipped and accumulated")])
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def resumed(path: Path, steps: int, **other: Any) -> dict[str, Any]:
+    """One machine that goes on from ``path``."""
+    found: dict[str, Any] = several_jobs.train(rank=0, machines=1, steps=steps, max_epochs=2, resume=str(path), **other)
+    return found
+
+
+@pytest.mark.slow
+def test_checkpoints_are_those_of_one_machine(tmp_path: Path) -> None:
+    """Saved by two machines, each with a part of the optimizer's state; resumed by one, by plain Lightning, by two."""
+    path = tmp_path / "two.ckpt"
+    found = several_machines.results("cases", tmp_path, cases=[{"save": str(path)}])
+    alone = tmp_path / "one.ckpt"
+    one = several_jobs.train(rank=0, machines=1, save=str(alone))
+    held = [results[0]["held"] for results in found]
+    assert sum(held) == one["held"] and all(held), "each has the state of a part of the parameters"
+    saved, expected = (torch.load(file, weights_only=False) for file in (path, alone))
+    assert saved["optimizer_states"][0]["state"].keys() == expected["optimizer_states"][0]["state"].keys()
+    assert_tensors_same(expected["optimizer_states"][0]["state"], saved["optimizer_states"][0]["state"])
+    assert_tensors_same(expected["state_dict"], saved["state_dict"])
+    plain = resumed(alone, 3, strategy="auto", devices=1)
+    assert_tensors_same(plain["state"], resumed(path, 3)["state"])
+    assert_tensors_same(plain["state"], resumed(path, 3, strategy="auto", devices=1)["state"])
+    again = [{"resume": str(file), "max_epochs": 2} for file in (path, alone)]
+    for results in several_machines.results("cases", tmp_path / "again", cases=again):
+        for result in results:
+            assert result["steps"] == plain["steps"] == 6
+            assert_tensors_same(plain["state"], result["state"])
+
+
+# ------------------------------------------------------------------------------------------------- what surrounds it
+
+
+@pytest.mark.slow
+def test_what_lightning_exchanges(tmp_path: Path) -> None:
+    """Samplers, logs, metrics, early stopping, checkpoints, progress, evaluation: by machine, or by the first one."""
+    first, second = several_machines.results("lightning", tmp_path)
+    assert [one["world"] for one in (first, second)] == [(2, 0, 0, 0, 2), (2, 1, 0, 1, 2)]
+    assert not torch.equal(first["start"]["model.0.weight"], second["start"]["model.0.weight"])
+    assert all(torch.equal(first["state"][name], second["state"][name]) for name in first["state"])
+    epoch = len(first["seen"]) // first["epochs"]
+    assert sorted(first["seen"][:epoch] + second["seen"][:epoch]) == [float(n) for n in range(24)]
+    for one in (first, second):
+        assert one["said"]["gathered"].tolist() == [[0, 5], [1, 5]]
+        assert (one["said"]["sum"], one["said"]["mean"]) == (3.0, 1.5)
+        assert one["said"]["text"] == {"from": 0, "list": [1, None]}
+        assert one["said"]["path"] == Path("/of/0")
+        assert (one["said"]["any"], one["said"]["all"]) == (True, False)
+        assert one["metrics"]["everyones"] == one["metrics"]["metric"] == pytest.approx(11.5)
+        assert one["metrics"]["val"] == 3.5 + 5  # in epoch 1, the mean of both machines'
+        assert one["then"][0]["val"] == 3.5 + 10
+        assert one["epochs"] == 2  # only the second machine's own value grew: without an agreement it would stop alone
+    assert len(first["lines"]) > 8 and not second["lines"]
+    assert first["best"] == second["best"]
+    assert sorted(first["predicted"] + second["predicted"]) == [float(n) for n in range(10)]
+    output = [(tmp_path / f"output-{rank}.txt").read_text() for rank in range(2)]
+    assert "roundpipe: plan" in output[0] and "Epoch" in output[0]
+    assert "roundpipe:" not in output[1] and "Epoch" not in output[1]
+
+
+# ----------------------------------------------------------------------------------------------------------- failures
+
+REFUSED = {
+    "fewer batches": "the machines differ in the number of training batches: machine 0 (.*) has '8', and machine 1",
+    "another model": "the machines differ in the number of parameters and buffers: machine 0 (.*) has 4, and machine 1",
+    "another setting": "the machines differ in staleness: machine 0 (.*) has 0, and machine 1 (.*) has 1",
+}
+FAILED = {
+    "raises": "machine 1 (.*) has failed: ValueError: the data is spilled",
+    "raises in a hook": "machine 1 (.*) has failed: ValueError: the validation is spilled",
+    "killed": "machine 1 (.*) has died: its connection broke",
+    "stopped": "machine 1 (.*) has not answered for",
+    "fewer batches that nobody counts": "the machines have come to different places",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REFUSED)
+def test_machines_that_differ_are_refused_before_training(kind: str, tmp_path: Path) -> None:
+    for one in several_machines.launch("fault", tmp_path, kind=kind, limit=PATIENCE_S):
+        assert one.status == 1
+        assert re.search(REFUSED[kind], one.output), one.output
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def fails(folder: Path, kind: str) -> None:
+    """The other machine ends soon, with an error that says why; the last checkpoint is whole."""
+    processes = several_machines.start("fault", 2, folder, {"kind": kind})
+    first, _ = several_machines.collect(processes, folder, PATIENCE_S, others=False)
+    assert first.status not in (0, several_machines.LEFT), first.output
+    assert re.search(FAILED[kind], first.output), first.output
+    saved = sorted((folder / "checkpoints").glob("*.ckpt"))
+    assert saved
+    for path in saved:
+        assert torch.load(path, weights_only=False)["global_step"] in (2, 4, 6, 8)
+
+
+def test_a_machine_that_fails_ends_the_others(tmp_path: Path) -> None:
+    fails(tmp_path, "raises")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in FAILED if kind != "raises"])
+def test_a_machine_that_is_lost_ends_the_others(kind: str, tmp_path: Path) -> None:
+    fails(tmp_path, kind)
+
+
+@pytest.mark.slow
+def test_a_slow_machine_is_waited_for(tmp_path: Path) -> None:
+    """Longer than the timeout, in which it answers all the time."""
+    for one in several_machines.launch("fault", tmp_path, kind="is slow", limit=2 * PATIENCE_S):
+        assert one.status == 0, one.output

@@ -1,0 +1,103 @@
+"""More ways in which several machines are one; DDP and torch's own shared-out optimizer as oracles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import several_jobs
+import several_machines
+import torch
+from harness import assert_tensors_same
+from patience import PATIENCE_S
+from test_several_machines import assert_one
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(20 * PATIENCE_S)]
+
+
+def check(folder: Path, cases: list[tuple[dict[str, Any], bool]], *, machines: int = 2, rtol: float = 2e-5) -> None:
+    """Each case, with whether it is compared with ours on one machine, or else with plain training."""
+    found = several_machines.results("cases", folder, machines=machines, cases=[case for case, _ in cases], limit=500)
+    for (case, ours), ones in zip(cases, zip(*found, strict=True), strict=True):
+        print(case)
+        assert_one(case, list(ones), ours=ours, rtol=rtol)
+
+
+def test_causal_models_and_adapters(tmp_path: Path) -> None:
+    """Tied embeddings; experts that get tokens on one machine only; adapters over a frozen base."""
+    models = ["gpt2", "qwen3", "gemma", "gpt_oss"]
+    check(tmp_path, [({"model": name}, False) for name in models] + [({"model": "llama", "lora": True}, False)])
+
+
+def test_losses_and_batches(tmp_path: Path) -> None:
+    cases = [
+        ({"nothing_on": 1}, False),
+        ({"nothing_on": 0, "microbatches": 2}, False),
+        ({"microbatches": 8, "blocking": True, "gradient_clip_val": 0.1}, False),
+        ({"options": {"loss_weight": "sum"}, "optimizer": "sgd", "gradient_clip_val": 0.5}, True),
+        ({"devices": 1, "microbatches": 4}, False),
+    ]
+    check(tmp_path, cases)
+
+
+def test_precisions(tmp_path: Path) -> None:
+    """The same microbatches on one machine round alike, so both are near."""
+    cases = [
+        ({"precision": "bf16-mixed"}, True),
+        ({"precision": "bf16-true"}, True),
+        ({"scaled": True, "gradient_clip_val": 0.1}, True),
+        ({"scaled": True, "options": {"shard_optimizer": False}}, True),
+    ]
+    check(tmp_path, cases, rtol=5e-3)
+
+
+def test_three_machines_with_different_numbers_of_samples(tmp_path: Path) -> None:
+    check(tmp_path, [({"microbatches": 3}, False), ({"gradient_clip_val": 0.1, "microbatches": 3}, False)], machines=3)
+
+
+def test_plain_ddp_gives_the_same_where_targets_are_even(tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = [{"even": True}, {"even": True, "gradient_clip_val": 0.1}]
+    plain = several_machines.results("plainly", tmp_path / "plain", cases=[*cases, {**cases[0], "optimizer": "zero"}])
+    found = several_machines.results("cases", tmp_path / "found", cases=cases)
+    for number, mine in enumerate([0, 1, 0]):
+        assert_tensors_same(plain[0][number]["state"], found[0][mine]["state"])
+        assert_tensors_same(plain[1][number]["losses"], found[1][mine]["losses"])
+
+
+def test_the_same_bits_from_run_to_run(tmp_path: Path) -> None:
+    cases = [{}, {"options": {"shard_optimizer": False}}]
+    one, other = (several_machines.results("cases", tmp_path / str(run), cases=cases) for run in range(2))
+    for a, b in zip(one[0], other[0], strict=True):
+        assert all(torch.equal(a["state"][name], b["state"][name]) for name in a["state"])
+
+
+def test_a_checkpoint_within_a_window_has_the_gradients_of_all_machines(tmp_path: Path) -> None:
+    """Saved after the first of two batches; one machine goes on, or two do."""
+    path, common = tmp_path / "within.ckpt", {"accumulate_grad_batches": 2, "steps": 4, "repeated": True}
+    case = {**common, "save": str(path), "save_after": 2}
+    found = several_machines.results("cases", tmp_path, cases=[case])
+    again = several_machines.results("cases", tmp_path / "again", cases=[{**common, "resume": str(path)}])
+    for one, other in zip(found, again, strict=True):
+        assert all(torch.equal(one[0]["state"][name], other[0]["state"][name]) for name in one[0]["state"])
+    alone = several_jobs.train(rank=0, machines=1, resume=str(path), **common)  # type: ignore[arg-type]
+    assert_tensors_same(alone["state"], found[0][0]["state"])
+
+
+def test_gradients_in_bf16_are_near(tmp_path: Path) -> None:
+    case = {"options": {"network_dtype": "bfloat16"}, "optimizer": "sgd"}
+    first, second = several_machines.results("cases", tmp_path, cases=[case])
+    assert all(torch.equal(first[0]["state"][name], second[0]["state"][name]) for name in first[0]["state"])
+    one = several_jobs.train(**{**case, "options": {}}, rank=0, machines=1)
+    assert any(not torch.equal(first[0]["state"][name], one["state"][name]) for name in one["state"])
+    assert_tensors_same(one["state"], first[0]["state"], rtol=1e-2, atol=1e-2)
+
+
+def test_two_hundred_steps(tmp_path: Path) -> None:
+    first, second = several_machines.results("soak", tmp_path, steps=200, limit=900)
+    assert all(torch.equal(first["state"][name], second["state"][name]) for name in first["state"])
+    assert float(first["losses"][-1]) < float(first["losses"][0])
+    for one in (first, second):
+        (threads, memory), (later, grown) = one["seen"][20], one["seen"][-1]
+        assert later <= threads
+        assert grown - memory < 40e6, f"{(grown - memory) / 1e6:.0f} MB more after 180 steps"
