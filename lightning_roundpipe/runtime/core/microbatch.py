@@ -231,6 +231,9 @@ class MicrobatchTask:
                 learn(call, traced, forward, self.trace.crossing, taped=recorded is not None)
                 if call.tentative and layer.reaches_out:
                     traced.can_tape = traced.needs_grad_mode = True
+            traced.profile = forward.profile
+            if recorded is not None:
+                recorded.is_plain = call.profile is not None and forward.profile is not None
             output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched)
             if call.measure:
                 self._gauge = PeakMemoryMeter(self._device, ())
@@ -385,6 +388,8 @@ class MicrobatchTask:
         sure = recorded is not None and not call.tentative
         call.probe = sure and (self.engine.learned.probes(traced) or alike is None)
         call.walk = (recorded is not None and self.learning and self.engine.learned.walks(traced)) or call.bare
+        if traced.profile is not None and traced.profile.fits(call):
+            call.profile = traced.profile
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
         saved = call.saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
         if recorded is not None and call.recomputed:
