@@ -190,3 +190,25 @@ def test_user_code_may_not_write_to_an_input_that_a_plain_layer_returns_later() 
         module = Steps(Net2(type("Turning", (Turning,), {"late": returns_a_view_of_its_input})))
     with pytest.raises(RoundPipeError, match="returned tensors that share memory"):
         ran(module)
+
+
+def test_plain_layers_take_inference_tensors(plain_calls: list[tuple[int, bool]]) -> None:
+    """They have no versions, by which other arguments show that they were written to."""
+
+    class Added(Block):
+        def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + more
+
+    class Net2(Net):
+        def body(self, h: Tensor) -> Tensor:
+            with torch.inference_mode():
+                more = torch.ones(h.shape[-1])
+            for block in self.blocks:
+                h = block(h, more)
+            return h
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = Steps(Net2(Added))
+    assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
+    assert plain_calls

@@ -17,7 +17,6 @@ decide for `LayerExecutor`, too: discrete choices, parameters of other modules, 
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +39,6 @@ from lightning_roundpipe.runtime.user_code.interception import Inside
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 _NOTHING = contextlib.nullcontext()
-_version = operator.attrgetter("_version")
 
 
 def profile_of(
@@ -61,10 +59,11 @@ def profile_of(
         or buffers.places or replica.unregistered_tensors or replica.has_hooks()
         or layer.borrows != [] or layer.reaches_out or layer.chooses is not False or layer.rewritten
     )  # fmt: skip
-    special = call.seed is None or call.bare or call.thread_state.inference or not spec.is_immutable
-    if does_more or special:
+    modes = call.thread_state
+    special = call.seed is None or call.bare or modes.inference or modes.locals  # which may hold the user's tensors
+    if does_more or special or spec.carried is not None or not spec.is_immutable:
         return None
-    return CallProfile(spec.arguments, call.state, call.thread_state, call.recomputed)
+    return CallProfile(spec.arguments, call.state, modes, call.recomputed)
 
 
 class PlainExecutor:
@@ -103,7 +102,7 @@ class PlainExecutor:
         grad = call.thread_state.grad and graph
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         tensors, detached_inputs = [leaves[i] for i in positions], None
-        versions = list(map(_version, replica.parameters))
+        versions = [p._version for p in replica.parameters]
         side_collector = SideOutputCollector(replica, (), immutable=True)
         computing = Computing(worker, slot, kind, index, layer, call.microbatch, Inside(layer.name))
         assert call.seed is not None, "plain calls are those of training"
@@ -125,7 +124,8 @@ class PlainExecutor:
         if parametrize._cache is not cache:
             layer.caches_parametrizations = True
         ran.surprises = bool(
-            ran.written or ran.side_outputs or any(map(_version, tensors)) or layer.caches_parametrizations
+            ran.written or ran.side_outputs or layer.caches_parametrizations
+            or any(t._version for t in tensors if not t.is_inference())
             or replica.has_hooks() or not _is_plain(flat) or self._share(flat.tensors(), tensors)
         )  # fmt: skip
         if ran.surprises and alone:
