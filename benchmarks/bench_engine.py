@@ -4,13 +4,20 @@ Two plans of the same calls differ only in their number of turns: everything in 
 call. A step's time is taken as  step + calls x (cost of a call) + turns x (cost of a turn), where `step` is a plain
 Lightning step over as many batches. In the first plan a call's forward and backward are one trip to the worker each.
 
-    .venv/bin/python benchmarks/bench_engine.py [--layers 32] [--microbatches 16]
+With ``--functions``, it counts instead how many functions the engine's threads call for each layer call, the layers'
+own and torch's included. That is the same on any machine, whatever else runs there.
+
+    .venv/bin/python benchmarks/bench_engine.py [--layers 32] [--microbatches 16] [--functions]
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import statistics
+import threading
+from typing import Any
 
 import torch
 from common import Sleepers, Stopwatch, batches, quiet, trainer
@@ -33,16 +40,59 @@ def measure(options: argparse.Namespace, devices: int, plan: Plan | None) -> flo
     return statistics.median(watch.seconds[1:])
 
 
+class Counting(Stopwatch):
+    """Counts the calls of functions on all threads that start while it exists, from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._profiles: list[cProfile.Profile] = []
+        threading.setprofile(self._begin)
+
+    def _begin(self, *_: object) -> None:
+        profile = cProfile.Profile()
+        self._profiles.append(profile)
+        profile.enable()  # replaces this function as the thread's profiler
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
+        if batch_idx == 2:
+            for profile in self._profiles:
+                profile.clear()
+
+    def functions(self) -> float:
+        """End counting, and return the calls of functions a step."""
+        threading.setprofile(None)
+        for profile in self._profiles:
+            profile.disable()
+        stats: Any = pstats.Stats(*self._profiles)
+        return float(stats.total_calls) / (len(self.seconds) - 2)
+
+
+def count(options: argparse.Namespace, plan: Plan) -> float:
+    """Functions that are called for each layer call under ``plan``, on one device."""
+    counting = Counting()
+    strategy = RoundPipeStrategy(num_microbatches=options.microbatches, plan=str(plan), layers=["Sleeper"])
+    data = torch.ones(5 * options.microbatches, 4)
+    fitter = trainer(strategy, callbacks=counting)
+    fitter.fit(Sleepers([(0.0, 0.0)] * options.layers), batches(data, options.microbatches))
+    return counting.functions() / (2 * options.layers * options.microbatches)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("layers", 32), ("microbatches", 16), ("steps", 7), ("repeat", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--functions", action="store_true")
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
     console = Console()
     layers, microbatches = options.layers, options.microbatches
     single, cut = Plan.single(layers, microbatches), Plan.per_call(layers, microbatches)
+    if options.functions:
+        for name, plan in (("one stage", single), ("a stage per call", cut)):
+            console.print(f"{name}: {count(options, plan):.0f} functions for each layer call")
+        return
     turns = (len(cut.stages()) - 1) * microbatches
     calls = 2 * layers * microbatches
     table = Table(title=f"{layers} layers, {microbatches} microbatches: medians of {options.repeat} alternations")

@@ -170,6 +170,10 @@ class Replica:
             self.modules[index].__dict__[key] = self.localized(value)
             self._held = None
 
+    def has_hooks(self) -> bool:
+        """Return whether a module has forward hooks."""
+        return any(m._forward_hooks or m._forward_pre_hooks for m in self.modules)
+
     def attributes(self) -> AttributeSnapshot:
         """Return the modules' attributes, for :meth:`written` after a call; the same object until one changes them."""
         if self._held is None:

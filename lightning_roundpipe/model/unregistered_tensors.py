@@ -34,6 +34,9 @@ class UnregisteredTensors:
         ]
         self._versions: list[int | None] = [None] * len(self._tensors)
 
+    def __bool__(self) -> bool:
+        return bool(self._tensors)
+
     def unmoved(self, layer: str) -> contextlib.AbstractContextManager[None]:
         """Return the context of a recomputation of ``layer``. It skips tensors not written to since the last one."""
         return self._unmoved(layer) if self._tensors else contextlib.nullcontext()

@@ -12,9 +12,7 @@ tensors take only the memory that the budget leaves beside the plan's needs; the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Mapping, Sequence
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
@@ -43,22 +41,24 @@ class ActivationPrefetcher:
         self._activations = activations
         self._slot: Slot | None = None
 
-    def inputs(self, call: Call, locate: Callable[[Tensor], Device | None]) -> None:
+    def inputs(self, call: Call, homes: Mapping[int, Device | None]) -> None:
         """Prefetch the inputs of a forward call.
 
         If anything has to be uploaded, this blocks until the microbatch runs, or is next in line, in the call's slot.
 
         Args:
             call: the call, before it asks for its turn.
-            locate: returns the device that holds a tensor; None for the host.
+            homes: the device that holds each tensor among its leaves, by position; None for the host.
         """
         slot = self._slots.upcoming(self._microbatch, call.index, backward=False)
         if slot is None:
             return
         device = self._workers[slot.worker].device
-        tensors = {i: t for i, t in enumerate(call.leaves) if isinstance(t, Tensor)}
-        elsewhere = {i: home for i, t in tensors.items() if (home := locate(t)) is not device}
-        copies = [call.saved.get(i) or self._activations.save(tensors[i], home) for i, home in elsewhere.items()]  # [1]
+        copies = [
+            call.saved.get(i) or self._activations.save(call.leaves[i], home)  # [1]
+            for i, home in homes.items()
+            if home is not device
+        ]
         with noted(lambda: FaultPlace(call.layer.title, "forward", self._microbatch, slot, device)):
             self._bring(slot, copies)
 
@@ -135,8 +135,7 @@ class ActivationPrefetcher:
 
     def _bring_if_room(self, slot: Slot, copies: Sequence[HostTensor]) -> None:
         worker = self._workers[slot.worker]
-        for copy in copies:
-            self._activations.bring(worker.device, copy, worker.room)
+        self._activations.bring(worker.device, copies, worker.room)
 
 
 def _saved(recorded: RecordedCall) -> list[HostTensor]:

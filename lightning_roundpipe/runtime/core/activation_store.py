@@ -189,10 +189,13 @@ class ActivationStore:
             return self.on(target, copy)
         return self.fresh(target, copy)
 
-    def bring(self, device: Device, copy: HostTensor, room: PrefetchBudget) -> None:
-        """Move the microbatch to ``device`` and start uploading ``copy`` if it is not there and fits ``room`` [2]."""
+    def bring(self, device: Device, copies: Iterable[HostTensor], room: PrefetchBudget) -> None:
+        """Move the microbatch to ``device`` and start uploading ``copies`` that are not there and fit ``room`` [2]."""
         self.move_to(device)
-        self._brought(device, copy, room)
+        here = self._here.get(device, {})
+        for copy in copies:
+            if id(copy) not in here:
+                self._brought(device, copy, room)
 
     def on(self, device: Device, copy: HostTensor) -> Tensor:
         """Move the microbatch to ``device`` and return ``copy`` there; uploaded once while the microbatch stays [3]."""

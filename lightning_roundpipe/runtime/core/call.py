@@ -7,7 +7,9 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
 
 from lightning_roundpipe.model.attributes import StateDiff
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
@@ -22,6 +24,33 @@ from lightning_roundpipe.runtime.memory.module_buffers import BufferValue
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Lender
 from lightning_roundpipe.runtime.user_code.rng import Seed
 from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+
+
+@dataclass(frozen=True)
+class CallProfile:
+    """How a plain call was made. A call that is made in the same way is expected to be plain; see `plain_executor`."""
+
+    arguments: TreeSpec
+    state: StateDiff | None
+    thread_state: TorchThreadState
+    recomputed: bool
+
+    def fits(self, call: Call) -> bool:
+        """Return whether ``call`` is made in the same way, with arguments that its layer cannot change."""
+        return (
+            call.spec.arguments is self.arguments
+            and call.spec.carried is None
+            and call.state is self.state
+            and call.recomputed is self.recomputed
+            and call.thread_state == self.thread_state
+            and _UNCHANGEABLE.issuperset(map(type, call.originals))
+            and call.layer.chooses is False
+            and not (call.checked or call.bare or call.layer.caches_parametrizations)
+        )
+
+
+_UNCHANGEABLE = {Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device}
+"""Types of arguments that hold nothing that a layer could change unseen."""
 
 
 @dataclass
@@ -55,6 +84,7 @@ class Call:
         bare: whether grad mode is on but neither inputs nor parameters require grad. Outputs can require grad only if
             the layer reaches a trained tensor by another way.
         tentative: whether a bare call is put on the tape to find that out.
+        profile: the profile that the call fits; None if it is not expected to be plain.
         lender: the microbatch, which lends stand-ins for parameters of other modules.
     """
 
@@ -84,6 +114,7 @@ class Call:
     forward_bytes: int | None = None
     bare: bool = False
     tentative: bool = False
+    profile: CallProfile | None = None
     lender: Lender | None = None
 
     @functools.cached_property
@@ -102,6 +133,8 @@ class LayerExecution:
         side_outputs: the attributes, lists and dicts that it changed.
         given: the tensors that it was called with, by position.
         recording: the discrete choices that it made, if they were recorded.
+        surprises: whether a call that was expected to be plain may not have been.
+        written: positions of the parameters that such a call wrote to.
     """
 
     detached_inputs: DetachedInputs | None
@@ -109,6 +142,8 @@ class LayerExecution:
     side_outputs: SideOutputs
     given: dict[int, Tensor]
     recording: DiscreteOpRecorder | None = None
+    surprises: bool = False
+    written: list[int] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
         return [t for flat in (self.output, *self.side_outputs.values()) for t in flat.tensors()]
@@ -132,6 +167,7 @@ class Forward:
         fingerprint: what the recomputation is compared with; None if it is not checked.
         choices: discrete choices, which the recomputation repeats.
         chosen: the packed choices on the worker, whose download may still run.
+        profile: how the next call must be made to be expected plain; None if this one was not.
     """
 
     output: FlatValue
@@ -146,6 +182,7 @@ class Forward:
     fingerprint: CallFingerprint | None = None
     choices: Choices | None = None
     chosen: Tensor | None = None
+    profile: CallProfile | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the output, followed by the mutated inputs in order of position."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from lightning_roundpipe.config import RoundPipeError
-from lightning_roundpipe.devices import launch_lock
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.model.attributes import bits
 from lightning_roundpipe.model.cast_weights import CastWatcher
 from lightning_roundpipe.model.reachable import reachable_values
@@ -21,8 +21,10 @@ from lightning_roundpipe.planning.crossing import storage_bytes
 from lightning_roundpipe.planning.meter import Counter
 from lightning_roundpipe.runtime.core.activation_store import ActivationStore
 from lightning_roundpipe.runtime.core.call import Call, Forward, LayerExecution
+from lightning_roundpipe.runtime.core.computing import Computing
 from lightning_roundpipe.runtime.core.detached_inputs import DetachedInputs
 from lightning_roundpipe.runtime.core.graph_leaks import reaches_out
+from lightning_roundpipe.runtime.core.plain_executor import PlainExecutor, profile_of
 from lightning_roundpipe.runtime.core.recorded_call import RecordedCall
 from lightning_roundpipe.runtime.core.trace import TracedCall
 from lightning_roundpipe.runtime.core.turns import Slot
@@ -47,16 +49,15 @@ from lightning_roundpipe.runtime.layer_calls.surrounding_modes import parametriz
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
-from lightning_roundpipe.runtime.memory.peak_memory import INPUTS, PeakMemoryMeter
-from lightning_roundpipe.runtime.reporting.events import EventSource
+from lightning_roundpipe.runtime.memory.peak_memory import INPUTS, OUTPUTS, PeakMemoryMeter
 from lightning_roundpipe.runtime.user_code.bypassed_gradients import Borrowing, Lender
-from lightning_roundpipe.runtime.user_code.interception import Inside, calling
+from lightning_roundpipe.runtime.user_code.interception import Inside
 from lightning_roundpipe.runtime.user_code.process_state import alone
 from lightning_roundpipe.runtime.user_code.rng import Randomness
 
 _NOTHING = contextlib.nullcontext()
-OUTPUTS, GRADIENTS = "outputs of calls", "gradients between calls"
-"""Purposes under which a device counts resident tensors."""
+GRADIENTS = "gradients between calls"
+"""Purpose under which a device counts resident tensors, beside `INPUTS` and `OUTPUTS`."""
 
 
 class LayerExecutor:
@@ -94,6 +95,7 @@ class LayerExecutor:
         self._forwards = forwards
         self._masters = masters
         self._counter = counter
+        self._plain = PlainExecutor(worker, randomness)
 
     def forward(self, slot: Slot, call: Call, activations: ActivationStore) -> Forward:
         """Run a call's forward.
@@ -109,14 +111,13 @@ class LayerExecutor:
         Raises:
             RoundPipeError: if the layer does something that a call on a worker cannot reproduce.
         """
+        if call.profile is not None:
+            return self._plain_forward(slot, call, activations)
         worker, device = self._worker, self._device
         replica, buffers = worker.copy_of(call.layer)
         if call.measure:
             activations.leave()  # measure as if the microbatch came from another worker
-        could = worker.ready(slot, call.layer, call.leaves)
-        leaves = [activations.on(device, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in call.leaves]
-        if could is not None:
-            slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
+        leaves = self._leaves(slot, call.layer, call.leaves, activations.on)
         thorough = bool(buffers.places) and (call.learning or call.layer.is_new_state(call.state))
         snapshot = buffers.snapshot() if call.recomputed else None
         values = reachable_values(call.layer.state.modules) if call.checked else {}
@@ -149,26 +150,80 @@ class LayerExecutor:
         if call.probe and self._formats.sets_default and not self._formats.default_matters:
             self._formats.default_matters = self._differs_outside(slot, call, leaves, ran)
         buffers.write_back(snapshot, thorough)
-        with self._watching(call.layer):
-            for flat in (ran.output, *ran.side_outputs.values()):
-                flat.leaves = self._safe(flat.leaves)
-        shared = overlapping(ran.output.tensors(), ran.given)
-        mutated, own = apart_from_lent(leaves, call.leaves, [ran.output, *ran.side_outputs.values()], mutated)
-        device.track_until_freed(own, OUTPUTS)
-        result = Forward(
-            ran.output, ran.side_outputs, ran.detached_inputs, mutated, snapshot or {}, activation, differs, shared
-        )
+        result = self._finished(call, leaves, ran, mutated, activations)
+        result.buffers, result.activation_bytes, result.differs_without_grad = snapshot or {}, activation, differs
         result.foretold = foretold is not None
-        if ran.recording is not None and ran.recording.made:
-            call.layer.seen_to_choose()
-            result.chosen, result.choices = ran.recording.saved(lambda packed: activations.save(packed, device))
-            device.track_until_freed(_tensors([result.chosen]), OUTPUTS)
         if call.checked:
             result.fingerprint = CallFingerprint.of(result.tensors(), values)
+        if not (call.learning or self._forwards.compiled or self._watched()):
+            result.profile = profile_of(call, ran, result, replica, buffers)
         if call.graph and not (call.kept or call.learning):
             result.drop_graph()
         worker.keep_until_computed(leaves, ran.tensors())
         return result
+
+    def _finished(
+        self,
+        call: Call,
+        leaves: list[Any],
+        ran: LayerExecution,
+        mutated: dict[int, Tensor],
+        activations: ActivationStore,
+    ) -> Forward:
+        """Return the results of a forward, apart from the memory that the next call or slot will overwrite."""
+        flats = [ran.output, *ran.side_outputs.values()]
+        with self._watching(call.layer):
+            for flat in flats:
+                flat.leaves = self._safe(flat.leaves)
+        shared = overlapping(ran.output.tensors(), ran.given)
+        mutated, own = apart_from_lent(leaves, call.leaves, flats, mutated)
+        self._device.track_until_freed(own, OUTPUTS)
+        result = Forward(ran.output, ran.side_outputs, ran.detached_inputs, mutated, overlapping=shared)
+        if ran.recording is not None and ran.recording.made:
+            call.layer.seen_to_choose()
+            result.chosen, result.choices = ran.recording.saved(lambda packed: activations.save(packed, self._device))
+            self._device.track_until_freed(_tensors([result.chosen]), OUTPUTS)
+        return result
+
+    def _plain_forward(self, slot: Slot, call: Call, activations: ActivationStore) -> Forward:
+        """Run the forward of a call that has a profile; see `plain_executor`."""
+        device, profile = self._device, call.profile
+        leaves = self._leaves(slot, call.layer, call.leaves, activations.on)
+        with device.track(_tensors(leaves), INPUTS):
+            ran = self._plain.run(slot, call, call.index, leaves, "forward", graph=call.graph)
+            if ran.surprises:
+                profile = None
+                self._refuse_surprises(call.layer, leaves, ran)
+            tensors = ran.tensors()
+            device.track_until_freed(tensors, OUTPUTS)
+        if profile is not None:
+            result = Forward(ran.output, ran.side_outputs, ran.detached_inputs)
+        else:
+            result = self._finished(call, leaves, ran, self._mutated(call, ran.given), activations)
+        result.profile = profile
+        if call.graph and not call.kept:
+            result.drop_graph()
+        self._worker.keep_until_computed(leaves, tensors)
+        return result
+
+    def _leaves(
+        self, slot: Slot, layer: HostLayer, leaves: list[Any], bring: Callable[[Device, HostTensor], Tensor], *,
+        ahead: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        """Wait for the layer's weights and return the call's arguments on the worker, uploaded by ``bring``."""
+        device = self._device
+        could = self._worker.ready(slot, layer, leaves)
+        there = [bring(device, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in leaves]
+        if could is not None and not ahead:
+            slot.recorder.waited(self._worker.index, could, device.compute.record(timed=True))
+        return there
+
+    def _refuse_surprises(self, layer: HostLayer, leaves: list[Any], ran: LayerExecution) -> None:
+        """Raise if a call that was expected to be plain did something that no call may do."""
+        if ran.written:
+            self._refuse_written(layer, ran.written)
+        refuse_filled([leaf for leaf in leaves if not isinstance(leaf, Tensor)], layer.name)
+        refuse_hidden(ran.output.leaves, layer.name)
 
     def _before(self, call: Call, leaves: list[Any]) -> dict[int, Tensor] | None:
         """Clone the inputs of a layer's first call in inference mode, where tensors have no versions that count writes.
@@ -240,7 +295,6 @@ class LayerExecutor:
         replica = self._worker.replica(call.layer)
         replica.apply(call.state)
         replica.train(call.trainable)
-        where = EventSource(slot.index, slot.phase, call.index, name)
         grad = call.thread_state.grad and call.graph
         detached_inputs = None
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -262,10 +316,12 @@ class LayerExecutor:
             recording = self._recording(call, leaves) if kind == "forward" else None
             choosing, watching = recording or replay or _NOTHING, self._watching(call.layer)
             seen = operations or _NOTHING  # the innermost mode, which does not see what the others do
-            computing = _Computing(self._worker, slot, kind, where, call.layer, call.microbatch, counter)
+            computing = Computing(
+                self._worker, slot, kind, call.index, call.layer, call.microbatch, Inside(name), counter
+            )
             borrowing = self._borrowing(call.layer, call.lender)
             observed = self._observed(call.layer, again=kind != "forward")
-            with computing, saved, calling(Inside(name)), watching, choosing, seen, borrowing, observed:
+            with computing, saved, watching, choosing, seen, borrowing, observed:
                 output = call.context.run(collecting, forwards.of(call.layer, replica), *args, **kwargs)
         if isinstance(borrowing, Borrowing):
             call.layer.borrows = borrowing.found
@@ -462,17 +518,18 @@ class LayerExecutor:
         replica.train(recorded.trainable)  # a later call may have run with other parameters frozen
         if sums is not None:
             sums.attach(parameters, factor)
-        where = EventSource(slot.index, slot.phase, recorded.call, recorded.layer.name)
         if pairs:
             name, counter = recorded.layer.name, None if self._forwards.compiled else self._counter()
-            computing = _Computing(worker, slot, "backward", where, recorded.layer, recorded.microbatch, counter)
+            inside = Inside(name, lender.passed_by)
+            computing = Computing(
+                worker, slot, "backward", recorded.call, recorded.layer, recorded.microbatch, inside, counter
+            )
             given = self._device.track(_tensors([*(part for found in parts for part in found), *grads]), GRADIENTS)
             watching = self._watching(recorded.layer)
-            inside, borrowing = calling(Inside(name, lender.passed_by)), self._borrowing(recorded.layer, lender)
+            borrowing = self._borrowing(recorded.layer, lender)
             held = buffers.written()
-            with given, alone(name, self._device), computing, inside, detached_inputs, watching, borrowing:
-                retain = bool(recorded.layer.reaches_out)  # other calls may reach the same stand-in's graph
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=retain)
+            with given, alone(name, self._device), computing, detached_inputs, watching, borrowing:
+                self._differentiate(recorded, *zip(*pairs, strict=True))
                 self._device.track_until_freed(_tensors(detached_inputs.grads), GRADIENTS)
             buffers.refuse_written(held)
         if meter is not None and measured is not None:
@@ -482,6 +539,15 @@ class LayerExecutor:
             sums.detach(parameters, factor)
         worker.keep_until_computed(outputs, parts, grads, detached_inputs.grads)
         return detached_inputs.grads
+
+    def _differentiate(self, recorded: RecordedCall, outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        """Run the backward of a call's graph from ``outputs``."""
+        if recorded.is_plain and not recorded.hooks:
+            # Autograd itself has made these gradients, so they need none of the checks of `torch.autograd.backward`.
+            _engine_run_backward(outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            return
+        retain = bool(recorded.layer.reaches_out)  # other calls may reach the same stand-in's graph
+        torch.autograd.backward(outputs, grads, retain_graph=retain)
 
     def _there(self, recorded: RecordedCall) -> list[Tensor]:
         """Return those parts of the output gradients that are on this worker already."""
@@ -497,12 +563,11 @@ class LayerExecutor:
         self, slot: Slot, recorded: RecordedCall, activations: ActivationStore, lender: Lender, *, ahead: bool = False
     ) -> tuple[DetachedInputs, list[Tensor]]:
         worker, device = self._worker, self._device
-        replica, buffers = worker.copy_of(recorded.layer)
-        could = worker.ready(slot, recorded.layer, recorded.leaves)
         bring = activations.ahead_on if ahead else activations.on
-        leaves = [bring(device, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in recorded.leaves]
-        if could is not None and not ahead:
-            slot.recorder.waited(worker.index, could, device.compute.record(timed=True))
+        leaves = self._leaves(slot, recorded.layer, recorded.leaves, bring, ahead=ahead)
+        if recorded.is_plain:
+            return self._recompute_plain(slot, recorded, leaves)
+        replica, buffers = worker.copy_of(recorded.layer)
         buffers.load(recorded.buffers)
         chosen = recorded.choices if recorded.layer.chooses else None
         there = functools.partial(bring, device)
@@ -540,6 +605,22 @@ class LayerExecutor:
         worker.keep_until_computed(leaves)
         return ran.detached_inputs, outputs
 
+    def _recompute_plain(
+        self, slot: Slot, recorded: RecordedCall, leaves: list[Any]
+    ) -> tuple[DetachedInputs, list[Tensor]]:
+        device, layer = self._device, recorded.layer
+        with device.track(_tensors(leaves), INPUTS):
+            with noted(lambda: FaultPlace(layer.title, "recomputation", recorded.microbatch, slot, device)):
+                ran = self._plain.run(slot, recorded, recorded.call, leaves, "recompute", graph=True)
+            if ran.surprises:
+                self._refuse_surprises(layer, leaves, ran)
+                refuse_new_gradients(ran.side_outputs, recorded.side_outputs, layer.name)
+            outputs = ran.output.tensors()
+        assert ran.detached_inputs is not None
+        device.track_until_freed(outputs, OUTPUTS)
+        self._worker.keep_until_computed(leaves)
+        return ran.detached_inputs, outputs
+
     def _compare(
         self,
         forward: CallFingerprint,
@@ -559,73 +640,6 @@ class LayerExecutor:
             )
 
         refuse_difference(forward, recomputed, again, self._formats.low, recorded.layer.name)
-
-
-class _Computing:
-    """Context manager around a call's compute: holds the core, names the call for a profiler, and records its times.
-
-    Forwards and recomputations that are known to be short also hold the launch lock, see `devices.launch_lock`.
-
-    Args:
-        worker: worker that the call runs on.
-        slot: slot that it runs in.
-        kind: kind of event to record; empty records none.
-        where: source of the event.
-        layer: the called layer.
-        microbatch: number of the microbatch.
-        counter: counts the call's operations; None counts none.
-    """
-
-    __slots__ = (
-        "_began", "_core", "_counter", "_kind", "_launches", "_layer", "_microbatch", "_name", "_slot", "_start",
-        "_where", "_worker",
-    )  # fmt: skip
-
-    def __init__(
-        self, worker: Worker, slot: Slot, kind: str, where: EventSource, layer: HostLayer, microbatch: int,
-        counter: Counter | None,
-    ) -> None:  # fmt: skip
-        self._worker, self._slot, self._kind, self._where, self._layer = worker, slot, kind, where, layer
-        self._microbatch, self._counter = microbatch, counter
-        self._launches = kind in ("forward", "recompute")
-
-    def __enter__(self) -> None:
-        device = self._worker.device
-        core = self._core = device.acquire_core()
-        name = self._name = device.named(
-            self._kind, "slot", self._slot.index, self._where.layer, "of", self._microbatch
-        )
-        core.__enter__()
-        name.__enter__()
-        try:
-            self._start = device.compute.record(timed=True)
-        except BaseException:  # the device was aborted
-            name.__exit__(None, None, None)
-            core.__exit__(None, None, None)
-            raise
-        if self._launches:
-            if self._layer.launch_seconds < launch_lock.SHORT_S:
-                launch_lock.acquire()
-            self._began = time.perf_counter()
-        if self._counter is not None:
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        try:
-            if self._counter is not None:
-                self._counter.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-            end = self._worker.device.compute.record(timed=True) if error is None else None
-        finally:
-            if self._launches:
-                self._layer.launched(time.perf_counter() - self._began)
-                launch_lock.release()
-            self._name.__exit__(kind, error, traceback)
-            self._core.__exit__(kind, error, traceback)
-        if end is not None and self._kind:
-            recorder, where = self._slot.recorder, self._where
-            recorder.add(self._kind, self._worker.index, self._start, end, self._microbatch, 0, where)
-            if self._counter is not None:
-                recorder.count(self._kind, self._microbatch, where.call, self._counter.work.seconds)
 
 
 def _results(ran: LayerExecution, recorded: RecordedCall) -> list[Tensor]:

@@ -231,6 +231,9 @@ class MicrobatchTask:
                 learn(call, traced, forward, self.trace.crossing, taped=recorded is not None)
                 if call.tentative and layer.reaches_out:
                     traced.can_tape = traced.needs_grad_mode = True
+            traced.profile = forward.profile
+            if recorded is not None:
+                recorded.is_plain = call.profile is not None and forward.profile is not None
             output, taped = hand_back(call, recorded, traced, forward, args, kwargs, self._watched)
             if call.measure:
                 self._gauge = PeakMemoryMeter(self._device, ())
@@ -385,22 +388,27 @@ class MicrobatchTask:
         sure = recorded is not None and not call.tentative
         call.probe = sure and (self.engine.learned.probes(traced) or alike is None)
         call.walk = (recorded is not None and self.learning and self.engine.learned.walks(traced)) or call.bare
+        if traced.profile is not None and traced.profile.fits(call):
+            call.profile = traced.profile
         tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
-        saved = call.saved = {i: self._save(t) for i, t in tensors.items()} if call.recomputed else {}
+        homes = {i: self._locate(t) for i, t in tensors.items()}
+        save = self.activations.save
+        saved = call.saved = {i: save(t, homes[i]) for i, t in tensors.items()} if call.recomputed else {}
         if recorded is not None and call.recomputed:
             recorded.leaves = [saved.get(i, leaf) for i, leaf in enumerate(call.leaves)]
             self._prefetcher.saved(recorded)
         if self.learning or traced.mutates:
             self.activations.settle()
-        self._prefetcher.inputs(call, self._locate)
+        self._prefetcher.inputs(call, homes)
         if held:
             slot = self._slots.fused(self.index, call.index, call.layer, self._step.sums_of(traced))
         else:
             slot = self._slots.forward(self.index, call.index, call.layer)
         self._predictor.after_forward(self.index, call.index, self.tape, self.trace)
         worker = self.engine.worker_pool.workers[slot.worker]
-        elsewhere = [i for i, t in tensors.items() if self._locate(t) is not worker.device]
-        call.leaves = [(saved.get(i) or self._save(x)) if i in elsewhere else x for i, x in enumerate(call.leaves)]
+        for i, home in homes.items():
+            if home is not worker.device:
+                call.leaves[i] = saved.get(i) or save(tensors[i], home)
         if recorded is not None:
             recorded.home = worker.device
             self._watch_inputs(call, recorded, traced, tensors)
@@ -425,9 +433,6 @@ class MicrobatchTask:
                     call.leaves[i] = tensor.clone()
             elif i not in traced.mutates and not tensor.is_inference():
                 recorded.given.append((i, witness(tensor), tensor._version))
-
-    def _save(self, tensor: Tensor) -> HostTensor:
-        return self.activations.save(tensor, self._locate(tensor))
 
     def _locate(self, tensor: Tensor) -> Device | None:
         return self.engine.worker_pool.locate(tensor, self._device)

@@ -50,6 +50,7 @@ class RecordedCall(GraphCut):
         found: whether each output required grad in the graph that backward ran on.
         choices: discrete choices of the forward, which the recomputation repeats.
         fingerprint: what the recomputation is compared with; None if it is not checked.
+        is_plain: whether the forward was plain; see `plain_executor`.
     """
 
     call: int
@@ -73,6 +74,7 @@ class RecordedCall(GraphCut):
     found: tuple[bool, ...] = ()
     choices: Choices | None = None
     fingerprint: CallFingerprint | None = None
+    is_plain: bool = False
 
     @property
     def what(self) -> str:

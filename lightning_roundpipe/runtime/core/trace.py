@@ -21,6 +21,7 @@ from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.planning.costs import CallCost, Costs
 from lightning_roundpipe.planning.crossing import Crossed, Crossing
 from lightning_roundpipe.planning.schedule import Plan
+from lightning_roundpipe.runtime.core.call import CallProfile
 from lightning_roundpipe.runtime.layer_calls.precedent import Precedent
 from lightning_roundpipe.runtime.layer_calls.side_outputs import Key
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientLayout
@@ -43,6 +44,7 @@ class TracedCall:
         mutates: positions of the arguments that the layer writes to.
         overwritten: positions of the arguments that user code writes to between the call and its backward.
         precedent: results that the same call of the next step may be expected to have, if there is no plan.
+        profile: how the last such call was made, if it was plain.
         boundary_bytes: host memory that its saved inputs and choices take, without inputs that earlier calls share.
         activation_bytes: peak memory of the call on its worker, backward included.
         kept_bytes: peak memory of the forward, with its graph.
@@ -64,6 +66,7 @@ class TracedCall:
     mutates: frozenset[int] = frozenset()
     overwritten: set[int] = field(default_factory=set)
     precedent: Precedent | None = None
+    profile: CallProfile | None = None
     boundary_bytes: int = 0
     activation_bytes: int = 0
     kept_bytes: int = 0

@@ -504,8 +504,12 @@ class Worker:
         """Return whether ``tensor`` lies in an arena, so that it must be copied to outlive its slot."""
         if isinstance(tensor, RoundedWeight):
             return True
-        address = _address(tensor)
-        return address != 0 and address in [arena.address for arena in (*self.weights, *self.gradients)]
+        return _address(tensor) in self.addresses
+
+    @property
+    def addresses(self) -> set[int]:
+        """Addresses of the arenas that are allocated."""
+        return {arena.address for arena in (*self.weights, *self.gradients)} - {0}
 
     def keep_until_computed(self, *tensors: Any) -> None:
         """Keep ``tensors`` alive until the compute enqueued so far is done, and limit how far the host runs ahead.

@@ -51,6 +51,19 @@ class FlatValue:
         return unflatten([originals[x.index] if isinstance(x, Given) else x for x in leaves], self.spec)
 
 
+class OneTensor(FlatValue):
+    """The value of a layer that returned one tensor, and that collected nothing; see `output_collectors`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__([tensor], _ONE)
+
+    def tensors(self) -> list[Tensor]:
+        return list(self.leaves)
+
+    def value(self, tensors: list[Tensor], originals: list[Any]) -> Any:
+        return tensors[0], {}
+
+
 class _Opened:
     """An object that holds tensors, opened for flattening: the emptied object and a dict of its contents."""
 
@@ -326,3 +339,6 @@ def refuse_hidden(leaves: list[Any], layer: str) -> None:
                 f"layer {layer!r} returns a {type(leaf).__name__}, in which tensors would pass the boundary between "
                 "devices unseen. Return tensors, or containers and plain objects that hold them."
             )
+
+
+_ONE = flatten((None, {}))[1]

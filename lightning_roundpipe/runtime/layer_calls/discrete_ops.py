@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.planning.crossing import tensor_bytes
+from lightning_roundpipe.runtime.layer_calls.layer_mode import LayerMode
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
 
 _ALIGNMENT = 8
@@ -73,28 +73,18 @@ class Choices:
     packed: HostTensor | None
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operations of one call. Compiled code stays compiled, and its operations unseen.
+class _Mode(LayerMode):  # type: ignore[no-untyped-call]
+    """Sees the operations of one call.
 
     Args:
         device: device on which the call computes.
         inputs: the call's inputs; comparisons are small or large relative to these.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, device: torch.device, inputs: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device = device
         self._room = sum(map(tensor_bytes, inputs))
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # otherwise torch.compile, possibly in another thread, would skip compilation in this mode
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

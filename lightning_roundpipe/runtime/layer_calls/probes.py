@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_roundpipe.runtime.layer_calls.layer_mode import LayerMode
 
 Again = Callable[[], Sequence[Tensor]]
 
@@ -26,26 +27,16 @@ _COPIES = {
 grad mode."""
 
 
-class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(LayerMode):  # type: ignore[no-untyped-call]
     """Records which operations run, views and copies left out.
 
     Attributes:
         operations: the operations in order.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operations: list[Any] = []
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # otherwise torch.compile, possibly in another thread, would skip compilation in this mode
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -22,7 +22,8 @@ class Surroundings:
     """The modes and flags around the user's code when it began."""
 
     def __init__(self) -> None:
-        self._modes = _modes()
+        self._function_modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        self._dispatch_modes = _get_current_dispatch_mode_stack()
         self._flags = _flags()
 
     def refuse(self, layer: str) -> None:
@@ -38,8 +39,8 @@ class Surroundings:
             what = "forward-mode differentiation"
         elif _caches_parametrizations():
             what = "torch.nn.utils.parametrize.cached()"
-        elif entered := [m for m in _modes() if not any(m is before for before in self._modes)]:
-            what = f"the mode {type(entered[0]).__name__}"
+        elif (mode := self._entered()) is not None:
+            what = f"the mode {type(mode).__name__}"
         if what:
             raise RoundPipeError(
                 f"layer {layer!r} is called under {what}, which does not reach into a layer that runs on a worker. Use "
@@ -51,6 +52,21 @@ class Surroundings:
                 "than the step began with. They hold for the whole process, where other layers run now: set them "
                 "before training."
             )
+
+    def _entered(self) -> Any:
+        """Return a mode that the layer would not see; None if there is none."""
+        # Torch's functions that return the stacks are written in Python and take several times as long.
+        if torch._C._len_torch_function_stack() == len(self._function_modes) and not (
+            self._dispatch_modes or torch._C._len_torch_dispatch_stack()
+        ):
+            mine = enumerate(self._function_modes)
+            if all(torch._C._get_function_stack_at(i) is mode for i, mode in mine):
+                return None
+        before = [*self._function_modes, *self._dispatch_modes]
+        now = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
+        return next(
+            (m for m in now if not isinstance(m, DeviceContext) and not any(m is known for known in before)), None
+        )
 
 
 class parametrizing:
@@ -80,17 +96,12 @@ class parametrizing:
 
 def _caches_parametrizations() -> bool:
     """Return whether user code caches parametrizations. False while a layer may be doing so: that looks the same."""
-    if not _caching.acquire(blocking=False):
+    if not parametrize._cache_enabled or not _caching.acquire(blocking=False):
         return False
     try:
         return bool(parametrize._cache_enabled)
     finally:
         _caching.release()
-
-
-def _modes() -> list[Any]:
-    stack = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
-    return [mode for mode in stack if not isinstance(mode, DeviceContext)]
 
 
 def _flags() -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.planning.crossing import storage_bytes
 
 INPUTS = "inputs of the running call"
+OUTPUTS = "outputs of calls"
 
 
 class PeakMemoryMeter:

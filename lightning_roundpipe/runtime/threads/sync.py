@@ -103,7 +103,7 @@ class CancelScope:
                 return
             self.error = error
             self.failed = True
-            waiters, after = list(self._waiters), self._after
+            waiters, after = self._waiters.copy(), self._after
         for waiter in waiters:
             waiter.wake()
         self._on_failure()
@@ -133,16 +133,13 @@ class CancelScope:
         Raises:
             Cancelled: if the step has failed.
         """
-        with self._lock:
-            if self.failed:
-                raise Cancelled
-            self._waiters.add(waiter)
-        intraop_threads.release_intraop_threads()
+        self._waiters.add(waiter)  # before the look at `failed`, which `fail` sets before it copies the set: no lock
         try:
+            self.check()
+            intraop_threads.release_intraop_threads()
             waiter.wait()
         finally:
-            with self._lock:
-                self._waiters.discard(waiter)
+            self._waiters.discard(waiter)
         self.progress += 1
         self.check()
 
@@ -215,6 +212,9 @@ class UserLock:
             self._give_on()
 
     def _give_on(self) -> None:
+        if not self._queue:
+            self._held = False
+            return
         first = min((ticket for ticket in self._queue if ticket[3] not in self._paused), default=None)
         self._held = first is not None
         if first is not None:

@@ -287,7 +287,7 @@ class UserCodeMode(TorchFunctionMode):
         if self._kept is not None and self._kept.inherited:
             for value in tree_iter(given):
                 self._kept.notice(value)
-        return [self.stand_in(leaf) for leaf in leaves]
+        return [leaf if type(leaf) is Tensor or leaf is None else self.stand_in(leaf) for leaf in leaves]
 
     def stand_in(self, value: Any) -> Any:
         """Return the stand-in if ``value`` is a trained master or one seen in another dtype, else ``value``."""
@@ -296,7 +296,7 @@ class UserCodeMode(TorchFunctionMode):
         return self.proxies.of(value) if self._train else self._read(value)
 
     def _is_master(self, value: Any) -> bool:
-        if not isinstance(value, nn.Parameter) or id(value) not in self._masters:
+        if type(value) is Tensor or not isinstance(value, nn.Parameter) or id(value) not in self._masters:
             return False
         return (self._train and value.requires_grad) or self._formats.differ(value)
 

@@ -151,7 +151,8 @@ class Randomness:
 
     def check(self, device: Device, what: str) -> None:
         """Raise if a generator was drawn from where nothing drew in the first batch."""
-        self._check(device.generator, device.generator_lock, what)
+        if _bytes_of(device.generator) != self._parked.get(id(device.generator)):
+            self._check(device.generator, device.generator_lock, what)
         self._check_host(device, what)
 
     def _check_host(self, device: Device, what: str) -> None:
@@ -159,14 +160,14 @@ class Randomness:
             self._check(torch.default_generator, generators.HOST_LOCK, what)
 
     def _check(self, generator: torch.Generator, lock: generators.GeneratorLock, what: str) -> None:
-        if not lock.acquire(blocking=False):
+        parked = self._parked.get(id(generator))
+        if parked is None:
+            reference = torch.Generator(generator.device)
+            parked = self._parked[id(generator)] = _bytes_of(reference.manual_seed(_PARKED))
+        if _bytes_of(generator) == parked or not lock.acquire(blocking=False):
             return
         try:
-            parked = self._parked.get(id(generator))
-            if parked is None:
-                reference = torch.Generator(generator.device)
-                parked = self._parked[id(generator)] = _bytes_of(reference.manual_seed(_PARKED))
-            if _bytes_of(generator) != parked:
+            if _bytes_of(generator) != parked:  # with the lock: no section that is known to draw is drawing now
                 raise RoundPipeError(
                     f"random numbers were drawn in {what} or beside it, where none were drawn in the first batch: "
                     "their recomputation could not draw the same. Let the model draw from the start (a dropout "

@@ -1,0 +1,85 @@
+"""`Computing`: the context of a layer's computation on a worker."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lightning_roundpipe.devices import launch_lock
+from lightning_roundpipe.planning.meter import Counter
+from lightning_roundpipe.runtime.core.turns import Slot
+from lightning_roundpipe.runtime.core.worker import Worker
+from lightning_roundpipe.runtime.memory.host_layer import HostLayer
+from lightning_roundpipe.runtime.reporting.events import EventSource
+from lightning_roundpipe.runtime.user_code.interception import Inside, calling
+
+
+class Computing:
+    """Context manager around a call's compute: holds the core, names the call for a profiler, and records its times.
+
+    Layers that the layer's code calls are sent to ``inside``, which refuses them. Forwards and recomputations that are
+    known to be short also hold the launch lock, see `devices.launch_lock`.
+
+    Args:
+        worker: worker that the call runs on.
+        slot: slot that it runs in.
+        kind: kind of event to record; empty records none.
+        call: position of the call in the trace.
+        layer: the called layer.
+        microbatch: number of the microbatch.
+        inside: the context of layer calls in the layer's code.
+        counter: counts the call's operations; None counts none.
+    """
+
+    __slots__ = (
+        "_began", "_calling", "_core", "_counter", "_index", "_kind", "_launches", "_layer", "_microbatch", "_name",
+        "_slot", "_start", "_worker",
+    )  # fmt: skip
+
+    def __init__(
+        self, worker: Worker, slot: Slot, kind: str, call: int, layer: HostLayer, microbatch: int, inside: Inside,
+        counter: Counter | None = None,
+    ) -> None:  # fmt: skip
+        self._worker, self._slot, self._kind, self._index, self._layer = worker, slot, kind, call, layer
+        self._microbatch, self._counter = microbatch, counter
+        self._launches = kind in ("forward", "recompute")
+        self._calling = calling(inside)
+
+    def __enter__(self) -> None:
+        device = self._worker.device
+        core = self._core = device.acquire_core()
+        name = self._name = device.named(self._kind, "slot", self._slot.index, self._layer.name, "of", self._microbatch)
+        core.__enter__()
+        name.__enter__()
+        try:
+            self._start = device.compute.record(timed=True)
+        except BaseException:  # the device was aborted
+            name.__exit__(None, None, None)
+            core.__exit__(None, None, None)
+            raise
+        if self._launches:
+            if self._layer.launch_seconds < launch_lock.SHORT_S:
+                launch_lock.acquire()
+            self._began = time.perf_counter()
+        if self._counter is not None:
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+        self._calling.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        try:
+            self._calling.__exit__(kind, error, traceback)
+            if self._counter is not None:
+                self._counter.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+            end = self._worker.device.compute.record(timed=True) if error is None else None
+        finally:
+            if self._launches:
+                self._layer.launched(time.perf_counter() - self._began)
+                launch_lock.release()
+            self._name.__exit__(kind, error, traceback)
+            self._core.__exit__(kind, error, traceback)
+        if end is not None and self._kind:
+            slot, recorder = self._slot, self._slot.recorder
+            where = EventSource(slot.index, slot.phase, self._index, self._layer.name)
+            recorder.add(self._kind, self._worker.index, self._start, end, self._microbatch, 0, where)
+            if self._counter is not None:
+                recorder.count(self._kind, self._microbatch, self._index, self._counter.work.seconds)

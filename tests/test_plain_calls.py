@@ -1,0 +1,214 @@
+"""Layer calls that are plain in the first steps run without what they have not needed, and notice when they do.
+
+A profile says that a layer only returns tensors of its own. From `LATE` on these layers do something else. Nothing
+tells the engine, so only the look at what the layer has done can show it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import assert_same, halves, ours, run
+from torch import Tensor
+from torch.nn.utils import parametrize
+from traps import Block, Net
+
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.runtime.core.plain_executor import PlainExecutor
+
+STEPS, LATE = 7, 5
+"""The recomputations of the first steps are checked, so that their calls are not plain."""
+CALLS = 5
+MICROBATCHES = 3
+
+
+class Clock:
+    """The number of the step, which layers read without the engine's knowledge."""
+
+    step = 0
+
+    @classmethod
+    def is_late(cls) -> bool:
+        return cls.step >= LATE
+
+
+class Steps(zoo.PlainClassifier):
+    """Its hook may look at weights, so that a step ends before the clock moves on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        Clock.step = batch_idx
+
+
+class Turning(Block):
+    """A block that turns into something else."""
+
+    late: Callable[[Any, Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self).late(self, x) if Clock.is_late() else super().forward(x)
+
+
+def module_of(late: Callable[[Any, Tensor], Tensor]) -> Steps:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return Steps(Net(type("Turning", (Turning,), {"late": late})))
+
+
+def usual(block: Any, x: Tensor) -> Tensor:
+    return Block.forward(block, x)
+
+
+def sets_an_attribute(block: Any, x: Tensor) -> Tensor:
+    block.aux = x.detach().mean()
+    return usual(block, x)
+
+
+def fills_a_list(block: Any, x: Tensor) -> Tensor:
+    block.flag = [*(block.flag if isinstance(block.flag, list) else []), 1.0]
+    return usual(block, x)
+
+
+def returns_its_input(block: Any, x: Tensor) -> Tensor:
+    return x
+
+
+def returns_a_view_of_its_input(block: Any, x: Tensor) -> Tensor:
+    return x.view(-1, x.shape[-1])
+
+
+def returns_a_view_of_its_weight(block: Any, x: Tensor) -> Tensor:
+    return block.other.bias.expand_as(x)
+
+
+def caches_parametrizations(block: Any, x: Tensor) -> Tensor:
+    with parametrize.cached():
+        return usual(block, x)
+
+
+@pytest.fixture
+def plain_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """(step, surprises) of each run of a call as a plain one."""
+    seen: list[tuple[int, bool]] = []
+    own = PlainExecutor.run
+
+    def counted(self: PlainExecutor, *args: Any, **kwargs: Any) -> Any:
+        ran = own(self, *args, **kwargs)
+        seen.append((Clock.step, ran.surprises))
+        return ran
+
+    monkeypatch.setattr(PlainExecutor, "run", counted)
+    return seen
+
+
+def ran(module: Steps, plan: str = "") -> Any:
+    strategy = ours(num_microbatches=MICROBATCHES, plan=plan or halves(CALLS))
+    return run(strategy, module, zoo.make_batches("mlp")[0], steps=STEPS, devices=2)
+
+
+def test_calls_are_plain_once_the_first_steps_are_checked(plain_calls: list[tuple[int, bool]]) -> None:
+    module = module_of(usual)
+    assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
+    recomputed = CALLS // 2  # `halves` keeps the graphs of the others
+    by_step = Counter(step for step, _ in plain_calls)
+    assert 0 not in by_step  # the first batch learns
+    assert [by_step[step] for step in range(3, STEPS)] == [MICROBATCHES * (CALLS + recomputed)] * (STEPS - 3)
+    assert not any(surprises for _, surprises in plain_calls)
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        sets_an_attribute, fills_a_list, returns_a_view_of_its_input, returns_a_view_of_its_weight,
+        caches_parametrizations,
+    ],
+)  # fmt: skip
+def test_what_a_plain_layer_does_later_equals_plain_training(
+    late: Callable[[Any, Tensor], Tensor], plain_calls: list[tuple[int, bool]]
+) -> None:
+    module = module_of(late)
+    plain, other = run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module)
+    assert_same(plain, other)
+    assert any(surprises for _, surprises in plain_calls)
+    assert all(step >= LATE for step, surprises in plain_calls if surprises)
+
+
+def test_an_attribute_set_later_reaches_the_users_layer() -> None:
+    trained = ran(module_of(sets_an_attribute)).module.model
+    assert all(isinstance(block.aux, Tensor) for block in trained.blocks)
+
+
+def writes_to_its_argument(block: Any, x: Tensor) -> Tensor:
+    return usual(block, x.add_(1.0))
+
+
+def writes_to_its_weight(block: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        block.inner.weight.add_(1.0)
+    return usual(block, x)
+
+
+def keeps_a_graph(block: Any, x: Tensor) -> Tensor:
+    block.aux = block.other(x)
+    return usual(block, x)
+
+
+def hides_a_tensor(block: Any, x: Tensor) -> Any:
+    return lambda: x  # a function with a closure
+
+
+@pytest.mark.parametrize(
+    ("late", "error"),
+    [
+        (writes_to_its_argument, "wrote to its argument 0 in place, which it did not do in the first batch"),
+        (writes_to_its_weight, "writes to its own parameters while it runs"),
+        (keeps_a_graph, "put a tensor that requires grad into attribute 'aux'"),
+        (returns_its_input, "returned 0 tensors where the first batch had 1"),
+        (hides_a_tensor, "returns a function, in which tensors would pass the boundary"),
+    ],
+)
+def test_what_a_plain_layer_may_not_do_later_is_refused(late: Callable[[Any, Tensor], Tensor], error: str) -> None:
+    with pytest.raises(RoundPipeError, match=error):
+        ran(module_of(late))
+
+
+def test_user_code_may_not_write_to_an_input_that_a_plain_layer_returns_later() -> None:
+    class Net2(Net):
+        def body(self, h: Tensor) -> Tensor:
+            for block in self.blocks:
+                h = block(h)
+                if Clock.is_late():
+                    h += 1.0
+            return h
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = Steps(Net2(type("Turning", (Turning,), {"late": returns_a_view_of_its_input})))
+    with pytest.raises(RoundPipeError, match="returned tensors that share memory"):
+        ran(module)
+
+
+def test_plain_layers_take_inference_tensors(plain_calls: list[tuple[int, bool]]) -> None:
+    """They have no versions, by which other arguments show that they were written to."""
+
+    class Added(Block):
+        def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + more
+
+    class Net2(Net):
+        def body(self, h: Tensor) -> Tensor:
+            with torch.inference_mode():
+                more = torch.ones(h.shape[-1])
+            for block in self.blocks:
+                h = block(h, more)
+            return h
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        module = Steps(Net2(Added))
+    assert_same(run("auto", module, zoo.make_batches("mlp")[0], steps=STEPS), ran(module))
+    assert plain_calls
