@@ -102,6 +102,9 @@ class RoundPipeStrategy(OneProcess):
         reduce_dtype: dtype in which gradients are copied from a device to the host, which sums them in fp32:
             ``"bfloat16"`` halves the bytes and rounds; ``"float16"`` needs a loss scale. Default: the dtype of their
             sums, which is that of the trained weights (fp32).
+        token_tiles: tokens that modules inside layers which act on each token alone (MLPs, norms, experts) take at a
+            time, so that a layer holds the intermediates of so many tokens only, for long sequences. ``"auto"``: 1,024
+            tokens, in modules whose intermediates would take an eighth of a worker's memory. Default: all tokens.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -128,6 +131,7 @@ class RoundPipeStrategy(OneProcess):
         stage_seconds: float | None = None,
         compile_layers: bool | Mapping[str, Any] = False,
         reduce_dtype: torch.dtype | str | None = None,
+        token_tiles: int | Literal["auto"] | None = None,
         emulation: Emulation | Mapping[str, Any] | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -152,6 +156,7 @@ class RoundPipeStrategy(OneProcess):
             stage_seconds=stage_seconds,
             compile_layers=compile_layers,
             reduce_dtype=reduce_dtype,
+            token_tiles=token_tiles,
             emulation=Emulation.of(emulation),
         )
         if (text := self.options.plan_text) is not None:
