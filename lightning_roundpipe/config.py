@@ -189,6 +189,7 @@ class Options:
     machine_timeout: float = 60.0
     shard_optimizer: bool = True
     network_dtype: Any = None
+    token_tiles: int | Literal["auto"] | None = None
     emulation: Emulation = field(default_factory=Emulation)
 
     def __post_init__(self) -> None:
@@ -209,6 +210,7 @@ class Options:
                 "microbatches add up to that of the batch, or None."
             )
         self._check_budget()
+        self._check_tiles()
         if not (_is_number(self.watchdog_timeout) and self.watchdog_timeout > 0):
             raise ValueError(f"watchdog_timeout={self.watchdog_timeout!r} must be a number of more than 0 seconds.")
         if not (_is_number(self.machine_timeout) and self.machine_timeout >= 5):
@@ -293,6 +295,20 @@ class Options:
             raise ValueError(
                 f"stage_seconds={seconds!r} counts the seconds that the first batch takes, and plan='static' does not "
                 "measure any: set plan='measured', or leave stage_seconds out."
+            )
+
+    def _check_tiles(self) -> None:
+        tiles = self.token_tiles
+        if tiles is None:
+            return
+        if tiles != "auto" and not (_is_whole(tiles) and int(tiles) >= 1):
+            raise ValueError(
+                f"token_tiles={tiles!r} must be a whole number of tokens of at least 1, 'auto', or None for no tiles."
+            )
+        if self.compile_layers not in (None, False):
+            raise ValueError(
+                f"token_tiles={tiles!r} and compile_layers are both set, and a layer that is compiled as a whole has "
+                "no modules left to run in tiles: set only one of them."
             )
 
     def _check_budget(self) -> None:

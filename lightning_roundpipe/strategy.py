@@ -118,6 +118,9 @@ class RoundPipeStrategy(SeveralMachines):
         shard_optimizer: whether each of several machines updates, and has the optimizer's state of, some layers only.
         network_dtype: dtype in which gradients travel between machines: ``"bfloat16"`` halves the bytes and rounds.
             Default: their own.
+        token_tiles: tokens that modules inside layers which act on each token alone (MLPs, norms, experts) take at a
+            time, so that a layer holds the intermediates of so many tokens only, for long sequences. ``"auto"``: 1,024
+            tokens, in modules whose intermediates would take an eighth of a worker's memory. Default: all tokens.
         emulation: how emulated devices (``accelerator="cpu"``) behave; a mapping or an ``Emulation``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
 
@@ -147,6 +150,7 @@ class RoundPipeStrategy(SeveralMachines):
         machine_timeout: float = 60,
         shard_optimizer: bool = True,
         network_dtype: torch.dtype | str | None = None,
+        token_tiles: int | Literal["auto"] | None = None,
         emulation: Emulation | Mapping[str, Any] | None = None,
         *,
         accelerator: Accelerator | None = None,
@@ -174,6 +178,7 @@ class RoundPipeStrategy(SeveralMachines):
             machine_timeout=machine_timeout,
             shard_optimizer=shard_optimizer,
             network_dtype=network_dtype,
+            token_tiles=token_tiles,
             emulation=Emulation.of(emulation),
         )
         if (text := self.options.plan_text) is not None:

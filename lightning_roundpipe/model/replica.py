@@ -174,6 +174,11 @@ class Replica:
         """Return whether a module has forward hooks."""
         return any(m._forward_hooks or m._forward_pre_hooks for m in self.modules)
 
+    def replace_forward(self, number: int, forward: Callable[..., Any]) -> None:
+        """Have module ``number`` run ``forward`` from now on, as if its attributes had been so from the start."""
+        self.modules[number].__dict__["forward"] = self._base[number]["forward"] = forward
+        self._held = None
+
     def attributes(self) -> AttributeSnapshot:
         """Return the modules' attributes, for :meth:`written` after a call; the same object until one changes them."""
         if self._held is None:

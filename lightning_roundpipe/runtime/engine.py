@@ -28,7 +28,8 @@ from lightning_roundpipe.runtime.core.worker_pool import WorkerPool
 from lightning_roundpipe.runtime.faults.interrupts import interrupts_allowed, interrupts_deferred
 from lightning_roundpipe.runtime.faults.notes import remedied
 from lightning_roundpipe.runtime.layer_calls.compiling import forwards_of
-from lightning_roundpipe.runtime.memory.budget import layers_that_fit
+from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
+from lightning_roundpipe.runtime.memory.budget import layers_that_fit, worker_bytes
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.grad_buffers import GradientMemory, Reduction
 from lightning_roundpipe.runtime.memory.host_model import HostModel
@@ -124,7 +125,10 @@ class Engine:
         reduction = Reduction(getattr(torch, dtype) if dtype is not None else None, self.worker_pool.summing)
         watched = functools.partial(is_watched, options, formats, learned)
         counter = functools.partial(counter_of, options, learned, devices[0])
-        given = (lambda: learned.randomness, formats, watched, forwards, model.bucket_of, counter)
+        tile = options.token_tiles
+        self._told_tiles = False
+        self.tiles = None if tile is None else TokenTiles(tile, worker_bytes(options, devices))
+        given = (lambda: learned.randomness, formats, watched, forwards, model.bucket_of, counter, self.tiles)
         self.context = EngineContext(
             options=options,
             model=model,
@@ -210,6 +214,7 @@ class Engine:
                     raise
             microbatches = len(step.sizes)
             self.hints.after_step(self.model.layers, switched_off, microbatches)
+            self._say_tiles()
             if learned.plans and step.has_loss and (microbatches > 1 or wants_plan):
                 fuses = not self._scope.cuts_calls
                 self._planner.plan_from(step.spec.recorder, step.traces, microbatches, fuses=fuses)
@@ -272,7 +277,16 @@ class Engine:
         finally:
             self._drain()
         self.hints.after_step(self.model.layers, switched_off, 1)
+        self._say_tiles()
         return output
+
+    def _say_tiles(self) -> None:
+        """Say which modules run in tiles of tokens, or that none does, though the options ask for it."""
+        tiles = self.tiles
+        if tiles is not None and not self._told_tiles and (tiles.ran or tiles.compared):
+            self._told_tiles = True
+            why_not = {layer.name: tiles.why_not(layer) for layer in self.model.layers}
+            self.hints.of_tiles(tiles.tile, tiles.ran, {} if self.options.token_tiles == "auto" else why_not)
 
     def _prepare(self, *, zero_grad: bool) -> None:
         """Settle the last batch's gradients, then prepare the weights for a new batch.

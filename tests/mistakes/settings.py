@@ -445,6 +445,20 @@ OTHERS = [
     ),
     Mistake(
         SECTION,
+        "`token_tiles` is no number of tokens",
+        "token_tiles=… must be a whole number of tokens of at least 1",
+        "'auto', or None for no tiles",
+        (options(token_tiles=0), options(token_tiles="all"), options(token_tiles=0.5)),
+    ),
+    Mistake(
+        SECTION,
+        "`token_tiles` and `compile_layers`",
+        "token_tiles=… and compile_layers are both set",
+        "set only one of them",
+        (options(token_tiles=1024, compile_layers=True),),
+    ),
+    Mistake(
+        SECTION,
         "`pin_memory` is none of its values",
         "pin_memory=… must be",
         "'auto', 'on' or 'off'",

@@ -46,6 +46,10 @@ from lightning_roundpipe.runtime.layer_calls.recompute_check import CallFingerpr
 from lightning_roundpipe.runtime.layer_calls.shared_memory import apart_from_lent, overlapping, private
 from lightning_roundpipe.runtime.layer_calls.side_outputs import SideOutputCollector, again, refuse_new_gradients
 from lightning_roundpipe.runtime.layer_calls.surrounding_modes import parametrizing
+from lightning_roundpipe.runtime.layer_calls.tile_check import refuse_random
+from lightning_roundpipe.runtime.layer_calls.tiled_call import Surroundings
+from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
+from lightning_roundpipe.runtime.layer_calls.value_watch import ValueWatch
 from lightning_roundpipe.runtime.memory.dtypes import Formats
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.memory.host_tensor import HostTensor
@@ -75,6 +79,7 @@ class LayerExecutor:
         forwards: returns the function that runs a layer, as written or compiled.
         masters: ids of all master parameters.
         counter: returns a counter for the operations of a call, or None if the plan is not made from shapes.
+        tiles: runs modules inside layers in tiles of tokens; None runs them whole.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class LayerExecutor:
         forwards: LayerCompiler,
         masters: Container[int] = (),
         counter: Callable[[], Counter | None] = lambda: None,
+        tiles: TokenTiles | None = None,
     ) -> None:
         self._worker = worker
         self._device = worker.device
@@ -96,6 +102,7 @@ class LayerExecutor:
         self._masters = masters
         self._counter = counter
         self._plain = PlainExecutor(worker, randomness)
+        self._tiles = tiles
 
     def forward(self, slot: Slot, call: Call, activations: ActivationStore) -> Forward:
         """Run a call's forward.
@@ -126,6 +133,8 @@ class LayerExecutor:
         buffers.load()
         if call.measure and self._forwards.compiled:
             self._count_as_written(slot, call, leaves)
+        if call.measure and self._tiles is not None and self._tiles.unknown(call.layer, call.state):
+            self._compare_tiles(slot, call, leaves)
         inputs = _tensors(leaves)
         with device.track(inputs, INPUTS):
             meter = PeakMemoryMeter(device, inputs) if call.measure else None
@@ -155,7 +164,7 @@ class LayerExecutor:
         result.foretold = foretold is not None
         if call.checked:
             result.fingerprint = CallFingerprint.of(result.tensors(), values)
-        if not (call.learning or self._forwards.compiled or self._watched()):
+        if not (call.learning or self._forwards.compiled or self._watched() or self._tiles):
             result.profile = profile_of(call, ran, result, replica, buffers)
         if call.graph and not (call.kept or call.learning):
             result.drop_graph()
@@ -276,7 +285,8 @@ class LayerExecutor:
         kind: str,
         replay: DiscreteOpReplayer | None = None,
         as_written: Counter | None = None,
-        operations: OperationRecorder | None = None,
+        operations: OperationRecorder | ValueWatch | None = None,
+        valueless: bool = False,
     ) -> LayerExecution:
         """Run the layer's code under the modes, context variables and random state that were active at the call.
 
@@ -287,7 +297,8 @@ class LayerExecutor:
             kind: kind of event to record; empty records none.
             replay: repeats the discrete choices of the forward.
             as_written: counts the operations; the layer then runs uncompiled.
-            operations: records which operations run.
+            operations: records which operations run, or follows the values that tiled modules return.
+            valueless: whether only the graph is wanted, so that values which nobody reads may be left out.
         """
         forwards = self._forwards if as_written is None else LayerCompiler()
         counter = as_written or (self._counter() if kind == "forward" and not forwards.compiled else None)
@@ -321,7 +332,11 @@ class LayerExecutor:
             )
             borrowing = self._borrowing(call.layer, call.lender)
             observed = self._observed(call.layer, again=kind != "forward")
-            with computing, saved, watching, choosing, seen, borrowing, observed:
+            watch = operations if isinstance(operations, ValueWatch) else None
+            tiled = self._tiled(
+                call, carried=bool(carried), choosing=recording is not None, valueless=valueless, watch=watch
+            )
+            with computing, saved, watching, choosing, seen, borrowing, observed, tiled:
                 output = call.context.run(collecting, forwards.of(call.layer, replica), *args, **kwargs)
         if isinstance(borrowing, Borrowing):
             call.layer.borrows = borrowing.found
@@ -337,6 +352,41 @@ class LayerExecutor:
         if carried:
             replica.drop_written()
         return ran
+
+    def _tiled(
+        self, call: Call, *, carried: bool, choosing: bool, valueless: bool, watch: ValueWatch | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which modules inside the layer run in tiles.
+
+        Not where a tile's backward would find other values than its forward: in buffers that the layer writes to, and
+        in attributes that came with the call (``carried``).
+        """
+        layer, device = call.layer, self._device
+        if self._tiles is None or carried or layer.mutable_buffers or layer.borrows:
+            return _NOTHING
+        replica = self._worker.replica(layer)
+        draws = call.seed is None or self._randomness().may_draw(layer.index)
+        chooses = layer.chooses is not None and (layer.chooses or choosing)
+        surroundings = Surroundings(
+            thread_state=call.thread_state,
+            context=call.context,
+            saving=device.saved_for_backward,
+            track=lambda tensors: device.track_until_freed(tensors, GRADIENTS),
+            guard=refuse_random if draws else contextlib.nullcontext,
+            choosing=chooses,
+            valueless=valueless and not chooses,
+            adding=self._tiles.of(layer, replica).adding,
+        )
+        return self._tiles.around(layer, replica, call.state, surroundings, watch)
+
+    def _compare_tiles(self, slot: Slot, call: Call, leaves: list[Any]) -> None:
+        """Find out which modules may run in tiles, in a run of its own, so that the call's time does not contain it."""
+        replica, buffers = self._worker.copy_of(call.layer)
+        copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # the layer may write to them
+        self._run(slot, dataclasses.replace(call, graph=False), copies, "")
+        replica.drop_written()
+        buffers.discard(thorough=True)
+        buffers.load()
 
     def _borrowing(self, layer: HostLayer, lender: Lender | None) -> contextlib.AbstractContextManager[Any]:
         """Return the mode that lends stand-ins for parameters of other modules.
@@ -516,6 +566,10 @@ class LayerExecutor:
         replica, buffers = worker.copy_of(recorded.layer)
         parameters = replica.parameters
         replica.train(recorded.trainable)  # a later call may have run with other parameters frozen
+        adding = None
+        if self._tiles is not None:
+            replica.apply(recorded.state)  # tiles run the layer's code
+            adding = self._tiles.of(recorded.layer, replica).adding
         if sums is not None:
             sums.attach(parameters, factor)
         if pairs:
@@ -529,7 +583,8 @@ class LayerExecutor:
             borrowing = self._borrowing(recorded.layer, lender)
             held = buffers.written()
             with given, alone(name, self._device), computing, detached_inputs, watching, borrowing:
-                self._differentiate(recorded, *zip(*pairs, strict=True))
+                with _NOTHING if adding is None else adding:
+                    self._differentiate(recorded, *zip(*pairs, strict=True))
                 self._device.track_until_freed(_tensors(detached_inputs.grads), GRADIENTS)
             buffers.refuse_written(held)
         if meter is not None and measured is not None:
@@ -584,13 +639,19 @@ class LayerExecutor:
             def place() -> FaultPlace:
                 return FaultPlace(recorded.layer.title, "recomputation", recorded.microbatch, slot, device)
 
+            watch = ValueWatch() if self._tiles is not None and expected is not None else None
+            valueless = self._tiles is not None and expected is None
             with noted(place), replica.unregistered_tensors.unmoved(recorded.layer.name):
-                ran = self._run(slot, call, private(leaves, recorded.mutates), "recompute", replay)
+                inputs = private(leaves, recorded.mutates)
+                ran = self._run(slot, call, inputs, "recompute", replay, operations=watch, valueless=valueless)
                 if replay is not None and not replay.ended():
                     recorded.layer.chooses = None
                     replica.drop_written()
                     buffers.load(recorded.buffers)
                     ran = self._run(slot, call, private(leaves, recorded.mutates), "recompute")
+        if watch is not None and self._tiles is not None:
+            watch.finish([*ran.tensors(), *(t for t in ran.given.values() if t.grad_fn is not None)])
+            self._tiles.watched(recorded.layer, recorded.state, watch)
         if expected is not None:
             self._compare(expected, CallFingerprint.of(_results(ran, recorded), values), slot, call, recorded, leaves)
         buffers.discard()

@@ -214,6 +214,27 @@ class DiscreteOpReplayer(_Mode):  # type: ignore[no-untyped-call]
         return part.view(like.dtype).view(like.shape)
 
 
+class TileOpReplayer(DiscreteOpReplayer):  # type: ignore[no-untyped-call]
+    """Repeats the choices of a tile, which stay on the device: their tensors are in ``choices.made`` themselves.
+
+    Args:
+        device: device on which the tile computes.
+        inputs: the tile's inputs.
+        choices: the choices of the tile's forward.
+    """
+
+    def __init__(self, device: torch.device, inputs: Iterable[Tensor], choices: Choices) -> None:
+        super().__init__(device, inputs, choices, _unpacked)
+
+    def _tensor(self, made: _RecordedOp) -> Tensor:
+        tensor: Tensor = made.value
+        return tensor
+
+
+def _unpacked(packed: HostTensor) -> Tensor:
+    raise AssertionError("a tile's choices are not packed")
+
+
 def _makes_integers(kwargs: Mapping[str, Any]) -> bool:
     dtype = kwargs.get("dtype")
     return dtype is not None and not dtype.is_floating_point and not dtype.is_complex

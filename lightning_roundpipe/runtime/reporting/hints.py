@@ -6,13 +6,13 @@ keep statistics in buffers can, and so can Hugging Face configurations that add 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_roundpipe.messages import PREFIX, warn
+from lightning_roundpipe.messages import PREFIX, plural, warn
 from lightning_roundpipe.model.refine import Refined
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 
@@ -20,6 +20,9 @@ _OVER_MICROBATCHES = (
     "over each microbatch and not over the whole batch, as under gradient accumulation. num_microbatches=1 keeps the "
     "batch whole."
 )
+
+_MOST_REASONS = 6
+"""How many modules a warning says the reasons of."""
 
 _WHOLE_LOGS = "microbatch_scope='model' or num_microbatches=1 computes it from the whole batch."
 
@@ -51,6 +54,31 @@ class Hints:
             self._said.add("coupled")  # walk over all modules in the first such step only: it takes time
             for key, text in self._coupled(layers).items():
                 self.warn(key, text)
+
+    def of_tiles(self, tile: int, ran: Mapping[str, Sequence[str]], why_not: Mapping[str, Mapping[str, str]]) -> None:
+        """Hint: modules run in tiles; or warning: none does, though calls have more tokens than a tile.
+
+        Args:
+            tile: tokens in a tile.
+            ran: names of the modules, by layer.
+            why_not: why others do not, by layer and module.
+        """
+        if ran:
+            layers: dict[tuple[str, ...], int] = {}
+            for names in ran.values():
+                key = tuple(name or "the layer itself" for name in names)
+                layers[key] = layers.get(key, 0) + 1
+            found = "; ".join(f"{', '.join(names)} of {plural(number, 'layer')}" for names, number in layers.items())
+            return self.say("tiles", f"tiles of at most {plural(tile, 'token')}: {found}.")
+        reasons = {f"{name or 'the layer'} {why}" for of_layer in why_not.values() for name, why in of_layer.items()}
+        if not reasons:
+            return None
+        listed = "; ".join(sorted(reasons)[:_MOST_REASONS])
+        return self.warn(
+            "no tiles",
+            f"nothing inside layers runs in tiles of tokens, though token_tiles asks for it: {listed}. Set "
+            "token_tiles=None, which saves the comparisons.",
+        )
 
     def of_cuts(self, refined: Refined) -> None:
         """Hint: layers that were too large for a worker were cut."""

@@ -1,0 +1,334 @@
+"""Modules inside layers in tiles of tokens: numbers of plain training, less memory, and what mixes tokens is found."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import assert_same, assert_tensors_same, loader, ours, per_call, run, trainer_of
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+from zoo.modules import ZooModule
+from zoo_runs import expected
+
+from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.config import RoundPipeError
+from lightning_roundpipe.messages import RoundPipeWarning
+from lightning_roundpipe.runtime.layer_calls import tile_check
+from lightning_roundpipe.runtime.layer_calls.tile_check import Verdict, check
+from lightning_roundpipe.runtime.layer_calls.tiled_call import Adding, Layout, Surroundings, TiledCall
+from lightning_roundpipe.runtime.layer_calls.token_tiles import TokenTiles
+from lightning_roundpipe.runtime.user_code.thread_state import TorchThreadState
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[TokenTiles]:
+    """The tiles of the engines that a test starts."""
+    found: list[TokenTiles] = []
+    real = TokenTiles.__init__
+
+    def init(self: TokenTiles, *args: Any) -> None:
+        real(self, *args)
+        found.append(self)
+
+    monkeypatch.setattr(TokenTiles, "__init__", init)
+    return found
+
+
+# -- training
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "modules"),
+    [
+        ("llama", False, {"input_layernorm", "post_attention_layernorm", "mlp"}),
+        pytest.param("llama", True, {"mlp"}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", False, {"input_layernorm", "post_attention_layernorm", "mlp"}, marks=pytest.mark.slow),
+        pytest.param("gpt2", False, set(), marks=pytest.mark.slow),
+        pytest.param("t5", False, None, marks=pytest.mark.slow),
+        pytest.param("vit", False, None, marks=pytest.mark.slow),
+    ],
+)
+def test_tiles_train_as_plain_lightning(
+    name: str, lora: bool, modules: set[str] | None, made: list[TokenTiles]
+) -> None:
+    result = run(
+        ours(num_microbatches=3, token_tiles=4), zoo.make_module(name, lora), zoo.make_batches(name), devices=2
+    )
+    assert_same(expected(name, lora, 3), result)
+    ran = made[-1].ran
+    inside = {part for layer, names in ran.items() if layer.split(".")[-1].isdigit() for part in names}
+    assert inside if modules is None else modules <= inside
+
+
+@pytest.mark.slow
+def test_every_plan_gives_the_numbers_of_tiles(made: list[TokenTiles]) -> None:
+    module, batches = zoo.make_module("llama"), zoo.make_batches("llama")
+    result = run(
+        ours(num_microbatches=3, token_tiles=5, plan=per_call(6, 2)), module, batches, devices=2, blocking=True
+    )
+    assert_same(expected("llama", False, 3), result)
+
+
+@pytest.mark.slow
+def test_a_router_that_reports_its_logits_leaves_the_experts_in_tiles(made: list[TokenTiles]) -> None:
+    """Hooks inside the block collect logits for a loss over all tokens, so the block itself stays whole."""
+    module = zoo.make_module("qwen3_moe")
+    result = run(ours(num_microbatches=3, token_tiles=4), module, zoo.make_batches("qwen3_moe"), devices=2)
+    assert_same(expected("qwen3_moe", False, 3), result)
+    names = {name for found in made[-1].ran.values() for name in found}
+    assert "mlp.experts" in names and "mlp" not in names
+
+
+@pytest.mark.slow
+def test_experts_that_peft_parametrizes_in_the_call_stay_whole(made: list[TokenTiles]) -> None:
+    """A tile's backward would run when PEFT has removed the parametrization, without the adapters."""
+    module = zoo.make_module("qwen3_moe", lora=True)
+    result = run(ours(num_microbatches=3, token_tiles=4), module, zoo.make_batches("qwen3_moe"))
+    assert_same(expected("qwen3_moe", True, 3), result)
+    assert not any("experts" in name for found in made[-1].ran.values() for name in found)
+
+
+@pytest.mark.slow
+def test_validation_and_tiles(made: list[TokenTiles]) -> None:
+    module, batches = zoo.make_module("llama"), zoo.make_batches("llama")
+    plain = run("auto", module, batches, val_batches=batches[:1])
+    assert_same(plain, run(ours(num_microbatches=3, token_tiles=4), module, batches, val_batches=batches[:1]))
+
+
+def test_a_recomputation_leaves_out_a_forward_that_nobody_reads(made: list[TokenTiles]) -> None:
+    """After the checked steps, an MLP's tiles run in the forward and in the backward; a norm's three times."""
+    batches = [zoo.make_batches("llama", 1)[0]] * 4
+    run(ours(num_microbatches=1, token_tiles=4, plan=per_call(6)), zoo.make_module("llama"), batches)
+    tiles = made[-1]
+    block = next(known for of in tiles._known.values() for known in of if len(known.watched) > 1)
+    names = dict(enumerate(name for name, _ in zoo.make_module("llama").model.model.layers[0].named_modules()))
+    assert {names[number] for number in block.needed} == {"input_layernorm", "post_attention_layernorm"}
+    assert {names[number] for number in block.watched - block.needed} == {"mlp"}
+
+
+@pytest.mark.slow
+def test_tiles_hold_less(made: list[TokenTiles]) -> None:
+    batch = {key: value.repeat(1, 8) for key, value in zoo.make_batches("llama", 1)[0].items()}
+    peaks = []
+    for tile in (None, 16):
+        strategy = ours(num_microbatches=3, token_tiles=tile, plan=per_call(6))
+        report = run(strategy, zoo.make_module("llama"), [batch] * 2).report
+        assert report is not None
+        peaks.append(report["peak_device_bytes"][0])
+    assert peaks[1] < 0.75 * peaks[0]
+
+
+@pytest.mark.slow
+def test_auto_tiles_only_where_memory_asks_for_it(made: list[TokenTiles], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_TOKENS", 4)
+    monkeypatch.setattr("lightning_roundpipe.runtime.layer_calls.token_tiles.AUTO_SHARE", 100)
+    module, batches = zoo.make_module("llama"), zoo.make_batches("llama", 1)
+    ran = []
+    for memory in (None, "1GiB", "800KB"):
+        run(ours(num_microbatches=3, token_tiles="auto", emulation={"memory": memory}), module, batches)
+        ran.append({name for found in made[-1].ran.values() for name in found})
+    assert ran[:2] == [set(), set()] and "mlp" in ran[2]
+
+
+class _Blocks(ZooModule):
+    """Layers in which every token depends on those before it, so that nothing can be tiled."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x.cumsum(1)).tanh().sigmoid()
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(self.Block() for _ in range(3))))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        found: Tensor = self.model(batch).pow(2).mean()
+        return found
+
+
+def test_nothing_to_tile_is_a_warning() -> None:
+    with pytest.warns(RoundPipeWarning, match="nothing inside layers runs in tiles.*the layer gives something else"):
+        trainer_of(ours(num_microbatches=2, token_tiles=4)).fit(_Blocks(), loader([torch.randn(4, 12, 8)]))
+
+
+# -- comparison
+
+
+class _Layer(nn.Module):
+    """``act`` between two matrices, as a module of its own."""
+
+    def __init__(self, act: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(8, 32), nn.Linear(32, 8), act
+        self.register_buffer("count", torch.zeros(()))
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self, self.up(x)))
+
+
+def _mean_over_tokens(self: _Layer, x: Tensor) -> Tensor:
+    return x.tanh() - 1e-2 * x.tanh().mean(1, keepdim=True)
+
+
+def _neighbours(self: _Layer, x: Tensor) -> Tensor:
+    return x.tanh() + 0.01 * x.tanh().roll(1, 1)
+
+
+def _position(self: _Layer, x: Tensor) -> Tensor:
+    return x.tanh() + torch.arange(x.shape[1])[:, None] / 100
+
+
+def _drop(self: _Layer, x: Tensor) -> Tensor:
+    return nn.functional.dropout(x.tanh(), 0.1)
+
+
+def _count(self: _Layer, x: Tensor) -> Tensor:
+    self.count += 1
+    return x.tanh()
+
+
+def _remember(self: _Layer, x: Tensor) -> Tensor:
+    self.seen = x.shape[1]
+    return x.tanh()
+
+
+def _capacity(self: _Layer, x: Tensor) -> Tensor:
+    """Only the first half of those that choose an expert get it, as in routers with a capacity."""
+    chosen = x[..., 0] > 0
+    return x.tanh() * (chosen & (chosen.cumsum(1) <= x.shape[1] // 4))[..., None]
+
+
+class _MeanLoss(torch.autograd.Function):
+    """A router's loss that is added in the backward: the mean over the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad + x / x.shape[1]
+
+
+def _loss(self: _Layer, x: Tensor) -> Tensor:
+    found: Tensor = _MeanLoss.apply(x.tanh())  # type: ignore[no-untyped-call]
+    return found
+
+
+_OUTSIDE = nn.Parameter(torch.ones(32))
+
+
+def _outside(self: _Layer, x: Tensor) -> Tensor:
+    return x.tanh() * _OUTSIDE
+
+
+def _verdict(act: Callable[..., Tensor], x: Tensor | None = None) -> Verdict:
+    x = torch.randn(2, 30, 8) if x is None else x
+    module, layout = _Layer(act), Layout.of([x])
+    assert layout is not None
+    return check(module, lambda tensors: module(*tensors), [x], layout, grad=True)
+
+
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (_mean_over_tokens, "some of the tokens"),
+        (_neighbours, "some of the tokens"),
+        (_position, "some of the tokens"),
+        (_drop, "draws random numbers"),
+        (_count, "writes to"),
+        (_remember, "sets attribute 'seen'"),
+        (_capacity, "some of the tokens"),
+        (_loss, "other gradients"),
+        (_outside, "not its own"),
+    ],
+)
+def test_what_couples_tokens_is_found(act: Callable[..., Tensor], why: str) -> None:
+    assert why in _verdict(act).why_not
+
+
+def test_what_acts_on_each_token_passes_and_tells_what_its_graph_keeps() -> None:
+    verdict = _verdict(lambda self, x: x.tanh())
+    assert verdict == Verdict("", 32 * 4, (True,))
+
+
+def test_dropout_that_begins_later_is_an_error() -> None:
+    with tile_check.refuse_random(), pytest.raises(RoundPipeError, match="token_tiles=None"):
+        nn.functional.dropout(torch.ones(4), 0.5)
+    with tile_check.refuse_random():
+        nn.functional.dropout(torch.ones(4), 0.0)
+
+
+# -- tiles
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("columns", [1, 5, 16, 33])
+@pytest.mark.parametrize("tile", [1, 4, 16, 40])
+def test_tiles_cover_each_token_once_and_in_order(rows: int, columns: int, tile: int) -> None:
+    spans = Layout(rows, columns, True).spans(tile)
+    places = torch.arange(rows * columns).view(rows, columns)
+    for span in spans:
+        assert torch.equal(places[span.rows, span.columns].flatten(), places.flatten()[span.flat])
+        assert span.flat.stop - span.flat.start <= max(tile, 1)
+    assert torch.equal(torch.cat([places.flatten()[span.flat] for span in spans]), places.flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("adding", [False, True])
+def test_gradients_of_tiles_are_those_of_the_whole(dtype: torch.dtype, adding: bool) -> None:
+    """16-bit gradients are summed in fp32: 64 tiles differ from the whole by no more than two do."""
+    whole = _Layer(lambda self, x: x.tanh()).to(dtype)
+    x = torch.randn(2, 64, 8, dtype=dtype)
+    slope = torch.randn(2, 64, 8, dtype=dtype)
+    results = []
+    for tile in (None, 2):
+        module, given = copy.deepcopy(whole), x.clone().requires_grad_()
+        out = module(given) if tile is None else _tiled(module, given, tile, adding=adding)
+        out.backward(slope)
+        results.append([out, given.grad, *(p.grad for p in module.parameters())])
+    tolerance = 1e-12 if dtype is torch.float64 else 1e-2
+    for one, other in zip(*results, strict=True):
+        assert_tensors_same(one, other, rtol=tolerance)
+
+
+def _tiled(module: _Layer, x: Tensor, tile: int, *, adding: bool) -> Tensor:
+    around = Surroundings(
+        TorchThreadState.capture(("cpu",)), contextvars.copy_context(), contextlib.nullcontext, lambda tensors: None,
+        contextlib.nullcontext, False, False, Adding(adding),
+    )  # fmt: skip
+    layout = Layout.of([x])
+    assert layout is not None
+    _, spec = tree_flatten(((x,), {}))
+    call = TiledCall(
+        module.forward, spec, [None], [0], [True], layout, tile, list(module.parameters()), around, None, ()
+    )
+    found: Tensor = call.run([x])
+    return found
+
+
+# -- settings
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "all", True])
+def test_settings_are_checked(value: Any) -> None:
+    with pytest.raises(ValueError, match="token_tiles="):
+        RoundPipeStrategy(token_tiles=value)
+
+
+def test_compiled_layers_have_no_tiles() -> None:
+    with pytest.raises(ValueError, match="compile_layers"):
+        RoundPipeStrategy(token_tiles=512, compile_layers=True)
