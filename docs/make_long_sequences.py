@@ -115,7 +115,7 @@ def cells(row: Row, found: Found) -> list[str]:
 
 
 HEAD = (
-    "model", "GPUs", "longest", "the paper's", "KiB a token", "made by", "in tiles, not built", "computes longer",
+    "model", "GPUs", "longest", "the paper's", "KiB a token", "made by", "in tiles, planned", "computes longer",
 )  # fmt: skip
 
 

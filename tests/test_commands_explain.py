@@ -63,7 +63,7 @@ def test_the_table_names_modules_and_has_room_for_its_columns(command: Any, monk
     assert "mlp.gate_proj" in shown or "lm_head" in shown
     assert max(map(len, shown.splitlines())) <= 80
     said = " ".join(shown.split())
-    assert "Not built, planned only: if modules that act on each token alone ran in tiles of 4,096 tokens" in said
+    assert "With strategy.token_tiles=4096 (planned, not measured)" in said
 
 
 @pytest.mark.slow

@@ -35,9 +35,10 @@ def as_parts(found: Sequence[Explained], tiles: InTiles | None) -> list[Renderab
 
 def _what_if(tiles: InTiles) -> str:
     return (
-        f"Not built, planned only: if modules that act on each token alone ran in tiles of {tiles.tile:,} tokens, the "
-        f"longest sequence would have {tiles.longest.tokens:,} tokens, limited by {tiles.longest.limited_by}. A "
-        f"sequence of {tiles.tokens:,} tokens would compute {100 * tiles.slowdown:.0f} % longer."
+        f"With strategy.token_tiles={tiles.tile} (planned, not measured), if all modules that act on each token alone "
+        f"run in tiles, the longest sequence has {tiles.longest.tokens:,} tokens, limited by "
+        f"{tiles.longest.limited_by}. A sequence of {tiles.tokens:,} tokens computes "
+        f"{100 * tiles.slowdown:.0f} % longer."
     )
 
 

@@ -18,7 +18,8 @@ which happens when the fused stage holds the whole model. Semicolons are for the
 (and Hydra's command line takes the text unquoted without them). With ``recompute ahead`` a backward stage recomputes a
 microbatch before its gradient is there, and keeps the graph of the whole stage until it is. With ``single weights`` a
 worker has one arena for weights instead of two: the next stage's weights come when this stage is over. With ``single
-gradients`` the next stage's gradients are summed when this stage's are on the host.
+gradients`` the next stage's gradients are summed when this stage's are on the host. With ``round 1`` and several
+workers, rounds run side by side.
 """
 
 from __future__ import annotations
