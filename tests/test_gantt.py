@@ -198,4 +198,4 @@ def test_colours_are_those_of_the_timeline() -> None:
     from lightning_roundpipe import timeline
 
     for kind in ("forward", "recompute", "backward"):
-        assert gantt.COLOURS[kind] == timeline._LEGEND[kind]
+        assert gantt.COLOURS[kind] == timeline.LEGEND[kind]

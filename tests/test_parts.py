@@ -26,7 +26,7 @@ from lightning_roundpipe.runtime.core.turns import Slot
 from lightning_roundpipe.runtime.core.worker import Worker, _merged
 from lightning_roundpipe.runtime.memory import grad_buffers
 from lightning_roundpipe.runtime.memory.dtypes import Formats
-from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers
+from lightning_roundpipe.runtime.memory.grad_buffers import HostGradBuffers, Reduction
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer, _left, host_layers, make_buckets
 from lightning_roundpipe.runtime.optimizer import async_optimizer
 from lightning_roundpipe.runtime.optimizer.async_optimizer import AsyncOptimizer
@@ -35,6 +35,7 @@ from lightning_roundpipe.runtime.optimizer.loss_handle import StepGradients
 
 PART = 256
 """Bytes: 64 numbers in fp32."""
+OWN = Reduction(None, lambda: pytest.fail("nothing is added up on the host"))
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +191,7 @@ class Submitted:
         if cast:
             self.layer.round({0: torch.bfloat16})
         self.updates = AsyncOptimizer(self.buckets)
-        self._buffers = HostGradBuffers(self.layer, self.device)
+        self._buffers = HostGradBuffers(self.layer, self.device, OWN)
         self._optimizer = torch.optim.AdamW([self.master], lr=1.0)
         self._submit([])
         self.updates.settle()

@@ -64,7 +64,6 @@ class PlanOptions:
         "model=qwen3_32b hardware=rtx4090x8 lora=all_linear lora.r=16",
         "model=my-model/config.json hardware=machine.yaml format=json",
         "model=llama3_1_8b,qwen3_32b hardware=rtx4090x4,rtx4090x8",
-        "model=llama3_1_8b gpu=rtx4090 explain=memory picture=memory.png",
         "costs=run/costs.json workers=4 microbatches=8 memory=24GB",
         "costs=paper case=llama3.1-8b picture=plan.png",
     )

@@ -163,7 +163,8 @@ class Step:
             args: its arguments for each microbatch.
         """
         self.plan = plan
-        self._side_by_side = plan.side_by_side(len(self.engine.worker_pool.workers), len(args))
+        workers = len(self.engine.worker_pool.workers)
+        self._side_by_side = plan.side_by_side(workers, len(args)) and trace.torn_buffer() is None
         rounds = self._make_rounds(plan.stages(), trace, len(args), plan.round_microbatches)
         self.slots = [slot for slots in rounds for slot in slots]
         order = MicrobatchOrder(range(len(args))) if self._side_by_side else None

@@ -233,15 +233,18 @@ class Trace:
         self.has_skipped_calls |= not alike
         return alike or len(self.calls) == before or len({c.layer.index for c in self.calls}) == layers
 
-    def torn_buffer(self, plan: Plan) -> str | None:
+    def torn_buffer(self, plan: Plan | None = None) -> str | None:
         """Return a description of a buffer that calls in several forward stages of ``plan`` change; None if none is.
 
         Under such a plan, a microbatch's second call would find values that later microbatches have written.
+
+        Args:
+            plan: the plan. None: microbatches run side by side, where this holds for any two calls.
         """
         stages: dict[tuple[int, str, int], int] = {}
         for index, call in enumerate(self.calls):
             for module, name in call.layer.mutable_buffers.values():
-                stage = plan.stage_of_forward[index]
+                stage = plan.stage_of_forward[index] if plan is not None else index
                 if stages.setdefault((id(module), name, call.portion), stage) != stage:
                     return f"buffer {name!r} of {type(module).__name__} in layer {call.layer.name!r}"
         return None

@@ -131,7 +131,7 @@ class Planner:
         seconds = run_steps(plan, costs, workers, microbatches).makespan_s
         if workers == 1 or size is not None or stage_s is not None:
             return plan
-        if fuses and limit is not None:
+        if fuses and limit is not None and trace.torn_buffer() is None:
             beside = arenas_within(Plan.single(len(costs), 1), costs, workers, limit)
             plan = min([plan, *beside], key=step_s)
         if seconds < WORTH_S:
