@@ -203,8 +203,7 @@ class LayerExecutor:
             if ran.surprises:
                 profile = None
                 self._refuse_surprises(call.layer, leaves, ran)
-            tensors = ran.tensors()
-            device.track_until_freed(tensors, OUTPUTS)
+            device.track_until_freed(ran.tensors(), OUTPUTS)
         if profile is not None:
             result = Forward(ran.output, ran.side_outputs, ran.detached_inputs)
         else:
@@ -212,7 +211,7 @@ class LayerExecutor:
         result.profile = profile
         if call.graph and not call.kept:
             result.drop_graph()
-        self._worker.keep_until_computed(leaves, tensors)
+        self._worker.keep_until_computed(leaves, ran.tensors())  # without the graph that was dropped
         return result
 
     def _leaves(
