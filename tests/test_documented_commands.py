@@ -53,6 +53,8 @@ SUBSTITUTIONS = {
     r"(experiment=paper_\w+ model=tiny\S+ (?!.*data=).*data\.batch_size=64)": rf"\1 {FEW}",
     r"roundpipe-train model=qwen3_1_7b": f"roundpipe-train model=tiny_qwen3_1_7b model.vocab_size=512 {FEW} "
     "data.sequence_length=64",
+    r"model=qwen3_32b (.*model\.weights=)Qwen/Qwen3-32B": r"model=tiny_qwen3_32b model.vocab_size=512 "
+    r"\1models/Qwen3-32B trainer.max_steps=8 data.sequence_length=64 optimizer.lr=0.005",
     r"(model=hub model\.name=models/.*)": rf"\1 {FEW} data.sequence_length=64",
     r"model=llama3_1_8b model\.hidden_size=2048 model\.intermediate_size=8192\s+model\.num_hidden_layers=16": (
         "model=llama3_1_8b model.hidden_size=64 model.intermediate_size=128 model.num_hidden_layers=4"
