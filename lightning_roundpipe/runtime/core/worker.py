@@ -45,15 +45,18 @@ IN_FLIGHT = 2
 
 
 class InFlight:
-    """The calls that are enqueued on a device and not finished, oldest first, with the tensors that each keeps alive.
+    """The calls that are enqueued on a device and not finished, oldest first, with the memory that each keeps alive.
+
+    Memory alone is kept, without the graphs of its tensors: these would keep what autograd has saved, and the inputs of
+    the calls that they were made by.
 
     Attributes:
-        nbytes: size of the tensors' storages, each counted once.
+        nbytes: size of the storages, each counted once.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._calls: deque[tuple[Event, Any, list[UntypedStorage]]] = deque()
+        self._calls: deque[tuple[Event, list[Any], list[UntypedStorage]]] = deque()
         self._holders = Counter[int]()
 
     def __len__(self) -> int:
@@ -72,8 +75,12 @@ class InFlight:
             tensors: tensors to keep until then, in nested lists.
             counted: whether to add their bytes to ``nbytes``.
         """
-        storages = _storages(_flat(tensors)) if counted else []
-        self._calls.append((end, tensors, storages))
+        flat = _flat(tensors)
+        storages = _storages(flat)
+        others = [tensor.detach() for tensor in flat if tensor.layout is not torch.strided]
+        self._calls.append((end, [storages, others], storages if counted else []))
+        if not counted:
+            return
         for storage in storages:
             self._holders[storage._cdata] += 1
             if self._holders[storage._cdata] == 1:
