@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_roundpipe.model.lean_loss import lean_logits, make_lean
+from lightning_roundpipe.model.packed_rows import document_masks, masks_needed
 from lightning_roundpipe.model.quantize import refuse_adapted_experts, refuse_full_training, stored_beside
 
 Batch = dict[str, Tensor]
@@ -69,6 +70,7 @@ class CausalLM(LightningModule):
         if lean_loss:
             make_lean(self.model)
         self.lean_loss = lean_loss
+        self.document_masks = False
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
         self.max_new_tokens = max_new_tokens
@@ -76,8 +78,18 @@ class CausalLM(LightningModule):
         self.val_perplexity = MeanPerplexity()
         self.strict_loading = lora is None  # see on_save_checkpoint
 
+    def keep_documents_apart(self) -> None:
+        """Give the model masks for packed rows if it does not make them from ``position_ids`` itself.
+
+        Raises:
+            ValueError: documents of a packed row would see each other all the same.
+        """
+        self.document_masks = masks_needed(self.model)
+
     def loss_of(self, batch: Batch) -> Tensor:
         """Return the model's own loss."""
+        if self.document_masks and "position_ids" in batch and "attention_mask" not in batch:
+            batch = {**batch, "attention_mask": document_masks(self.model, batch["position_ids"])}
         with lean_logits(self.model) if self.lean_loss else contextlib.nullcontext():
             loss: Tensor = self.model(**batch, use_cache=False).loss
             return loss

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_roundpipe.callbacks import Measurements, RunFolder
 from lightning_roundpipe.data import TextFiles
+from lightning_roundpipe.tasks.causal_lm import CausalLM
 from lightning_roundpipe.tasks.results import Completion, EvaluationResult, show_job, show_outcome, summarise
 
 _FILLED_IN = {"data.tokenizer", "data.vocab_size"}
@@ -76,6 +77,8 @@ def build(cfg: DictConfig, folder: Path) -> Job:
         optimizer=_make(cfg.optimizer),
         scheduler=_make(cfg.scheduler) if cfg.scheduler else None,
     )
+    if isinstance(data, TextFiles) and data.rows == "packed" and isinstance(task, CausalLM):
+        task.keep_documents_apart()
     measurements, settings = Measurements(), cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     return Job(
         name=cfg.name,

@@ -9,8 +9,11 @@ from typing import Any
 
 import datasets
 import tiny_tokenizer as tokenizers
+from torch.optim import AdamW
+from transformers import BloomConfig, BloomForCausalLM
 
 from lightning_roundpipe.data import TextFiles
+from lightning_roundpipe.tasks.causal_lm import CausalLM
 from mistakes.commands import command
 from mistakes.user import Mistake, User
 
@@ -49,6 +52,11 @@ def _dictionary(user: User) -> None:
     split = datasets.Dataset.from_list([QUESTION])
     datasets.DatasetDict(train=split, test=split).save_to_disk(user.folder / "data")
     _open(user, path=user.folder / "data")
+
+
+def _mixing(user: User) -> None:
+    config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
+    CausalLM(BloomForCausalLM(config), AdamW).keep_documents_apart()
 
 
 def _without(package: str) -> Callable[[User], Any]:
@@ -188,6 +196,13 @@ DATA = [
         "data.rows='joined' cuts records anywhere",
         "Set data.rows=packed, or data.loss_on=everything",
         (_reading(QUESTION, rows="joined"),),
+    ),
+    Mistake(
+        SECTION,
+        "packed rows for a model that cannot keep their documents apart",
+        "documents of a packed row see each other in …",
+        "Set data.rows=padded, or data.rows=joined",
+        (_mixing,),
     ),
     Mistake(
         SECTION,

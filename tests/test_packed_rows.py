@@ -1,0 +1,147 @@
+"""Documents of a packed row have the losses that they have alone, whatever the model makes of ``position_ids``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import ours, run
+from torch import Tensor, nn
+from torch.optim import SGD
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    MambaConfig,
+    MptConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from lightning_roundpipe.model.packed_rows import masks_needed
+from lightning_roundpipe.tasks.causal_lm import CausalLM
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "initializer_range": 0.3}
+USUAL = SIZES | {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "num_hidden_layers": 4}
+MODELS: dict[str, tuple[PreTrainedConfig, bool]] = {
+    "gpt2": (GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3), False),
+    "qwen3": (Qwen3Config(**USUAL, num_hidden_layers=3), False),
+    "qwen3_moe": (Qwen3MoeConfig(**USUAL, **EXPERTS, num_hidden_layers=2), False),
+    "gemma2": (Gemma2Config(**USUAL, sliding_window=4, num_hidden_layers=4), False),
+    "gpt_oss": (GptOssConfig(**USUAL, **OSS), True),
+    "opt": (OPTConfig(vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+                      word_embed_proj_dim=16, max_position_embeddings=64, init_std=0.3, dropout=0.0), True),
+    "mpt": (MptConfig(vocab_size=64, d_model=16, n_layers=2, n_heads=2, initializer_range=0.3), True),
+    "falcon": (FalconConfig(**SIZES, num_hidden_layers=2, num_attention_heads=2), True),
+}  # fmt: skip
+
+
+def module(name: str, *, dropout: bool = False) -> CausalLM:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MODELS[name][0])
+    if not dropout:
+        for part in model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+    return CausalLM(model, lambda parameters: SGD(parameters, lr=0.1))
+
+
+def documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(64, (length,), generator=generator) for length in (5, 9, 2, 7, 3, 6)]
+
+
+def batch(rows: list[list[Tensor]]) -> dict[str, Tensor]:
+    """One row of 16 tokens for each list."""
+    ids, labels = torch.zeros(len(rows), 16, dtype=torch.long), torch.full((len(rows), 16), -100)
+    positions = torch.arange(16).repeat(len(rows), 1)
+    for row, found in enumerate(rows):
+        used = 0
+        for document in found:
+            part = slice(used, used + len(document))
+            ids[row, part] = labels[row, part] = document
+            labels[row, used] = -100
+            positions[row, part] = torch.arange(len(document))
+            used = part.stop
+        positions[row, used:] = torch.arange(16 - used)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rows_loss_is_that_of_its_documents(name: str) -> None:
+    task = module(name).eval()
+    task.keep_documents_apart()
+    assert task.document_masks is MODELS[name][1]
+    found = documents()
+    with torch.no_grad():
+        packed = float(task.loss_of(batch([found[:3], found[3:]]))) * sum(len(d) - 1 for d in found)
+        alone = sum(float(task.loss_of(batch([[d]]))) * (len(d) - 1) for d in found)
+    assert packed == pytest.approx(alone, rel=1e-5)
+
+
+def test_what_is_tried_leaves_no_trace() -> None:
+    """Layers, modes, weights and generators are what they were."""
+    task = module("gpt_oss", dropout=True)
+    task.model.model.layers[1].eval()
+    modes = [(key, part.training) for key, part in task.named_modules()]
+    weights = {key: value.clone() for key, value in task.state_dict().items()}
+    state = torch.get_rng_state()
+    task.keep_documents_apart()
+    assert [(key, part.training) for key, part in task.named_modules()] == modes
+    assert task.state_dict().keys() == weights.keys()
+    assert all(torch.equal(value, weights[key]) for key, value in task.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in task.parameters())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.3),
+        MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2),
+    ],
+    ids=lambda config: str(config.model_type),
+)
+def test_models_that_cannot_are_refused(config: PreTrainedConfig) -> None:
+    with pytest.raises(ValueError, match=r"^documents of a packed row see each other in \w+: .* Set data.rows=padded"):
+        masks_needed(AutoModelForCausalLM.from_config(config))
+
+
+def test_the_last_kind_of_layer_is_tried_too() -> None:
+    """A layer far behind may be the only one that lets documents see each other."""
+    kinds = ["full_attention", "full_attention", "sliding_attention"]
+    config = Qwen3Config(**USUAL, num_hidden_layers=3, layer_types=kinds, use_sliding_window=True, sliding_window=4)
+    model = AutoModelForCausalLM.from_config(config)
+    assert not masks_needed(model)
+    attend = model.model.layers[2].self_attn
+
+    def without_mask(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"attention_mask": None}
+
+    attend.register_forward_pre_hook(without_mask, with_kwargs=True)
+    with pytest.raises(ValueError, match="see each other"):
+        masks_needed(model)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "opt"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_training_equals_plain_training(name: str, devices: int) -> None:
+    """Masks are made in the step, from each microbatch's own rows."""
+    found = documents()
+    given = [batch([found[:3], found[3:], found[1:3], found[4:]]) for _ in range(2)]
+
+    task = module(name)
+    task.keep_documents_apart()
+    plain = run("auto", task, given)
+    harness.assert_same(plain, run(ours(num_microbatches=2), task, given, devices=devices))
+    task.document_masks = False  # and the masks are what makes these numbers
+    assert float(run("auto", task, given).losses[0]) != pytest.approx(float(plain.losses[0]), rel=1e-4)
