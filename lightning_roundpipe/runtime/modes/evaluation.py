@@ -88,7 +88,10 @@ class Evaluation:
         self._calls = 0
         self._slot: Slot | None = None
         self.surroundings = Surroundings()
-        self._mode: UserCodeMode = EvaluationUserCode(engine, self._stay_behind)
+        watching = EvaluationUserCode(engine, self._stay_behind)
+        self._mode: UserCodeMode = watching
+        self.losses = watching.losses
+        """The losses that user code has computed, where it ran on the whole batch."""
         self._executors = engine.executors
         self._within = False
         self._watched = SharedOutputs()

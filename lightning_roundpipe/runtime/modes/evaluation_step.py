@@ -1,21 +1,33 @@
-"""Runs one call of a model in parts in evaluation; `evaluation_parts` decides which calls."""
+"""Runs one call of a model in parts in evaluation; `evaluation_parts` decides which calls.
+
+Beside tensors with a row for each sample, outputs may be losses, which are combined by their numbers of targets, and
+key-value caches, which stay with the parts until somebody looks at them.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.config import RoundPipeError
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.planning.schedule import Plan
 from lightning_roundpipe.planning.span import Span
+from lightning_roundpipe.runtime.batch.known_losses import Weight, combined_losses
 from lightning_roundpipe.runtime.core.context import EngineContext
 from lightning_roundpipe.runtime.core.sections import UserCodeSections
 from lightning_roundpipe.runtime.core.trace import Trace
 from lightning_roundpipe.runtime.core.turns import Slots
 from lightning_roundpipe.runtime.core.worker_pool import GRACE
+from lightning_roundpipe.runtime.layer_calls.arguments import is_cache
 from lightning_roundpipe.runtime.memory.host_layer import HostLayer
 from lightning_roundpipe.runtime.modes.evaluation import Evaluation
 from lightning_roundpipe.runtime.modes.evaluation_user_code import EvaluationUserCode
+from lightning_roundpipe.runtime.modes.joined_caches import join_later
 from lightning_roundpipe.runtime.modes.model_call_stages import CallSlots, ModelCallStages
 from lightning_roundpipe.runtime.modes.model_calls import ModelCall
 from lightning_roundpipe.runtime.modes.model_step import ModelStep
@@ -25,7 +37,7 @@ from lightning_roundpipe.runtime.threads.task_thread import Task
 from lightning_roundpipe.runtime.user_code.interception import calling
 from lightning_roundpipe.runtime.user_code.module_state import SegmentKey
 
-Branches = set[tuple[bool, ...]] | frozenset[tuple[bool, ...]]
+Branches = frozenset[tuple[bool, ...]]
 """Sequences of truth values of tensors that user code branched on."""
 
 
@@ -45,8 +57,9 @@ class EvaluationStep(ModelStep):
         trace: the layer calls that each part makes.
         spans: the stages over them.
         sizes_for: see `ModelStep`.
-        branches: the branches that parts may take. A frozenset allows only those in it; a set allows any and records
-            them.
+        branches: the branches that parts may take.
+        compared: parts, the first ones, whose outputs are compared afterwards: these may take any branch, and the
+            others any that one of these takes.
 
     Attributes:
         unsplittable: whether a part failed or did what only a whole call may do; the output is then unusable.
@@ -54,14 +67,15 @@ class EvaluationStep(ModelStep):
 
     def __init__(
         self, engine: EngineContext, evaluation: Evaluation, trace: Trace, spans: tuple[Span, ...],
-        sizes_for: Callable[[int], list[int]], branches: Branches,
+        sizes_for: Callable[[int], list[int]], branches: Branches, compared: int,
     ) -> None:  # fmt: skip
         super().__init__(engine, (0,), sizes_for, isolated=False, recorder=evaluation.recorder)
         self.unsplittable = False
-        self.branches = branches
+        self.branches, self.compared = branches, compared
         self._trace, self._spans = trace, spans
         self._device = evaluation.device
         self._unclosed = 1  # stands for the slots that are not made yet
+        self._evaluated: list[_EvaluationPart] = []
         self._portion = ModelCallStages("", range(len(trace.calls)), spans, ())
 
     def run_parts(self, call: ModelCall[PartRun], function: Callable[..., Any], parts: list[tuple[Any, Any]]) -> None:
@@ -76,6 +90,13 @@ class EvaluationStep(ModelStep):
             for queue in self.engine.worker_pool.queues:
                 queue.clear()
         self.cancel_scope.raise_error()
+        self.branches |= self.taken(self.compared)
+        self.unsplittable |= not self.taken() <= self.branches
+
+    def taken(self, parts: int | None = None) -> Branches:
+        """Return the branches that the first ``parts`` parts took, all by default, with every prefix."""
+        decisions = [run.mode.decisions for run in self._evaluated[:parts]]
+        return frozenset(tuple(taken[: i + 1]) for taken in decisions for i in range(len(taken)))
 
     def _slots_for(self, call: ModelCall[PartRun], microbatches: int) -> tuple[ModelCallStages | None, Slots]:
         return self._portion, CallSlots(self._make_group("forward", self._spans, microbatches))
@@ -83,7 +104,9 @@ class EvaluationStep(ModelStep):
     def _part(
         self, index: int, slots: Slots, call: ModelCall[PartRun], portion: ModelCallStages | None, device: Device | None
     ) -> PartRun:
-        return _EvaluationPart(self, index, self._trace, slots, call, portion, None, device)
+        part = _EvaluationPart(self, index, self._trace, slots, call, portion, None, device)
+        self._evaluated.append(part)
+        return part
 
     def _run_all(self, work: list[Callable[[], None]]) -> None:
         tasks: list[Task[None]] = []
@@ -109,7 +132,11 @@ class _EvaluationPart(PartRun):
         super().__init__(step.engine, step, *args)
         self._evaluation_step = step
         self.segments = _EvaluationSections(step.engine, step.spec, self.index, learning=False)
-        self.mode = EvaluationUserCode(step.engine, raise_unsplittable, self.segments.paused, self._decided)
+        self.weights: list[Weight | None] = []
+        """Of each leaf of the output, how it counts beside those of other parts if it is a loss."""
+        self.mode: EvaluationUserCode = EvaluationUserCode(
+            step.engine, raise_unsplittable, self.segments.paused, self._decided
+        )
 
     def forward(
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: Any, predecessor: Waiter | None
@@ -136,13 +163,51 @@ class _EvaluationPart(PartRun):
     def _seed_of(self, layer: HostLayer) -> None:
         return None
 
+    def _give(self, output: Any) -> None:
+        super()._give(output)
+        losses = self.mode.losses
+        self.weights = [losses.weight_of(leaf) if is_number(leaf) else None for leaf in self.outputs[0]]
+        losses.clear()
+
     def _decided(self, decisions: list[bool]) -> None:
-        """Record, or refuse, the branch that user code takes after ``decisions``."""
-        branches, branch = self._evaluation_step.branches, tuple(decisions)
-        if isinstance(branches, set):
-            branches.add(branch)
-        elif branch not in branches:
+        """Refuse the branch that user code takes after ``decisions``, if no compared part can vouch for it."""
+        if not self._evaluation_step.compared and tuple(decisions) not in self._evaluation_step.branches:
             raise_unsplittable()
+
+
+class EvaluatedCall(ModelCall[PartRun]):
+    """A call of a model in evaluation: it also merges losses and key-value caches."""
+
+    settle: Callable[[], None]
+    """Waits until the devices have filled the caches."""
+
+    def beginning(self, parts: int) -> EvaluatedCall:
+        """Return the call of the first ``parts`` parts alone."""
+        fresh = EvaluatedCall(self.name, self.number, self.thread_state)
+        fresh.settle, fresh.sizes = self.settle, self.sizes[:parts]
+        fresh.runs = [copy.copy(run) for run in self.runs[:parts]]  # `merge` takes their outputs
+        return fresh
+
+    def _merge(self, parts: list[Tensor], place: int) -> Tensor:
+        weights = [run.weights[place] for run in self.runs if isinstance(run, _EvaluationPart)]
+        if not is_number(parts[0]) or any(weight is None for weight in weights):
+            return super()._merge(parts, place)
+        self.rows.append(False)
+        with torch.no_grad():
+            total = combined_losses(parts, weights)
+        if total is None:
+            raise RoundPipeError(f"{self.what} returns losses of which some are sums and others are means.")
+        return total
+
+    def _merge_others(self, parts: list[Any]) -> Any:
+        if is_cache(parts[0]):
+            return join_later(parts, self.sizes, self.settle)
+        return super()._merge_others(parts)
+
+
+def is_number(leaf: Any) -> bool:
+    """Return whether an output is a single number, as losses are."""
+    return isinstance(leaf, Tensor) and not leaf.dim() and leaf.is_floating_point()
 
 
 class _EvaluationSections(UserCodeSections):
